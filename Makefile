@@ -1,0 +1,44 @@
+# Every target that needs the environment makes it first (scripts/setup.sh; nothing to do when it is up to date).
+#   PYTHON=...       interpreter to use instead of the one that is found
+#   TORCH=...        what to install for PyTorch; default: the pin in constraints.txt
+#   TORCH_INDEX=...  package index to take PyTorch from, e.g. PyTorch's own CPU index; default: pip's configuration
+PYTHON ?=
+TORCH ?=
+TORCH_INDEX ?=
+# A recipe of configs/recipe.
+DEMO ?= grpo-tiny-moe-1n2g-sync
+# make test ARGS="tests/config -k layout"
+ARGS ?=
+
+export PYTHON TORCH TORCH_INDEX
+# Settings of the caller's shell that would reach into the environment or change what is tested.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+BIN := .venv/bin
+
+.PHONY: help venv demo test lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: ## make or update .venv with every dependency
+	@bash scripts/setup.sh
+
+demo: venv ## train a tiny mixture-of-experts model with GRPO, on CPU
+	$(BIN)/moerl train recipe=$(DEMO)
+
+test: venv ## every test that needs neither a GPU, an engine's environment, nor Slurm
+	$(BIN)/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
+
+lint: venv ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## ruff, with fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove the environment and every cache; keeps runs/
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

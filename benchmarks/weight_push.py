@@ -1,0 +1,144 @@
+"""Throughput of one weight push into one server process, for each transport, against a plain copy of the same bytes in memory.
+
+    python benchmarks/weight_push.py --megabytes 256
+
+A push copies every byte into a bucket, digests it there, moves it, copies it into the model and digests it again; nothing overlaps yet.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import torch
+
+from moerl.types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.weights.digest import tensor_digest
+from moerl.weights.receive import WeightSession
+from moerl.weights.send import WeightSender
+from moerl.weights.spec import spec_of, torch_dtype
+from moerl.weights.sync import Transport, WeightSync
+
+
+class Trainer:
+    """A WeightSource in this process."""
+
+    def __init__(self, model: dict[str, torch.Tensor], bucket_bytes: int):
+        self._model, self._bucket_bytes = model, bucket_bytes
+        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+    async def manifest(self, version: int) -> Manifest:
+        return Manifest(version=version, tensors=tuple(spec_of(*item) for item in self._model.items()))
+
+    async def listen(self, transport: Transport, num_receivers: int) -> str:
+        self.sender = WeightSender(transport, bucket_bytes=self._bucket_bytes)
+        return self.sender.listen(num_receivers)
+
+    async def connect(self) -> None:
+        await asyncio.to_thread(self.sender.connect)
+
+    async def next_bucket(self, index: int) -> Bucket | None:
+        if index == 0:
+            self._tensors = iter(self._model.items())
+        return self.sender.pack(index, self._tensors)
+
+    async def transmit(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self.sender.transmit, bucket)
+
+
+class Server:
+    """A WeightReceiver whose session runs in another process."""
+
+    def __init__(self, specs: dict[str, TensorSpec]):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, specs), daemon=True)
+        self.process.start()
+
+    async def _call(self, step: str, argument: object) -> None:
+        self._pipe.send((step, argument))
+        failure = await asyncio.to_thread(self._pipe.recv)
+        if failure is not None:
+            raise failure
+
+    async def connect(self, offer: TransportOffer) -> None:
+        await self._call("connect", offer)
+
+    async def begin(self, manifest: Manifest) -> None:
+        await self._call("begin", manifest)
+
+    async def install(self, bucket: Bucket) -> None:
+        await self._call("install", bucket)
+
+    async def finish(self, version: int) -> None:
+        await self._call("finish", version)
+
+
+def serve(pipe: Connection, specs: dict[str, TensorSpec]) -> None:
+    torch.set_num_threads(1)
+    model = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in specs.items()}
+    session = WeightSession(specs, lambda name, tensor: model[name].copy_(tensor))
+    while True:
+        step, argument = pipe.recv()
+        try:
+            pipe.send(getattr(session, step)(argument))
+        except Exception as error:
+            pipe.send(error)
+
+
+def make_model(megabytes: int) -> dict[str, torch.Tensor]:
+    """bfloat16: per 8 MB one matrix of 7 MB, one of 1 MB and a norm."""
+    model = {}
+    for layer in range(megabytes // 8):
+        model[f"layers.{layer}.mlp.weight"] = torch.randn(1792, 2048).to(torch.bfloat16)
+        model[f"layers.{layer}.attention.weight"] = torch.randn(256, 2048).to(torch.bfloat16)
+        model[f"layers.{layer}.norm.weight"] = torch.ones(2048, dtype=torch.bfloat16)
+    return model
+
+
+def best_seconds(work: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+async def push_seconds(transport: Transport, model: dict[str, torch.Tensor], bucket_bytes: int, repeats: int) -> float:
+    """Of the fastest push after a first one that also maps memory."""
+    trainer, server = Trainer(model, bucket_bytes), Server({name: spec_of(name, tensor) for name, tensor in model.items()})
+    try:
+        sync = WeightSync(trainer, {"server": server}, transport=transport)
+        return min([(await sync.push(version)).seconds for version in range(1 + repeats)][1:])
+    finally:
+        server.process.kill()
+        server.process.join()
+        trainer.sender.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--bucket-megabytes", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model = make_model(arguments.megabytes)
+    num_bytes = sum(tensor.nbytes for tensor in model.values())
+    copies = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    seconds = {
+        "memory copy": best_seconds(lambda: [copies[name].copy_(tensor) for name, tensor in model.items()], arguments.repeats),
+        "digest": best_seconds(lambda: [tensor_digest(tensor) for tensor in model.values()], arguments.repeats),
+    }
+    for transport in ("shm", "gloo"):
+        seconds[transport] = asyncio.run(push_seconds(transport, model, arguments.bucket_megabytes * 2**20, arguments.repeats))
+    print(f"{num_bytes / 1e6:.0f} MB in {len(model)} tensors, buckets of {arguments.bucket_megabytes} MiB, best of {arguments.repeats}")
+    for name, value in seconds.items():
+        print(f"{name:12} {value * 1e3:8.1f} ms {num_bytes / value / 1e9:7.2f} GB/s {value / seconds['memory copy']:6.1f} x a memory copy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Megatron-Core without CUDA, and fixes to Megatron-Core itself: one patch per file, each checking its own target.
+
+`activate()` is the first thing a training process calls, before it imports Megatron; `assert_active()` is what it calls
+after building its model. A patch module has: NAME, `needed()`, `apply()` (idempotent; raises PatchError when the upstream
+code it was written for has changed) and `active()`.
+"""
+
+from types import ModuleType
+
+from megatron_patches import alltoall_splits, cuda_stand_in, reference_te, uneven_gloo
+from megatron_patches.errors import PatchError
+
+PATCHES: tuple[ModuleType, ...] = (cuda_stand_in, reference_te, alltoall_splits, uneven_gloo)
+"""In order of application: the first two must precede the first import of Megatron."""
+
+
+def activate() -> tuple[str, ...]:
+    """Apply every patch this process needs; returns their names."""
+    for patch in PATCHES:
+        if patch.needed() and not patch.active():
+            patch.apply()
+    return active_names()
+
+
+def active_names() -> tuple[str, ...]:
+    return tuple(patch.NAME for patch in PATCHES if patch.active())
+
+
+def assert_active() -> None:
+    """Raises PatchError if a patch this process needs is not in force (undone, or imported too late)."""
+    missing = [patch.NAME for patch in PATCHES if patch.needed() and not patch.active()]
+    if missing:
+        raise PatchError(f"patches not in force: {', '.join(missing)}; call megatron_patches.activate() before importing megatron")

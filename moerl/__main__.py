@@ -1,0 +1,67 @@
+"""The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moerl.types import ConfigError, DataError, MoerlError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for large mixture-of-experts language models.",
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="recipe=NAME [KEY=VALUE]...", help="A recipe, and settings that differ from it.", show_default=False),
+]
+ConfigDir = Annotated[Path | None, typer.Option(help="A directory with recipe/NAME.yaml files of your own.", show_default=False)]
+
+
+@app.command()
+def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+    """Train; the same command continues a run that was stopped."""
+    from moerl.check import load_checked
+
+    config = load_checked(overrides, config_dir)
+
+    from moerl import run  # after the check: loads torch and Ray, which takes seconds
+
+    run.train(config)
+
+
+@app.command()
+def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+    """Print every setting of a run, or everything that is wrong with it. Needs no GPU and loads no torch."""
+    from moerl.check import load_checked
+    from moerl.config.summary import summary
+
+    typer.echo(summary(load_checked(overrides, config_dir)), nl=False)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file to write; RUN/report.html if not given.", show_default=False)] = None,
+) -> None:
+    """Write a run's metrics, timeline and samples as one HTML file."""
+    from moerl.observe.report import write_report
+
+    typer.echo(write_report(run_dir, out))
+
+
+def main() -> None:
+    """Exit codes: 0 done, 2 the configuration or the data cannot be used, 1 any other failure."""
+    try:
+        app()
+    except MoerlError as error:
+        sys.stderr.write(f"moerl: {error}\n")
+        sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)
+
+
+if __name__ == "__main__":
+    main()

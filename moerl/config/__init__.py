@@ -1,0 +1,1 @@
+"""A run's settings: schema, loading, validation. Imports no torch."""

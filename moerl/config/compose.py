@@ -1,0 +1,129 @@
+"""YAML files and `key=value` overrides, composed by Hydra into one plain dict. What the keys mean is the schema's business.
+
+A key that no file mentions may be set without Hydra's `+`: the files hold only what differs from the schema's defaults.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+import moerl
+from moerl.config.problems import NOT_SET, problem
+from moerl.types import ConfigError, Problem
+
+
+def shipped_configs() -> Path:
+    """configs/ of a checkout, or the copy inside an installed package."""
+    package = Path(moerl.__file__).resolve().parent
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "config.yaml").is_file() else package / "_configs"
+
+
+def options(group: str, config_dir: Path | None = None) -> list[str]:
+    """What `group=...` may be, e.g. the names of every recipe."""
+    return sorted({file.stem for root in _roots(config_dir) for file in (root / group).glob("*.yaml")})
+
+
+def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
+    """The composed settings; `???` stands where a file leaves a value open.
+
+    `config_dir` holds further groups (recipe/, model/, ...), beside the shipped ones. Raises ConfigError.
+    """
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError([problem("--config-dir", str(config_dir), "is not a directory", "further recipes are read from it", "name one")])
+    parsed, problems = _parse(overrides)
+    problems += _group_problems(parsed, config_dir)
+    if problems:
+        raise ConfigError(problems)
+    lines = [_tolerant(override, config_dir) for override in parsed]
+    if config_dir is not None:
+        lines.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+    try:
+        with initialize_config_dir(str(shipped_configs()), version_base="1.3"):
+            composed = OmegaConf.to_container(hydra_compose("config", overrides=lines), resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError([_composition_problem(error)]) from error
+    return {str(key): value for key, value in composed.items()}  # type: ignore[union-attr]
+
+
+def _roots(config_dir: Path | None) -> list[Path]:
+    return [shipped_configs()] if config_dir is None else [shipped_configs(), config_dir]
+
+
+def _names_file(override: Override, config_dir: Path | None) -> bool:
+    """`data=NAME` reads a file; `data={...}` and `data.size=3` are values, as for Hydra itself."""
+    key = override.key_or_group
+    return key.isidentifier() and bool(options(key, config_dir)) and not isinstance(override.value(), dict)
+
+
+def _tolerant(override: Override, config_dir: Path | None) -> str:
+    is_value = override.type is OverrideType.CHANGE and not _names_file(override, config_dir)
+    return f"++{override.input_line}" if is_value else str(override.input_line)
+
+
+def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+    parser, parsed, problems = OverridesParser.create(), [], []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            problems.append(_syntax_problem(text, str(error).splitlines()[0]))
+            continue
+        if not override.key_or_group:
+            problems.append(_syntax_problem(text, "there is no key before ="))
+        elif override.is_sweep_override():
+            reason = "a command is one run, not a sweep"
+            fix = f"{override.key_or_group}=[...] for a list, '{override.key_or_group}=\"...\"' for text"
+            problems.append(problem(override.key_or_group, text, "must be one value", reason, fix))
+        elif override.key_or_group.split(".")[0] == "hydra":
+            reason = "moerl only composes with Hydra; its own settings would change nothing"
+            problems.append(problem(override.key_or_group, text, "is not a setting", reason, "leave it out"))
+        else:
+            parsed.append(override)
+    return parsed, problems
+
+
+def _group_problems(parsed: list[Override], config_dir: Path | None) -> Iterator[Problem]:
+    if not any(override.key_or_group == "recipe" for override in parsed):
+        reason = "a recipe holds the settings that have no default"
+        yield problem("recipe", NOT_SET, "must be named", reason, _one_of("recipe", config_dir))
+    for override in parsed:
+        group = override.key_or_group
+        if override.is_delete() or not _names_file(override, config_dir):
+            continue
+        value = override.get_value_element_as_str()
+        holders = [root for root in _roots(config_dir) if (root / group / f"{value}.yaml").is_file()]
+        if not holders:
+            near = difflib.get_close_matches(value, options(group, config_dir), n=1)
+            fix = f"{group}={near[0]}" if near else _one_of(group, config_dir)
+            yield problem(group, value, f"is not one of the {group} files", f"{group}=NAME reads {group}/NAME.yaml", fix)
+        elif len(holders) > 1:
+            reason = f"{value}.yaml is in {' and in '.join(str(root / group) for root in holders)}"
+            yield problem(group, value, "must be one file", reason, "give your own another name")
+
+
+def _one_of(group: str, config_dir: Path | None) -> str:
+    return f"{group}= one of " + ", ".join(options(group, config_dir))
+
+
+def _composition_problem(error: Exception) -> Problem:
+    path = getattr(error, "full_key", None) or "configuration"
+    if isinstance(error, YAMLError):
+        return problem(path, NOT_SET, "must be valid YAML", str(error), "mend the file at that line")
+    lines = str(error).splitlines()
+    return problem(path, NOT_SET, "cannot be composed", lines[0], "mend the override or the file that says so")
+
+
+def _syntax_problem(text: str, reason: str) -> Problem:
+    fix = "section.key=value, lists as [a,b], text with special characters in quotes"
+    return problem("override", text, "must read key=value", reason, fix)

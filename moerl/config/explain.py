@@ -1,0 +1,152 @@
+"""pydantic's errors as `Problem`s: the path without union tags, the type in words, the field's own description, the nearest name.
+
+Works on the JSON schema that pydantic derives from `RunConfig`, so it knows every section without naming one.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from moerl.config.problems import NOT_SET, problem
+from moerl.types import Problem
+
+Node = Mapping[str, Any]
+"""A JSON schema, or a part of one."""
+
+
+class Explainer:
+    def __init__(self, json_schema: Node):
+        self._root = json_schema
+
+    def problem(self, error: ErrorDetails) -> Problem:
+        path, node, owner = self._locate(error["loc"])
+        match error["type"]:
+            case "unexpected_keyword_argument":
+                return self._unknown(path, error["input"], owner)
+            case "missing" if isinstance(error["loc"][-1], str):
+                return self._missing(path, node, "nothing sets it and it has no default")
+            case "missing":  # an element of a list of fixed length
+                return self._wrong(path.rpartition(".")[0], owner, error)
+            case "union_tag_not_found" | "union_tag_invalid":
+                tag = error["ctx"]["discriminator"].strip("'")
+                value = error["ctx"].get("tag", NOT_SET)
+                rule = f"must be one of {error['ctx']['expected_tags']}" if "expected_tags" in error["ctx"] else "must be given"
+                names = list(node["discriminator"]["mapping"])
+                reason = "it decides which settings the section has"
+                return problem(f"{path}.{tag}", value, rule, reason, _nearest(f"{path}.{tag}=", value, names))
+        return self._wrong(path, node, error)
+
+    def left_open(self, path: str) -> Problem:
+        """For a setting whose value is `???`."""
+        _, node, _ = self._locate(path.split("."))
+        return self._missing(path, node, "a file or an override leaves it open with ???")
+
+    def _missing(self, path: str, node: Node, reason: str) -> Problem:
+        reason = ": ".join(filter(None, [reason, _description(node)]))
+        return problem(path, NOT_SET, "must be given", reason, f"write {path}=<{self._words(node)}>")
+
+    def _unknown(self, path: str, value: object, owner: Node) -> Problem:
+        head, _, name = path.rpartition(".")
+        names = list(owner["properties"])
+        near = difflib.get_close_matches(name, names, n=1)
+        elsewhere = sorted({p for p in self._paths(self._root, "") if p.rpartition(".")[2] == name and p != path})
+        here = near if near or elsewhere else [other for other in names if other.startswith(name)][:1]
+        meant = [".".join(filter(None, [head, other])) for other in here] if here else elsewhere
+        fix = f"did you mean {' or '.join(meant)}?" if meant else f"leave it out (~{path} if a file sets it), or use one of those"
+        where = head if head else "a run"
+        return problem(path, value, "is not a setting", f"{where} has {', '.join(names)}", fix)
+
+    def _wrong(self, path: str, node: Node, error: ErrorDetails) -> Problem:
+        value, words = error["input"], self._words(node)
+        is_type = error["type"].endswith("_type")
+        general = "a value of another type is refused, so that a slip is seen" if is_type else "other values have no meaning here"
+        reason = _description(node) or general
+        choices = [str(choice) for choice in node.get("enum", ())]
+        return problem(path, value, f"must be {words}", reason, _nearest(f"{path}=", value, choices, words))
+
+    # -- walking the schema ------------------------------------------------------------------------------------
+
+    def _locate(self, loc: Sequence[int | str]) -> tuple[str, Node, Node]:
+        """The path as a person writes it, the schema there, and the schema of the section around it."""
+        names: list[str] = []
+        node = owner = self._resolve(self._root)
+        for part in loc:
+            if "discriminator" in node and part in node["discriminator"]["mapping"]:
+                node = self._resolve({"$ref": node["discriminator"]["mapping"][part]})
+                continue
+            names.append(str(part))
+            owner, node = node, self._resolve(_child(node, part))
+        return ".".join(names), node, owner
+
+    def _resolve(self, node: Node) -> Node:
+        """Follows references and the non-null side of an optional value, keeping the description of the field itself."""
+        outer = node
+        while True:
+            if "$ref" in node:
+                node = self._root["$defs"][node["$ref"].rpartition("/")[2]]
+            elif "anyOf" in node:
+                node = next(option for option in node["anyOf"] if option.get("type") != "null")
+            else:
+                break
+        extra = {"description": outer.get("description", ""), "optional": "anyOf" in outer}
+        return {**node, **extra}
+
+    def _paths(self, node: Node, prefix: str) -> Iterator[str]:
+        node = self._resolve(node)
+        for option in node.get("oneOf", ()):
+            yield from self._paths(option, prefix)
+        for name, child in node.get("properties", {}).items():
+            path = f"{prefix}.{name}" if prefix else name
+            yield path
+            yield from self._paths(child, path)
+
+    def _words(self, node: Node) -> str:
+        text = _plain_words(node)
+        bounds = [f"{sign} {node[key]}" for key, sign in _BOUNDS.items() if key in node]
+        text = " ".join([text, " and ".join(bounds)]) if bounds else text
+        return f"{text}, or null" if node.get("optional") else text
+
+
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+_TYPE_WORDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a section of names and values",
+}
+
+
+def _plain_words(node: Node) -> str:
+    if "enum" in node:
+        return "one of " + ", ".join(map(str, node["enum"]))
+    if "properties" in node:
+        return f"a section with {', '.join(node.get('required', node['properties']))}"
+    if "discriminator" in node:
+        return f"a section with {node['discriminator']['propertyName']}"
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])} values"
+    return _TYPE_WORDS.get(node.get("type", ""), "another value")
+
+
+def _child(node: Node, part: int | str) -> Node:
+    if isinstance(part, int):
+        return node["prefixItems"][part] if "prefixItems" in node else node.get("items", {})
+    if part in node.get("properties", {}):
+        return node["properties"][part]
+    further = node.get("additionalProperties")
+    return further if isinstance(further, Mapping) else {}
+
+
+def _description(node: Node) -> str:
+    return " ".join(node.get("description", "").split())
+
+
+def _nearest(prefix: str, value: object, choices: Sequence[str], otherwise: str = "") -> str:
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    if near:
+        return f"{prefix}{near[0]}"
+    return f"{prefix}<{'one of ' + ', '.join(choices) if choices else otherwise}>"

@@ -1,0 +1,106 @@
+"""Which names `train.megatron` may hold: the fields of Megatron's TransformerConfig, less those moerl sets itself.
+
+The fields are read from the installed source text, because importing Megatron imports torch.
+"""
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+from moerl.types import Problem
+
+_SOURCES = {
+    "TransformerConfig": "transformer/transformer_config.py",
+    "ModelParallelConfig": "model_parallel_config.py",
+}
+
+_LAYOUT = {
+    "tensor_model_parallel_size": "set train.layout.tp instead",
+    "pipeline_model_parallel_size": "set train.layout.pp instead",
+    "virtual_pipeline_model_parallel_size": "set train.layout.vpp instead",
+    "context_parallel_size": "set train.layout.cp instead",
+    "expert_model_parallel_size": "set train.layout.ep instead",
+    "expert_tensor_parallel_size": "set train.layout.etp instead",
+    "sequence_parallel": "leave it out: it is on whenever train.layout.tp > 1",
+}
+_DTYPE = dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "set train.dtype instead")
+_MODEL = dict.fromkeys(
+    (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "kv_channels",
+        "normalization",
+        "layernorm_epsilon",
+        "gated_linear_unit",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "multi_latent_attention",
+        "num_moe_experts",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_shared_expert_intermediate_size",
+        "moe_router_topk",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+    ),
+    "leave it out: it follows from the model's config.json (model.path, model.scratch)",
+)
+_RUN = {
+    "deterministic_mode": "set deterministic instead",
+    "hidden_dropout": "leave it out: log-probs of two passes must agree, so there is no dropout",
+    "attention_dropout": "leave it out: log-probs of two passes must agree, so there is no dropout",
+    "calculate_per_token_loss": "leave it out: algorithm.normalize_by says how the loss is scaled",
+    "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
+}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_DTYPE, **_MODEL, **_RUN}
+"""Fields moerl sets itself, and what to do instead of naming them."""
+
+
+@cache
+def megatron_fields() -> Mapping[str, str]:
+    """Field name -> annotation, of the installed Megatron; empty if it is not installed."""
+    spec = importlib.util.find_spec("megatron")
+    places = spec.submodule_search_locations if spec is not None else None
+    roots = [Path(place) / "core" for place in places] if places is not None else []
+    root = next((root for root in roots if root.is_dir()), None)
+    if root is None:
+        return {}
+    return {name: annotation for cls, file in _SOURCES.items() for name, annotation in _fields(root / file, cls)}
+
+
+def megatron_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
+    """What is wrong with the names under `train.megatron`."""
+    fields = megatron_fields()
+    if settings and not fields:
+        reason = "the names are checked against Megatron's own fields"
+        yield _problem("", dict(settings), "needs megatron-core", reason, "install megatron-core, or leave train.megatron out")
+        return
+    for name, value in settings.items():
+        if name in OWNED:
+            yield _problem(name, value, "is set by moerl", "two settings of one thing could disagree", OWNED[name])
+        elif name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            fix = f"did you mean train.megatron.{near[0]}?" if near else "leave it out"
+            yield _problem(name, value, "is not a field of Megatron's TransformerConfig", "it would have no effect", fix)
+        elif any(word in fields[name] for word in ("Callable", "dtype", "ContextManager")):
+            yield _problem(name, value, "cannot be written in a file", f"Megatron wants {fields[name]}", "leave it out")
+
+
+def _fields(file: Path, cls: str) -> Iterator[tuple[str, str]]:
+    tree = ast.parse(file.read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls)
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, ast.unparse(node.annotation)
+
+
+def _problem(name: str, value: object, rule: str, reason: str, fix: str) -> Problem:
+    path = f"train.megatron.{name}" if name else "train.megatron"
+    return Problem(path=path, value=value, rule=rule, reason=reason, fix=fix)

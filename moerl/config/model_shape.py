@@ -1,0 +1,38 @@
+"""The few sizes of a model that validation needs, read from a Hugging Face config.json without importing transformers."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    max_positions: int
+    num_experts: int | None
+    """None for a dense model."""
+    expert_ffn_size: int
+    """0 for a dense model."""
+
+
+def shape_of_config(config: dict[str, Any]) -> ModelShape:
+    """Names as in the config.json of Qwen3 and Qwen3-MoE (transformers, models/qwen3*/configuration_*.py)."""
+    # transformers 5 saves Qwen3-MoE under the second name; published checkpoints have the first.
+    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    return ModelShape(
+        model_type=config["model_type"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        max_positions=config["max_position_embeddings"],
+        num_experts=num_experts,
+        expert_ffn_size=config["moe_intermediate_size"] if num_experts is not None else 0,
+    )
+
+
+def shape_of_checkpoint(path: Path) -> ModelShape:
+    return shape_of_config(json.loads((path / "config.json").read_text()))

@@ -1,0 +1,302 @@
+"""Every setting of a run, as frozen dataclasses. The one place with defaults; imports neither torch nor Megatron.
+
+A string under a field says what it does. Values that follow from others are properties, never settings.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from moerl.config.layout import Layout
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class _Strict:
+    """Unknown keys are errors, in every section."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+# -- model -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScratchModel(_Strict):
+    """A randomly initialised model with a character tokenizer, written as a Hugging Face checkpoint when the run starts."""
+
+    family: Literal["qwen3", "qwen3_moe"] = "qwen3_moe"
+    hidden_size: Positive = 128
+    num_layers: Positive = 4
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 32
+    ffn_size: Positive = 128
+    """Inner size of one expert (qwen3_moe) or of the MLP (qwen3)."""
+    num_experts: Positive = 8
+    """Without effect for qwen3."""
+    experts_per_token: Positive = 2
+    """Without effect for qwen3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(_Strict):
+    path: str | None = None
+    """Directory of a Hugging Face checkpoint (config.json, tokenizer, safetensors). Exactly one of path and scratch."""
+    scratch: ScratchModel | None = None
+    max_context: Positive
+    """Prompt and response together, in tokens; at most the model's max_position_embeddings."""
+
+
+# -- data and rewards ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataBase(_Strict):
+    shuffle: bool = True
+    """A new order each epoch, a function of the run's seed and the epoch."""
+    chat_template: bool = True
+    """Render `prompt` with the tokenizer's chat template; false concatenates the contents of its messages."""
+    max_prompt_tokens: Positive = 1024
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """A prompt over max_prompt_tokens stops the run before it starts, or is left out with a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileData(_DataBase):
+    """Rows in verl's schema: prompt (chat list), reward_model.ground_truth, data_source, extra_info."""
+
+    kind: Literal["files"] = "files"
+    files: tuple[str, ...]
+    """.parquet or .jsonl, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymData(_DataBase):
+    """Procedural tasks of reasoning-gym, scored by the same package."""
+
+    kind: Literal["gym"] = "gym"
+    task: str
+    """Name of a reasoning-gym dataset, e.g. chain_sum."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to the dataset's own configuration."""
+    size: Positive = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyData(_DataBase):
+    """Tasks small enough to learn from scratch on a laptop."""
+
+    kind: Literal["tiny"] = "tiny"
+    task: Literal["repeat", "add"]
+    """repeat: say a digit eight times. add: the sum of two numbers below 100."""
+    size: Positive = 1000
+
+
+DataConfig = Annotated[FileData | GymData | TinyData, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTerm(_Strict):
+    kind: Literal["math", "exact", "prefix", "format", "gym", "function"]
+    """math: math-verify on the last answer. exact: text equals ground_truth. prefix: share of ground_truth's positions that
+    agree. format: `pattern` matches the whole text. gym: the task's own scorer. function: `path`, verl's signature."""
+    weight: float = 1.0
+    pattern: str | None = None
+    """For format: a regular expression, matched against the whole response."""
+    path: str | None = None
+    """For function: `file.py:name` or `package.module:name` of f(data_source, solution_str, ground_truth, extra_info)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(_Strict):
+    terms: dict[str, RewardTerm]
+    """The reward is the weighted sum; each term is reported under its name."""
+    timeout_seconds: Seconds = 10.0
+    """One check. A verifier that takes longer is killed and the sample is marked, not the run."""
+    num_workers: Positive = 1
+
+
+# -- algorithm -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(_Strict):
+    """Group-relative policy optimization, arXiv:2402.03300."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """For negative advantages the loss is at most -dual_clip * advantage; None switches it off."""
+    normalize_by: Literal["token", "sequence"] = "sequence"
+    """token: sum over the batch / its response tokens. sequence: mean over sequences of their token means."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of KL(policy || initial model) in the loss, k3 estimate; > 0 keeps a frozen copy of the initial weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPOConfig(_Strict):
+    """Clip-higher, dynamic sampling, token-level loss, overlong shaping, arXiv:2503.14476."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    max_attempts: Positive = 8
+    """A step may draw at most max_attempts * groups_per_step groups before the run stops with an explanation."""
+    overlong: Literal["penalty", "mask", "none"] = "penalty"
+    """penalty: reward shaping near the limit. mask: truncated samples carry no loss. none: neither."""
+    overlong_buffer: Positive | None = None
+    """Tokens before rollout.max_response_tokens at which the penalty begins; required by overlong=penalty."""
+
+
+AlgorithmConfig = Annotated[GRPOConfig | DAPOConfig, Field(discriminator="name")]
+
+
+# -- train, rollout, weights -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_Strict):
+    lr: Annotated[float, Field(gt=0)]
+    warmup_steps: NotNegative = 0
+    """Linear from lr / warmup_steps to lr, counted in RL steps."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From the end of the warm-up to num_steps."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """What the decay ends at; without effect for constant."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
+    """Global gradient norm; None switches clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(_Strict):
+    optimizer: OptimizerConfig
+    layout: Layout = field(default_factory=Layout)
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of parameters and activations; bfloat16 keeps float32 master weights and gradients."""
+    micro_batch_tokens: Positive = 8192
+    """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
+    updates_per_step: Positive = 1
+    """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Whose log-probs are the old policy of the ratio. trainer: recomputed before the update (free if updates_per_step=1)."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
+    start_seconds: Seconds = 600.0
+    phase_seconds: Seconds = 3600.0
+    """Deadline of one training phase; past it the run stops and names the silent ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(_Strict):
+    engine: Literal["hf", "fake"] = "hf"
+    num_servers: Positive = 1
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of the first server, the next ones count up; 0 lets the system choose."""
+    python: str | None = None
+    """Interpreter of the server's environment; None is this one."""
+    max_response_tokens: Positive
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The trainer divides its logits by the same value."""
+    max_running: Positive = 64
+    """Requests one server decodes together; the rest wait in its queue."""
+    prefill_chunk: Positive = 64
+    """Prompt tokens of one request computed per engine iteration."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None: the trainer's."""
+    start_seconds: Seconds = 300.0
+    request_seconds: Seconds = 1800.0
+    """Deadline of one completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig(_Strict):
+    transport: Literal["auto", "shm", "gloo"] = "auto"
+    """shm: memory shared on one host. gloo: over the network. auto: shm for a server on this host."""
+    bucket_bytes: Positive = 256 * 2**20
+    """A tensor larger than this travels alone."""
+    canary_every: NotNegative = 10
+    """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
+    mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
+    """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of the first step. 1e-4 suits float32;
+    bfloat16 mixture-of-experts models differ by about 3e-2."""
+
+
+# -- observation and the run -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig(_Strict):
+    terminal: bool = True
+    tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "moerl"
+    dump_every: NotNegative = 10
+    """Steps between sample dumps; the first and the last step are always dumped; 0 switches dumps off."""
+    dump_groups: Positive = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(_Strict):
+    """Supervised warm start on the data set's own answers, before the first rollout."""
+
+    num_steps: Positive
+    batch_size: Positive
+    lr: Annotated[float, Field(gt=0)]
+    warmup_steps: NotNegative = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(_Strict):
+    name: str
+    """The run's directory is output_dir/name; the same command resumes it."""
+    num_steps: Positive
+    groups_per_step: Positive
+    group_size: Positive
+    """Samples per prompt."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    rollout: RolloutConfig
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    sft: SFTConfig | None = None
+    output_dir: str = "runs"
+    seed: int = 0
+    max_staleness: NotNegative = 0
+    """Steps by which a group's weights may be older than the trainer's. 0: rollout and training alternate."""
+    save_every: NotNegative = 10
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    keep_checkpoints: Positive = 2
+    deterministic: bool = False
+    """Fixed engine batch shapes, so that a completion does not depend on its neighbours: the same command gives the same
+    bits. Needs max_staleness=0."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """With one update per step the old policy is the policy itself, and no extra pass is needed."""
+        return self.train.old_logprobs == "trainer" and self.train.updates_per_step > 1
+
+    @property
+    def uses_reference(self) -> bool:
+        return isinstance(self.algorithm, GRPOConfig) and self.algorithm.kl_coefficient > 0
+
+    @property
+    def rollout_dtype(self) -> str:
+        return self.rollout.dtype if self.rollout.dtype is not None else self.train.dtype

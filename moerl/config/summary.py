@@ -1,0 +1,31 @@
+"""A run on one page: what follows from its settings as comments, then every setting as YAML."""
+
+from moerl.config.load import to_yaml
+from moerl.config.schema import RunConfig
+
+
+def summary(config: RunConfig) -> str:
+    """Valid YAML: what `moerl check` prints can be kept and read again."""
+    return "".join(f"# {line}\n" for line in _derived(config)) + to_yaml(config)
+
+
+def _derived(config: RunConfig) -> list[str]:
+    layout = config.train.layout
+    samples = config.groups_per_step * config.group_size
+    updates = config.train.updates_per_step
+    slots = (config.max_staleness + 1) * config.groups_per_step
+    return [
+        f"run directory   {config.run_dir}",
+        f"train ranks     {layout.ranks}: data parallel {layout.dp}, expert data parallel {layout.edp}",
+        f"rollout servers {config.rollout.num_servers} ({config.rollout.engine}, {config.rollout_dtype})",
+        f"one step        {config.groups_per_step} prompts * {config.group_size} = {samples} samples, {updates} update(s)",
+        f"in flight       at most {slots} groups",
+        f"old log-probs   {_old_logprobs(config)}",
+        f"reference model {'a frozen copy of the initial weights' if config.uses_reference else 'none'}",
+    ]
+
+
+def _old_logprobs(config: RunConfig) -> str:
+    if config.train.old_logprobs == "rollout":
+        return "the rollout server's"
+    return "the trainer's, in a pass of their own" if config.needs_old_logprobs else "the trainer's, from the update itself"

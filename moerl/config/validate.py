@@ -1,0 +1,203 @@
+"""The rules across fields: what the schema cannot say. Each broken rule is a `Problem` with its reason and what to write."""
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from moerl.config.checkpoint_files import checkpoint_problems
+from moerl.config.megatron_fields import megatron_problems
+from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
+from moerl.config.problems import problem
+from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
+from moerl.config.scratch import scratch_config
+from moerl.types import Problem
+
+# Parallel sizes over 1 that this version does not run, and why. An entry here is the only thing to remove when it does.
+UNSUPPORTED_LAYOUT = {
+    "pp": "training over pipeline stages is not verified against one process in this version",
+    "vpp": "interleaved pipeline schedules are not verified against one process in this version",
+    "cp": "context parallel attention is not verified against one process in this version",
+}
+
+
+def validate(config: RunConfig) -> list[Problem]:
+    """Every broken rule of a configuration that satisfies the schema."""
+    return [found for rule in _RULES for found in rule(config)]
+
+
+def _run(config: RunConfig) -> Iterator[Problem]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        reason = "it is the name of the run's directory under output_dir"
+        yield problem("name", config.name, "must be letters, digits, dots, dashes and underscores", reason, "name=my-run-1")
+    if config.group_size < 2:
+        reason = f"{config.algorithm.name} compares the samples of one prompt with each other; one sample has advantage 0"
+        yield problem("group_size", config.group_size, "must be at least 2", reason, "group_size=8")
+    samples = config.groups_per_step * config.group_size
+    if config.train.updates_per_step > samples:
+        reason = f"a step has groups_per_step * group_size = {samples} samples, and every update needs one"
+        yield problem("train.updates_per_step", config.train.updates_per_step, f"must be at most {samples}", reason, f"at most {samples}")
+
+
+def _staleness(config: RunConfig) -> Iterator[Problem]:
+    if config.max_staleness == 0:
+        return
+    if config.deterministic:
+        reason = "which weights sample a group then depends on timing"
+        yield problem("deterministic", True, "needs max_staleness=0", reason, "max_staleness=0 or deterministic=false")
+    if config.train.old_logprobs == "trainer":
+        reason = "samples of older weights must be corrected by the probability they were drawn with, which the server recorded"
+        yield problem("train.old_logprobs", "trainer", "must be rollout when max_staleness > 0", reason, "train.old_logprobs=rollout")
+
+
+def _model(config: RunConfig) -> Iterator[Problem]:
+    path, scratch = config.model.path, config.model.scratch
+    if (path is None) == (scratch is None):
+        both = "both are given" if path is not None else "neither is given"
+        fix = "model.path=DIRECTORY for a checkpoint, or model.scratch={} for a random tiny model"
+        yield problem("model", both, "needs exactly one of path and scratch", "the weights come from one place", fix)
+    if path is not None:
+        yield from checkpoint_problems(Path(path))
+    if scratch is not None:
+        yield from _scratch_problems(scratch)
+
+
+def _scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
+    if scratch.num_heads % scratch.num_kv_heads:
+        reason = "every key/value head serves the same number of query heads"
+        fix = f"model.scratch.num_kv_heads={scratch.num_heads}"
+        yield problem("model.scratch.num_kv_heads", scratch.num_kv_heads, f"must divide num_heads={scratch.num_heads}", reason, fix)
+    if scratch.head_dim % 2:
+        reason = "rotary embeddings turn pairs of channels"
+        yield problem("model.scratch.head_dim", scratch.head_dim, "must be even", reason, f"model.scratch.head_dim={scratch.head_dim + 1}")
+    if scratch.family == "qwen3_moe" and scratch.experts_per_token > scratch.num_experts:
+        reason = "a token goes to different experts"
+        fix = f"model.scratch.experts_per_token={scratch.num_experts} or fewer"
+        rule = f"must be at most num_experts={scratch.num_experts}"
+        yield problem("model.scratch.experts_per_token", scratch.experts_per_token, rule, reason, fix)
+
+
+def _lengths(config: RunConfig) -> Iterator[Problem]:
+    shape, context = _shape(config.model), config.model.max_context
+    if shape is not None and context > shape.max_positions:
+        reason = "the model's config.json says max_position_embeddings"
+        fix = f"model.max_context={shape.max_positions}"
+        yield problem("model.max_context", context, f"must be at most {shape.max_positions}", reason, fix)
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if response >= context:
+        reason = f"prompt and response share model.max_context={context} tokens"
+        fix = f"model.max_context={prompt + response}"
+        yield problem("rollout.max_response_tokens", response, f"must be less than {context}", reason, fix)
+    elif prompt + response > context:
+        reason = f"the longest prompt and rollout.max_response_tokens={response} must fit into model.max_context={context}"
+        fix = f"data.max_prompt_tokens={context - response}, or model.max_context={prompt + response}"
+        yield problem("data.max_prompt_tokens", prompt, f"must be at most {context - response}", reason, fix)
+
+
+def _micro_batches(config: RunConfig) -> Iterator[Problem]:
+    budget, multiple = config.train.micro_batch_tokens, config.train.layout.token_multiple
+    if budget < config.model.max_context:
+        reason = f"a sequence is never split, and one may have model.max_context={config.model.max_context} tokens"
+        fix = f"train.micro_batch_tokens={-(-config.model.max_context // multiple) * multiple}"
+        yield problem("train.micro_batch_tokens", budget, f"must be at least {config.model.max_context}", reason, fix)
+    if budget % multiple:
+        reason = "micro-batches are padded to it, for sequence and context parallel, and must not grow past the budget"
+        fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
+        yield problem("train.micro_batch_tokens", budget, f"must be a multiple of {multiple}", reason, fix)
+
+
+def _layout(config: RunConfig) -> Iterator[Problem]:
+    layout = config.train.layout
+    yield from layout.problems(_shape(config.model))
+    for name, reason in UNSUPPORTED_LAYOUT.items():
+        if getattr(layout, name) > 1:
+            yield problem(f"train.layout.{name}", getattr(layout, name), "must be 1 in this version", reason, f"train.layout.{name}=1")
+
+
+def _optimizer(config: RunConfig) -> Iterator[Problem]:
+    optimizer, path = config.train.optimizer, "train.optimizer"
+    if optimizer.min_lr > optimizer.lr:
+        rule, reason = f"must be at most lr={optimizer.lr}", "the learning rate decays from lr down to min_lr"
+        yield problem(f"{path}.min_lr", optimizer.min_lr, rule, reason, f"{path}.min_lr={optimizer.lr / 10}")
+    if optimizer.decay != "constant" and optimizer.warmup_steps >= config.num_steps:
+        rule = f"must be less than num_steps={config.num_steps}"
+        reason = f"{optimizer.decay} decay lasts from the warm-up's end to num_steps"
+        yield problem(f"{path}.warmup_steps", optimizer.warmup_steps, rule, reason, f"{path}.decay=constant, or a shorter warm-up")
+    for index, beta in enumerate(optimizer.betas):
+        if not 0 <= beta < 1:
+            rule, reason = "must be in [0, 1)", "it is the weight of the past in a running mean"
+            yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
+
+
+def _overlong(config: RunConfig) -> Iterator[Problem]:
+    algorithm, limit = config.algorithm, config.rollout.max_response_tokens
+    if not isinstance(algorithm, DAPOConfig):
+        return
+    buffer, path = algorithm.overlong_buffer, "algorithm.overlong_buffer"
+    if algorithm.overlong != "penalty":
+        if buffer is not None:
+            reason = f"it is the length of the penalty's ramp, and algorithm.overlong={algorithm.overlong}"
+            yield problem(path, buffer, "has no effect", reason, "leave it out, or algorithm.overlong=penalty")
+    elif buffer is None:
+        reason = "the penalty grows over this many tokens before rollout.max_response_tokens"
+        yield problem(path, None, "must be given for overlong=penalty", reason, f"{path}={max(1, limit // 5)}, or algorithm.overlong=mask")
+    elif buffer >= limit:
+        reason = f"the penalty starts at max_response_tokens - overlong_buffer = {limit - buffer} tokens"
+        fix = f"{path}={max(1, limit // 5)}"
+        yield problem(path, buffer, f"must be less than rollout.max_response_tokens={limit}", reason, fix)
+
+
+def _gym_reward(config: RunConfig) -> Iterator[Problem]:
+    for name, term in config.reward.terms.items():
+        if term.kind == "gym" and config.data.kind != "gym":
+            reason = f"the scorer belongs to a reasoning-gym task, and data.kind={config.data.kind}"
+            yield problem(
+                f"reward.terms.{name}.kind", "gym", "needs data.kind=gym", reason, "data.kind=gym with data.task=TASK, or another kind"
+            )
+
+
+def _rollout(config: RunConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    last = rollout.port + rollout.num_servers - 1
+    if rollout.port and last > 65535:
+        reason = f"{rollout.num_servers} servers count up from it, and the last port would be {last}"
+        fix = f"rollout.port={65536 - rollout.num_servers} or lower, or 0"
+        yield problem("rollout.port", rollout.port, f"must be at most {65536 - rollout.num_servers}", reason, fix)
+    if rollout.python is not None and not Path(rollout.python).is_file():
+        reason = "the servers are started with it"
+        yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
+
+
+def _observe(config: RunConfig) -> Iterator[Problem]:
+    if config.observe.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        reason = "the package wandb is not installed here"
+        yield problem("observe.wandb", config.observe.wandb, "needs wandb", reason, "pip install 'moerl[wandb]', or observe.wandb=off")
+
+
+def _megatron(config: RunConfig) -> Iterator[Problem]:
+    yield from megatron_problems(config.train.megatron)
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _run,
+    _staleness,
+    _model,
+    _lengths,
+    _micro_batches,
+    _layout,
+    _optimizer,
+    _overlong,
+    _gym_reward,
+    _rollout,
+    _observe,
+    _megatron,
+)
+
+
+def _shape(model: ModelConfig) -> ModelShape | None:
+    """None where `_model` has already said why there is none."""
+    if model.scratch is not None:
+        return shape_of_config(scratch_config(model.scratch, model.max_context))
+    if model.path is not None and not any(checkpoint_problems(Path(model.path))):
+        return shape_of_checkpoint(Path(model.path))
+    return None

@@ -1,0 +1,98 @@
+"""Which metrics the report plots, and how; drawn by report.js. Charts without a single value are left out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moerl.observe.metrics import metric
+
+Rows = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """`y` has one value per step of `x`, null where the step has none."""
+
+    name: str
+    y: list[float | None]
+    upper: list[float | None] | None = None
+    """For a band: it lies between `y` and `upper`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    title: str
+    unit: str
+    note: str
+    x: list[float]
+    traces: list[Trace]
+    kind: Literal["lines", "stacked"] = "lines"
+    log: bool = False
+    wide: bool = False
+
+
+def charts(rows: Rows) -> list[Chart]:
+    found = [
+        _reward_chart(rows),
+        _phase_chart(rows),
+        _chart(rows, "Reward terms", _family(rows, "reward/part/"), note="means over samples"),
+        _chart(rows, "Response length", ("length/mean", "length/max"), note="response tokens, the end token included"),
+        _chart(rows, "Truncated responses", ("length/truncated",), note="cut at the response limit"),
+        _chart(rows, "KL", ("train/kl_old", "train/kl_reference"), note="to the old policy and to the initial model"),
+        _chart(rows, "Mismatch", ("mismatch/mean", "mismatch/max"), note="|log-prob(trainer) - log-prob(rollout)|; no zeros", log=True),
+        _chart(rows, "Entropy", ("train/entropy",), note="mean over response tokens"),
+        _chart(rows, "Gradient norm", ("train/grad_norm",), note="before clipping"),
+        _chart(rows, "Loss", ("train/loss",), note="its size says little"),
+        _chart(rows, "Clipped tokens", ("train/clip_fraction",), note="response tokens whose ratio was clipped"),
+        _chart(rows, "Throughput", ("tokens/per_second",), note="response tokens per wall time of a step"),
+        _chart(rows, "Staleness", ("staleness/mean", "staleness/max"), note="between sampling and training"),
+        _chart(rows, "Groups without signal", ("groups/uniform", "groups/solved"), note="all rewards equal (uniform) or full (solved)"),
+        _chart(rows, "Dropped groups", ("groups/dropped",), note="drawn and discarded by dynamic sampling"),
+        _chart(rows, "Learning rate", ("train/lr",), note="of each step"),
+    ]  # fmt: skip
+    return [chart for chart in found if any(value is not None for trace in chart.traces for value in trace.y)]
+
+
+def _reward_chart(rows: Rows) -> Chart:
+    """The band is one standard deviation around the mean, cut at the lowest and highest reward of the step."""
+
+    def lower(row: Mapping[str, float]) -> float:
+        return max(row["reward/mean"] - row["reward/std"], row["reward/min"])
+
+    def upper(row: Mapping[str, float]) -> float:
+        return min(row["reward/mean"] + row["reward/std"], row["reward/max"])
+
+    def values(of: Callable[[Mapping[str, float]], float]) -> list[float | None]:
+        return [of(row) if {"reward/mean", "reward/std", "reward/min", "reward/max"} <= row.keys() else None for row in rows]
+
+    traces = [
+        Trace(name="mean", y=_column(rows, "reward/mean")),
+        Trace(name="one standard deviation", y=values(lower), upper=values(upper)),
+    ]
+    extremes = [Trace(name=name, y=_column(rows, f"reward/{name}")) for name in ("min", "max")]
+    return Chart(title="Reward", unit="", note="mean over the step's samples", x=_steps(rows), traces=traces + extremes, wide=True)
+
+
+def _phase_chart(rows: Rows) -> Chart:
+    names = [name for name in _family(rows, "time/") if name not in ("time/step", "time/other")]
+    chart = _chart(rows, "Time per step", [*names, "time/other"], note="wall time by phase")
+    return Chart(title=chart.title, unit="s", note=chart.note, x=chart.x, traces=chart.traces, kind="stacked", wide=True)
+
+
+def _chart(rows: Rows, title: str, names: Sequence[str], *, note: str, log: bool = False) -> Chart:
+    present = [name for name in names if any(name in row for row in rows)]
+    units = dict.fromkeys(metric(name).unit for name in present if metric(name).unit not in title.lower())
+    traces = [Trace(name=name.rpartition("/")[2], y=_column(rows, name)) for name in present]
+    return Chart(title=title, unit=", ".join(units), note=note, x=_steps(rows), traces=traces, log=log)
+
+
+def _family(rows: Rows, prefix: str) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row if name.startswith(prefix)))
+
+
+def _steps(rows: Rows) -> list[float]:
+    return [row["step"] for row in rows]
+
+
+def _column(rows: Rows, name: str) -> list[Any]:
+    return [row.get(name) for row in rows]

@@ -1,0 +1,77 @@
+"""Prompts and responses for people to read: samples/step-000010.jsonl, one line per sample of the step's first groups."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moerl.observe.records import replace_records
+from moerl.types import Group, Sample
+
+
+class SampleDumps:
+    """Dumps the run's first and last step and every `every`-th; 0 dumps none.
+
+    The last step is the one before `close`: a run that fails leaves the samples it failed after.
+    """
+
+    def __init__(self, directory: Path, *, every: int, num_groups: int):
+        self._directory = directory
+        self._every = every
+        self._num_groups = num_groups
+        self._not_dumped: tuple[int, Sequence[Group]] | None = None
+
+    def truncate_after(self, step: int) -> None:
+        """Removes what an earlier process dumped past `step`."""
+        for found, path in dumped_steps(self._directory).items():
+            if found > step:
+                path.unlink()
+
+    def step(self, version: int, groups: Sequence[Group]) -> None:
+        if self._every == 0:
+            return
+        shown = groups[: self._num_groups]
+        if version == 1 or version % self._every == 0:
+            self._dump(version, shown)
+        else:
+            self._not_dumped = (version, shown)
+
+    def close(self) -> None:
+        if self._not_dumped is not None:
+            self._dump(*self._not_dumped)
+
+    def _dump(self, version: int, groups: Sequence[Group]) -> None:
+        replace_records(self._directory / f"step-{version:06d}.jsonl", sample_records(version, groups))
+        self._not_dumped = None
+
+
+def dumped_steps(directory: Path) -> dict[int, Path]:
+    """The dump of every step that has one, in the order of steps."""
+    paths = {int(path.stem.removeprefix("step-")): path for path in directory.glob("step-*.jsonl")}
+    return dict(sorted(paths.items()))
+
+
+def sample_records(version: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """One record per sample; one that could not be scored has an error and null for what is not known of it."""
+    for group in groups:
+        prompt = group.prompt
+        about = {"step": version, "prompt_index": prompt.index, "data_source": prompt.data_source, "prompt": prompt.text}
+        about["ground_truth"] = prompt.ground_truth
+        for sample in group.samples:
+            yield {**about, **_sample_fields(sample)}
+        for error in group.errors:
+            yield {**about, **dict.fromkeys(_UNKNOWN), "parts": {}, "versions": [], "error": error}
+
+
+_UNKNOWN = ("response", "reward", "length", "finish_reason")
+
+
+def _sample_fields(sample: Sample) -> dict[str, Any]:
+    return {
+        "response": sample.text,
+        "reward": sample.score.reward,
+        "length": len(sample.completion.token_ids),
+        "finish_reason": sample.completion.finish_reason,
+        "parts": dict(sample.score.parts),
+        "versions": [[span.version, span.num_tokens] for span in sample.completion.spans],
+        "error": sample.score.error,
+    }

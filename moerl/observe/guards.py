@@ -1,0 +1,59 @@
+"""Checks of the first steps that stop a run instead of letting it train on something wrong.
+
+Trainer and engine hold the same weights, so their log-probs of the same tokens must agree; a policy that has not moved yet has
+no KL to itself. slime's debugging guide asks people to look at these numbers; here they are assertions.
+"""
+
+import math
+
+from moerl.types import GuardError, StepStats
+
+
+def check_finite(stats: StepStats, *, step: int) -> None:
+    """GuardError if the step's loss or gradient norm is not a number."""
+    bad = [f"{name} = {value}" for name, value in (("loss", stats.loss), ("grad_norm", stats.grad_norm)) if not math.isfinite(value)]
+    if bad:
+        raise GuardError(
+            f"step {step}: {', '.join(bad)}: must be finite. After such an update the weights are lost, and every later step with them. "
+            "Likely causes: a learning rate that is too high (train.optimizer.lr, warmup_steps), no gradient clipping "
+            "(train.optimizer.clip_grad), a ratio that overflowed because trainer and engine disagree "
+            f"(here mean |d| = {stats.mismatch_mean:.3g}, max |d| = {stats.mismatch_max:.3g}). "
+            "Resume from the last checkpoint with one of them changed."
+        )
+
+
+def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old_logprobs: bool, fresh: bool) -> None:
+    """GuardError unless the first update of this process started from agreement.
+
+    on_policy: every sample is of the weights the update started from; otherwise the log-probs may differ, and are not compared.
+    own_old_logprobs: the old log-probs are the trainer's own, not the engine's.
+    fresh: nothing was trained before, so the policy still is the reference, and kl_reference was measured before the first change.
+    """
+    if on_policy and not stats.mismatch_mean <= limit:
+        raise GuardError(_mismatch_message(stats, limit))
+    if own_old_logprobs and stats.kl_old != 0.0:
+        raise GuardError(
+            f"first update: kl_old = {stats.kl_old!r}: must be exactly 0.0. The old log-probs are the trainer's own, from the same "
+            "weights, so the two forward passes differ. Likely causes: dropout that is not 0, different micro-batches in the two "
+            "passes, kernels that are not deterministic (router or attention), weights that changed between the passes."
+        )
+    if fresh and stats.kl_reference is not None and stats.kl_reference != 0.0:
+        raise GuardError(
+            f"step 1: kl_reference = {stats.kl_reference!r}: must be exactly 0.0. Nothing was trained yet, so the policy is the reference. "
+            "Likely causes: the reference was loaded from other weights than the policy, in another dtype, or after the first update."
+        )
+
+
+def _mismatch_message(stats: StepStats, limit: float) -> str:
+    return (
+        f"first update: mean |log-prob(trainer) - log-prob(rollout)| = {stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, "
+        f"KL {stats.mismatch_kl:.3g}, {stats.num_tokens} tokens): must be at most weights.mismatch_limit = {limit:.3g}. "
+        "Both sides scored the same tokens with the same weights, so something differs between them.\n"
+        "Likely causes, by the size of the mean:\n"
+        "  about 1e-3 to 5e-2: precision. bfloat16, above all with experts, explains this much; raise weights.mismatch_limit, or set\n"
+        "    train.dtype and rollout.dtype to float32 to be sure that nothing else is wrong.\n"
+        "  about 1e-1: temperature or truncation. The trainer divides its logits by rollout.temperature; the engine must report\n"
+        "    log-probs at the same temperature and before top-k and top-p.\n"
+        "  1 and more: a stale engine (compare the version it serves with the trainer's), another model or tokenizer, or a chat\n"
+        "    template that gave the two sides different prompt tokens."
+    )

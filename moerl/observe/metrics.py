@@ -1,0 +1,204 @@
+"""The numbers of one step under flat names, and what each name means.
+
+METRICS is the vocabulary: the terminal, TensorBoard, wandb, metrics.jsonl and the report all use exactly these names. A name
+that ends in `*` stands for a family. Metrics are for looking at; nothing in a run is decided by one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+from moerl.types import Group, Sample, StepStats
+
+
+class Reduction(Enum):
+    """How the values of several steps become one number."""
+
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+    SUM = "sum"
+    LAST = "last"
+
+    def of(self, values: Sequence[float]) -> float:
+        if self is Reduction.LAST:
+            return float(values[-1])
+        return float(getattr(np, self.value)(values))
+
+
+Goal = Literal["up", "down", "zero", "steady", "none"]
+"""Where a healthy run takes the value. zero: a difference that should not exist. steady: a sudden change is a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    unit: str
+    goal: Goal
+    over_steps: Reduction
+    meaning: str
+
+
+MEAN, MAX, MIN, SUM, LAST = Reduction.MEAN, Reduction.MAX, Reduction.MIN, Reduction.SUM, Reduction.LAST
+
+# "samples" are the scored samples of the groups trained in this step.
+METRICS = (
+    Metric("reward/mean", "reward", "up", MEAN, "mean over samples"),
+    Metric("reward/std", "reward", "steady", MEAN, "standard deviation over samples; 0 leaves nothing to learn from"),
+    Metric("reward/min", "reward", "up", MIN, "lowest of the step"),
+    Metric("reward/max", "reward", "up", MAX, "highest of the step"),
+    Metric("reward/part/*", "unweighted", "up", MEAN, "mean of one reward term, by its name, over the samples that have it"),
+    Metric("reward/errors", "samples", "zero", SUM, "samples that could not be scored and were left out"),
+    Metric("length/mean", "tokens", "steady", MEAN, "mean response length"),
+    Metric("length/max", "tokens", "none", MAX, "longest response"),
+    Metric("length/truncated", "share", "down", MEAN, "samples cut at the response limit (finish reason length)"),
+    Metric("staleness/mean", "versions", "down", MEAN, "version trained from minus the oldest version that sampled the response, mean"),
+    Metric("staleness/max", "versions", "down", MAX, "the same, largest; at most max_staleness"),
+    Metric("groups/solved", "share", "up", MEAN, "trained groups whose samples all have the full reward: too easy to learn from"),
+    Metric("groups/uniform", "share", "down", MEAN, "trained groups whose rewards are all equal: their advantages are zero"),
+    Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
+    Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
+    Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),
+    Metric("train/lr", "rate", "none", LAST, "learning rate of the step"),
+    Metric("train/entropy", "nats/token", "steady", MEAN, "mean over response tokens; a fall to 0 is a collapse, a rise is noise"),
+    Metric("train/kl_old", "nats/token", "zero", MEAN, "KL(policy || old policy), first mini-batch; exactly 0 with the trainer's own"),
+    Metric("train/kl_reference", "nats/token", "steady", MEAN, "KL(policy || initial model); absent without a reference"),
+    Metric("train/clip_fraction", "share", "steady", MEAN, "response tokens whose ratio was clipped"),
+    Metric("mismatch/mean", "nats/token", "zero", MEAN, "mean |log-prob(trainer) - log-prob(rollout)| of the sampled tokens"),
+    Metric("mismatch/max", "nats/token", "zero", MAX, "the same, largest over the step's tokens"),
+    Metric("mismatch/kl", "nats/token", "zero", MEAN, "KL(rollout || trainer), k3 estimate"),
+    Metric("tokens/response", "tokens", "none", SUM, "response tokens generated for the trained groups"),
+    Metric("tokens/trained", "tokens", "none", SUM, "response tokens that carried loss"),
+    Metric("tokens/per_second", "tokens/s", "up", MEAN, "tokens/response divided by time/step"),
+    Metric("tokens/padding_fraction", "share", "down", MEAN, "micro-batch tokens that are padding"),
+    Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
+    Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
+    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name"),
+)  # fmt: skip
+
+_BY_NAME = {entry.name: entry for entry in METRICS}
+_FAMILIES = tuple(name.removesuffix("*") for name in _BY_NAME if name.endswith("*"))
+
+
+def metric(name: str) -> Metric:
+    """The vocabulary's entry for `name`, or for its family. KeyError for a name nobody documented."""
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    for family in _FAMILIES:
+        if name.startswith(family):
+            return _BY_NAME[family + "*"]
+    raise KeyError(name)
+
+
+def is_known(name: str) -> bool:
+    return name in _BY_NAME or name.startswith(_FAMILIES)
+
+
+def step_metrics(
+    version: int,
+    groups: Sequence[Group],
+    stats: StepStats,
+    *,
+    phase_seconds: Mapping[str, float],
+    step_seconds: float,
+    dropped_groups: int,
+    full_reward: float,
+) -> dict[str, float]:
+    """Everything about the step that produced `version`, trained on `groups`.
+
+    `full_reward` is the most a sample can get. What the step has no sample for, or no reference for, is absent, not 0.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    num_tokens = sum(len(sample.completion.token_ids) for sample in samples)
+    return {
+        **_reward_metrics(samples),
+        "reward/errors": float(sum(len(group.errors) for group in groups)),
+        **_length_metrics(samples),
+        **_staleness_metrics(version - 1, samples),
+        **_group_metrics(groups, full_reward),
+        "groups/dropped": float(dropped_groups),
+        **_train_metrics(stats),
+        "tokens/response": float(num_tokens),
+        "tokens/trained": float(stats.num_tokens),
+        "tokens/per_second": num_tokens / step_seconds,
+        "tokens/padding_fraction": stats.padding_fraction,
+        "time/step": step_seconds,
+        **{f"time/{name}": seconds for name, seconds in phase_seconds.items()},
+        "time/other": max(0.0, step_seconds - sum(phase_seconds.values())),
+    }
+
+
+def summarize(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One number per metric over `rows`, each by its own reduction; steps that lack a metric are passed over.
+
+    So are names outside the vocabulary: `rows` may come from a file of another version.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if is_known(name))
+    return {name: metric(name).over_steps.of([row[name] for row in rows if name in row]) for name in names}
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    if not samples:
+        return {}
+    rewards = np.array([sample.score.reward for sample in samples])
+    parts = dict.fromkeys(chain.from_iterable(sample.score.parts for sample in samples))
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        **{
+            f"reward/part/{part}": float(np.mean([sample.score.parts[part] for sample in samples if part in sample.score.parts]))
+            for part in parts
+        },
+    }
+
+
+def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    if not samples:
+        return {}
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    return {
+        "length/mean": float(np.mean(lengths)),
+        "length/max": float(max(lengths)),
+        "length/truncated": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
+    }
+
+
+def _staleness_metrics(trained_version: int, samples: Sequence[Sample]) -> dict[str, float]:
+    # A completion aborted before its first token has no span, hence no version.
+    oldest = [min(span.version for span in sample.completion.spans) for sample in samples if sample.completion.spans]
+    if not oldest:
+        return {}
+    staleness = trained_version - np.array(oldest)
+    return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
+
+
+def _group_metrics(groups: Sequence[Group], full_reward: float) -> dict[str, float]:
+    rewards = [group.rewards_G for group in groups if group.samples]
+    if not rewards:
+        return {}
+    # Weighted sums of parts carry rounding, so a full reward is one within 1e-6 of the sum of the weights.
+    return {
+        "groups/solved": float(np.mean([rewards_G.min() >= full_reward - 1e-6 for rewards_G in rewards])),
+        "groups/uniform": float(np.mean([np.ptp(rewards_G) == 0 for rewards_G in rewards])),
+    }
+
+
+def _train_metrics(stats: StepStats) -> dict[str, float]:
+    return {
+        "train/loss": stats.loss,
+        "train/grad_norm": stats.grad_norm,
+        "train/lr": stats.learning_rate,
+        "train/entropy": stats.entropy,
+        "train/kl_old": stats.kl_old,
+        **({} if stats.kl_reference is None else {"train/kl_reference": stats.kl_reference}),
+        "train/clip_fraction": stats.clip_fraction,
+        "mismatch/mean": stats.mismatch_mean,
+        "mismatch/max": stats.mismatch_max,
+        "mismatch/kl": stats.mismatch_kl,
+    }

@@ -1,0 +1,194 @@
+"""What the loop tells about itself, once per step: metrics to every destination, a row on the terminal, sample dumps, the log.
+
+    with Observer(config) as observe:
+        with observe.phase("rollout"): ...
+        with observe.phase("update"): ...
+        observe.step(version, groups, stats, dropped_groups=0)
+
+A resumed run needs nothing more: the first step it reports removes what an earlier process recorded from that step on.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.console import Console
+
+from moerl.config.load import to_plain
+from moerl.config.schema import RewardConfig, RunConfig
+from moerl.observe.dumps import SampleDumps
+from moerl.observe.logs import RunLog
+from moerl.observe.metrics import step_metrics, summarize
+from moerl.observe.records import metrics_path, read_metrics
+from moerl.observe.terminal import Terminal, duration, number
+from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
+from moerl.types import Group, StepStats
+
+log = logging.getLogger(__name__)
+
+Status = Literal["finished", "failed", "interrupted"]
+
+
+class Observer:
+    def __init__(self, config: RunConfig, *, console: Console | None = None):
+        """`console` replaces the terminal that observe.terminal would open on standard output."""
+        self._run_dir = config.run_dir
+        self._full_reward = full_reward(config.reward)
+        self._clock = PhaseClock()
+        self._last_version: int | None = None
+        self._status: Status | None = None
+        self._dumps = SampleDumps(config.run_dir / "samples", every=config.observe.dump_every, num_groups=config.observe.dump_groups)
+        self._writers: list[MetricsWriter] = []
+        with ExitStack() as opened:
+            self._terminal = Terminal(config.num_steps, console=console) if config.observe.terminal else None
+            if self._terminal is not None:
+                opened.callback(self._terminal.close)
+            self._log = RunLog(config.run_dir / "run.log", self._terminal)
+            opened.callback(self._log.close)
+            for writer in _open_writers(config):
+                self._writers.append(writer)
+                opened.callback(self._close_writer, writer)
+            opened.callback(self._dumps.close)
+            self._opened = opened.pop_all()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time of the block counts as time/`name` of the current step; phases of one name add up. Phases do not nest."""
+        self._show_phase(name)
+        try:
+            with self._clock.phase(name):
+                yield
+        finally:
+            self._show_phase(None)
+
+    def step(self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0) -> dict[str, float]:
+        """Records the step that produced `version`, which was trained on `groups`; returns its metrics."""
+        if self._last_version is None:
+            self._forget_after(version - 1)
+        assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
+        step_seconds, phase_seconds = self._clock.lap()
+        metrics = step_metrics(
+            version,
+            groups,
+            stats,
+            phase_seconds=phase_seconds,
+            step_seconds=step_seconds,
+            dropped_groups=dropped_groups,
+            full_reward=self._full_reward,
+        )
+        for writer in self._writers:
+            writer.write(version, metrics)
+        log.info("step %d took %s", version, duration(step_seconds))
+        if self._terminal is not None:
+            self._terminal.row(version, metrics)
+        self._dumps.step(version, groups)
+        # By now the loop has imported what it needs, and with it the handlers those libraries give themselves.
+        self._log.silence_libraries()
+        self._last_version = version
+        return metrics
+
+    def notice(self, text: str) -> None:
+        """A result worth a line of its own, on the terminal and in run.log. Warnings go through a logger instead."""
+        log.info(text)
+        if self._terminal is not None:
+            self._terminal.notice(text)
+
+    def close(self, status: Status = "finished") -> None:
+        """Ends every destination; safe to call twice, the first status counts."""
+        if self._status is not None:
+            return
+        self._status = status
+        with self._opened:
+            self._summarize(status)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close("finished")
+        elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            self.close("interrupted")
+        else:
+            # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.
+            log.info("the run failed", exc_info=error)
+            self.close("failed")
+
+    def _close_writer(self, writer: MetricsWriter) -> None:
+        writer.close(succeeded=self._status == "finished")
+
+    def _forget_after(self, step: int) -> None:
+        for writer in self._writers:
+            writer.truncate_after(step)
+        self._dumps.truncate_after(step)
+
+    def _show_phase(self, name: str | None) -> None:
+        if self._terminal is not None:
+            self._terminal.phase(name)
+
+    def _summarize(self, status: Status) -> None:
+        rows = read_metrics(metrics_path(self._run_dir))
+        totals = summarize(rows)
+        lines = {"steps": number(rows[-1]["step"]) if rows else "0", "time": duration(totals.get("time/step", 0.0))}
+        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        if rewards:
+            lines["reward"] = f"{number(rewards[0])} at first, {number(rewards[-1])} at last, {number(max(rewards))} at best"
+        if "mismatch/mean" in totals:
+            lines["mismatch"] = f"mean {totals['mismatch/mean']:.1e}, max {totals['mismatch/max']:.1e}"
+        lines["directory"] = str(self._run_dir)
+        log.info("%s: %s", status, lines)
+        if self._terminal is not None:
+            self._terminal.summary(status, lines)
+
+
+class PhaseClock:
+    """Wall seconds of a step and of its phases. A step begins where the one before ended; the first one at its first phase."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._open: str | None = None
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert self._open is None, f"phase {name} inside phase {self._open}: their times would overlap"
+        assert name not in ("step", "other"), f"time/{name} has a meaning of its own"
+        begun = time.perf_counter()
+        self._begun = begun if self._begun is None else self._begun
+        self._open = name
+        try:
+            yield
+        finally:
+            self._open = None
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """Seconds of the step that ends now, and of its phases."""
+        assert self._begun is not None and self._open is None, "a step ends after its phases"
+        now = time.perf_counter()
+        lap, self._begun = (now - self._begun, self._seconds), now
+        self._seconds = {}
+        return lap
+
+
+def _open_writers(config: RunConfig) -> Iterator[MetricsWriter]:
+    yield JsonlWriter(metrics_path(config.run_dir))
+    if config.observe.tensorboard:
+        yield TensorBoardWriter(config.run_dir / "tensorboard")
+    if config.observe.wandb != "off":
+        yield WandbWriter(
+            config.run_dir,
+            mode=config.observe.wandb,
+            project=config.observe.wandb_project,
+            name=config.name,
+            config=to_plain(config),
+        )
+
+
+def full_reward(config: RewardConfig) -> float:
+    """The most a sample can get when every term lies in [0, 1], as all of moerl's own do."""
+    return sum(max(term.weight, 0.0) for term in config.terms.values())

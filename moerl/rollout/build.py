@@ -1,0 +1,57 @@
+"""From the configuration to the run's rollout engines."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from moerl.config.schema import RunConfig
+from moerl.rollout.engine import RolloutEngine
+from moerl.rollout.http_engine import HTTPEngine
+from moerl.rollout.limits import Limits
+
+
+def build_engines(config: RunConfig, model_dir: Path, log_dir: Path) -> list[RolloutEngine]:
+    """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
+    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log."""
+    build = ENGINES[config.rollout.engine]
+    return [build(config, model_dir, log_dir, index) for index in range(config.rollout.num_servers)]
+
+
+def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+    rollout = config.rollout
+    port = rollout.port + index if rollout.port else 0
+    options = {
+        "--model": model_dir,
+        "--dtype": config.rollout_dtype,
+        "--max-context": config.model.max_context,
+        "--max-running": rollout.max_running,
+        "--prefill-chunk": rollout.prefill_chunk,
+        "--host": rollout.host,
+        "--port": port,
+    }
+    python = sys.executable if rollout.python is None else rollout.python
+    command = [python, "-m", "moerl.rollout.hf", *(str(part) for option in options.items() for part in option)]
+    if config.deterministic:
+        command.append("--deterministic")
+    log_path = log_dir / f"rollout-{index}.log"
+    return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
+
+
+def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+    # torch and transformers are imported for this engine only.
+    import torch
+
+    from moerl.rollout.fake import FakeEngine
+    from moerl.rollout.hf.model import checkpoint_specs
+
+    vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    return FakeEngine(
+        f"fake-{index}",
+        limits=Limits(max_context=config.model.max_context, vocab_size=vocab_size),
+        expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype)),
+        max_running=config.rollout.max_running,
+    )
+
+
+ENGINES: dict[str, Callable[[RunConfig, Path, Path, int], RolloutEngine]] = {"hf": _build_hf, "fake": _build_fake}

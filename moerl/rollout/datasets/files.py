@@ -1,0 +1,186 @@
+"""Rows of .parquet and .jsonl files in verl's schema.
+
+    {"prompt": [{"role": "user", "content": "..."}], "reward_model": {"ground_truth": "..."}, "data_source": "...", "extra_info": {}}
+
+Every row is read once, when the run starts, and every unusable one is reported. The rows then stay as compact as their file; one is
+decoded again when it is drawn.
+"""
+
+import bisect
+import difflib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from moerl.config.schema import FileData
+from moerl.rollout.datasets.rows import Complaints, Row
+from moerl.types import Problem
+
+
+class _File(Protocol):
+    def __len__(self) -> int: ...
+
+    def decode(self, index: int) -> Any:
+        """Raises ValueError if the row is damaged."""
+
+    def row_number(self, index: int) -> int:
+        """From 1."""
+
+
+class FileDataset:
+    """The rows of several files, one after the other."""
+
+    def __init__(self, config: FileData, seed: int):
+        """`seed` is without effect: files are what they are."""
+        complaints = Complaints()
+        self._files = list(_read(config.files, complaints))
+        self._starts = [0, *itertools.accumulate(len(file) for _, file in self._files)]
+        for index in range(len(self)):
+            try:
+                self[index]
+            except ValueError as error:
+                complaints.add(self.name_of(index), str(error))
+        complaints.raise_if_any("the data has {count} problem(s); rows count from 1, in .jsonl files they are lines")
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        path, file, local = self._locate(index)
+        return _row(file.decode(local), default_source=path.stem)
+
+    def name_of(self, index: int) -> str:
+        path, file, local = self._locate(index)
+        return f"{path}, row {file.row_number(local)}"
+
+    def _locate(self, index: int) -> tuple[Path, _File, int]:
+        which = bisect.bisect_right(self._starts, index) - 1
+        return *self._files[which], index - self._starts[which]
+
+
+class _JsonLines:
+    """Blank lines are no rows."""
+
+    def __init__(self, path: Path):
+        lines = path.read_bytes().split(b"\n")
+        self._numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
+        self._lines = [lines[number - 1] for number in self._numbers]
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def decode(self, index: int) -> Any:
+        try:
+            return json.loads(self._lines[index])
+        except ValueError as error:
+            raise ValueError(f"is no JSON: {error}") from error
+
+    def row_number(self, index: int) -> int:
+        return self._numbers[index]
+
+
+class _Parquet:
+    _COLUMNS = ("prompt", "reward_model", "data_source", "extra_info")
+
+    def __init__(self, path: Path):
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            present = pyarrow.parquet.read_schema(path).names
+            self._table = pyarrow.parquet.read_table(path, columns=[name for name in self._COLUMNS if name in present])
+        except pyarrow.ArrowException as error:
+            raise ValueError(str(error)) from error
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def decode(self, index: int) -> Any:
+        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+
+    def row_number(self, index: int) -> int:
+        return index + 1
+
+
+_FORMATS: dict[str, Callable[[Path], _File]] = {".parquet": _Parquet, ".jsonl": _JsonLines}
+
+
+def check(config: FileData) -> Iterator[Problem]:
+    suffixes = " or ".join(_FORMATS)
+    if not config.files:
+        yield Problem(
+            path="data.files", value=[], rule="needs a file", reason="prompts come from it", fix=f"data.files=[train{next(iter(_FORMATS))}]"
+        )
+    for index, name in enumerate(config.files):
+        path, file = f"data.files.{index}", Path(name)
+        if file.suffix not in _FORMATS:
+            near = difflib.get_close_matches(file.suffix, _FORMATS, n=1)
+            fix = f"rename it to {file.stem}{near[0]} if that is what it holds" if near else f"a {suffixes} file"
+            yield Problem(path=path, value=name, rule=f"must end in {suffixes}", reason="the suffix says how to read it", fix=fix)
+        elif not file.is_file():
+            yield Problem(path=path, value=name, rule="is not a file", reason=f"looked at {file.absolute()}", fix="correct the path")
+
+
+def _read(names: tuple[str, ...], complaints: Complaints) -> Iterator[tuple[Path, _File]]:
+    """The readable files that have rows."""
+    for path in map(Path, names):
+        try:
+            file = _FORMATS[path.suffix](path)
+        except KeyError:
+            complaints.add(str(path), f"must end in {' or '.join(_FORMATS)}: the suffix says how to read it")
+        except (OSError, ValueError) as error:
+            complaints.add(str(path), f"cannot be read: {error}")
+        else:
+            if len(file) == 0:
+                complaints.add(str(path), "has no rows")
+            else:
+                yield path, file
+
+
+def _row(raw: Any, *, default_source: str) -> Row:
+    """Raises ValueError: what is wrong, and what to write."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"is no object but {_short(raw)}")
+    source, extra_info = raw.get("data_source"), raw.get("extra_info")
+    if source is not None and not isinstance(source, str):
+        raise ValueError(f"data_source must be text, not {_short(source)}")
+    if extra_info is not None and not isinstance(extra_info, dict):
+        raise ValueError(f"extra_info must be an object, not {_short(extra_info)}")
+    return Row(
+        messages=_messages(raw),
+        data_source=source if source is not None else default_source,
+        ground_truth=_ground_truth(raw),
+        extra_info=extra_info if extra_info is not None else {},
+    )
+
+
+def _messages(raw: dict[str, Any]) -> tuple[dict[str, str], ...]:
+    if raw.get("prompt") is None:
+        raise ValueError(f"has no prompt; its columns: {', '.join(raw)}")
+    prompt = raw["prompt"]
+    if not isinstance(prompt, list):
+        raise ValueError(f'prompt must be a list of messages, [{{"role": "user", "content": "..."}}], not {_short(prompt)}')
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"a message of the prompt must be an object with role and content, both text, not {_short(message)}")
+    if not any(message["content"] for message in prompt):
+        raise ValueError("prompt is empty: no message has content")
+    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+
+
+def _ground_truth(raw: dict[str, Any]) -> str:
+    reward_model = raw.get("reward_model")
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if truth is None:
+        raise ValueError("has no reward_model.ground_truth: nothing to score a response against")
+    if not isinstance(truth, str):
+        # 7 and 7.0 are the same number and different texts; files change one into the other.
+        raise ValueError(f"reward_model.ground_truth must be text, not {_short(truth)}")
+    return truth
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."

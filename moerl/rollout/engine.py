@@ -1,0 +1,70 @@
+"""What every rollout server can do, whichever engine it runs. Implementations: hf, fake; tests/rollout/test_contract.py holds for each.
+
+A server is STALE until a verified push and never serves then; `generate` on a STALE server raises EngineError.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from moerl.types import Bucket, Completion, Manifest, SamplingParams, TransportOffer
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""keep: running requests stop where they are and go on after resume, on their cached keys and values. wait: running requests
+finish first. abort: running requests return what they have, finish_reason "abort"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    status: Literal["stale", "healthy", "paused", "asleep"]
+    version: int | None
+    """Of the weights it serves; None before the first verified push."""
+    num_running: int
+    num_waiting: int
+    reason: str = ""
+    """Why it is stale."""
+
+
+class WeightReceiver(Protocol):
+    """The engine's side of a weight push. Every method raises WeightError with the engine's own reason; the engine is then STALE."""
+
+    async def connect(self, offer: TransportOffer) -> None: ...
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Refuses a manifest that does not name exactly the model's tensors, shapes and dtypes. From here on the engine is STALE."""
+
+    async def install(self, bucket: Bucket) -> None:
+        """Fetch, copy into the model, and compare the digest of the *installed* bytes."""
+
+    async def finish(self, version: int) -> None:
+        """Every tensor of the manifest must have been installed once; then the engine serves `version`."""
+
+
+class RolloutEngine(Protocol):
+    """One server. All methods are safe to call concurrently from one event loop."""
+
+    name: str
+    """host:port, or a label for an engine without a socket."""
+
+    async def start(self) -> None:
+        """Returns when the server answers; raises EngineError with its last log lines if it dies first."""
+
+    async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion: ...
+
+    async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
+        """Stop these requests (None: all); their `generate` returns the tokens so far with finish_reason "abort"."""
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self) -> None:
+        """Give the accelerator's memory back. A no-op, reported as "asleep", where the platform has none."""
+
+    async def wake(self) -> None: ...
+
+    async def health(self) -> EngineHealth: ...
+
+    def receiver(self) -> WeightReceiver: ...
+
+    async def close(self) -> None:
+        """End the server and wait for its exit; safe to call twice and before start."""

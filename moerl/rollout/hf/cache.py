@@ -1,0 +1,102 @@
+"""Keys and values of many sequences at different positions, and attention over them.
+
+Every running request owns one slot. A forward pass names its rows: which slots, and at which positions they write. Writes that belong
+to nobody (padding) go to the scratch column, the last one, which no query ever sees.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+ATTENTION = "moerl_slots"
+"""The name under which `attend` is registered with transformers."""
+
+COLUMN_MULTIPLE = 16
+"""Of the columns that queries see: whole SIMD vectors in the attention kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What one forward pass reads and writes. B rows, C tokens each."""
+
+    slots: torch.Tensor | None  # int64 [B]; None: row i is slot i, of all slots
+    write_at: torch.Tensor  # int64 [B, C]
+    kv_length: int
+    """Columns that attention reads."""
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [num_slots, kv_heads, num_columns, head_dim] each."""
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, cache: "SlotCache"):
+        super().__init__()
+        self.keys = torch.zeros(shape, dtype=dtype)
+        self.values = torch.zeros(shape, dtype=dtype)
+        self.all_slots = torch.arange(shape[0])
+        self.cache = cache
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store [B, kv_heads, C, head_dim] at the pass's rows; returns [B, kv_heads, kv_length, head_dim] of both."""
+        rows = self.cache.rows
+        assert rows is not None, "the pass has not named its rows"
+        slots = self.all_slots if rows.slots is None else rows.slots
+        self.keys[slots[:, None], :, rows.write_at] = key_states.transpose(1, 2)
+        self.values[slots[:, None], :, rows.write_at] = value_states.transpose(1, 2)
+        keys, values = self.keys[:, :, : rows.kv_length], self.values[:, :, : rows.kv_length]
+        return (keys, values) if rows.slots is None else (keys[rows.slots], values[rows.slots])
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise AssertionError("slots are allocated when the server starts")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        raise AssertionError("slots have different lengths; every pass gives position_ids")
+
+    def get_max_length(self) -> int:
+        return int(self.keys.shape[2])
+
+
+class SlotCache(Cache):
+    """What transformers models write to and read from, as their `past_key_values`."""
+
+    def __init__(self, config: PretrainedConfig, *, num_slots: int, max_context: int, dtype: torch.dtype):
+        self.scratch_column = -(-max_context // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        shape = (num_slots, config.num_key_value_heads, self.scratch_column + 1, config.head_dim)
+        self.rows: Rows | None = None
+        self.num_slots = num_slots
+        super().__init__(layers=[SlotLayer(shape, dtype, self) for _ in range(config.num_hidden_layers)])
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Masked columns count with weight 0, and 0 times an old NaN would still be NaN."""
+        for layer in self.layers:
+            layer.keys[slots] = 0
+            layer.values[slots] = 0
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Grouped-query attention that reads keys and values where they lie.
+
+    query [B, heads, C, D], key and value [B, kv_heads, S, D], mask [B, 1, heads / kv_heads * C, S]: the query heads that share a
+    key/value head are laid along the query axis, so that keys and values need no repetition.
+    """
+    batch, heads, tokens, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(batch, heads, tokens, dim).transpose(1, 2), None

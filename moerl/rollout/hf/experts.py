@@ -1,0 +1,26 @@
+"""Mixture-of-experts layers whose result for a token does not depend on the other tokens of the batch.
+
+The usual implementations gather each expert's tokens, so the shapes of the matrix products, and with them the last bits, depend on
+where the neighbours were routed. Here every expert sees every row: fixed shapes, E / top_k times the work.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+EXPERTS = "moerl_invariant"
+"""The name under which `every_expert_on_every_row` is registered with transformers."""
+
+
+def every_expert_on_every_row(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """[T, hidden] and the router's [T, top_k] indices and weights -> [T, hidden]. `self` is the transformers module of fused experts."""
+    num_experts = self.gate_up_proj.shape[0]
+    weights = hidden_states.new_zeros(len(hidden_states), num_experts).scatter_(1, top_k_index, top_k_weights)
+    out = torch.zeros_like(hidden_states)
+    for expert in range(num_experts):
+        gated = self._apply_gate(F.linear(hidden_states, self.gate_up_proj[expert]))
+        out.addcmul_(F.linear(gated, self.down_proj[expert]), weights[:, expert : expert + 1])
+    return out

@@ -1,0 +1,93 @@
+"""The transformers model, and its parameters under the names a checkpoint uses.
+
+transformers 5 holds all experts of a layer in two parameters, gate_up_proj [E, 2 * ffn, hidden] and down_proj [E, hidden, ffn];
+checkpoints and weight pushes name each expert's matrices, which are views into those two.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moerl.rollout.hf.cache import ATTENTION, attend
+from moerl.rollout.hf.experts import EXPERTS, every_expert_on_every_row
+from moerl.types import EngineError, TensorSpec
+
+MODEL_TYPES = ("qwen3", "qwen3_moe")
+"""Families whose forward and parameter names this engine is tested with."""
+
+
+def load_model(
+    model_dir: Path, *, dtype: torch.dtype, load: Literal["dummy", "checkpoint"], deterministic: bool, max_context: int
+) -> PreTrainedModel:
+    """dummy: random weights, to be replaced by a push. Raises EngineError for a model this engine cannot run."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, every_expert_on_every_row)
+    config = _checked_config(model_dir, max_context)
+    options = {"dtype": dtype, "attn_implementation": ATTENTION}
+    if deterministic and config.model_type == "qwen3_moe":
+        options["experts_implementation"] = EXPERTS
+    if load == "checkpoint":
+        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **options)
+    return model.eval().requires_grad_(False)
+
+
+def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every tensor of the model's checkpoint by name, as a view of the memory the model computes with. A tied lm_head is not in it."""
+    views: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        data = parameter.data
+        if name.endswith(".experts.gate_up_proj"):
+            views |= _expert_views(name.removesuffix("gate_up_proj"), data)
+        elif name.endswith(".experts.down_proj"):
+            views |= {f"{name.removesuffix('down_proj')}{expert}.down_proj.weight": data[expert] for expert in range(len(data))}
+        else:
+            views[name] = data
+    return views
+
+
+def tensor_specs(views: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(name=name, shape=tuple(view.shape), dtype=str(view.dtype).removeprefix("torch.")) for name, view in views.items()
+    }
+
+
+def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """What a push to a model of `model_dir` must bring; allocates no weights."""
+    config = _checked_config(model_dir, max_context=1)
+    with torch.device("meta"):
+        return tensor_specs(checkpoint_views(AutoModelForCausalLM.from_config(config, dtype=dtype)))
+
+
+def _expert_views(prefix: str, gate_up: torch.Tensor) -> dict[str, torch.Tensor]:
+    ffn = gate_up.shape[1] // 2
+    return {
+        f"{prefix}{expert}.{name}.weight": gate_up[expert, rows]
+        for expert in range(len(gate_up))
+        for name, rows in (("gate_proj", slice(0, ffn)), ("up_proj", slice(ffn, None)))
+    }
+
+
+def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(model_dir)
+    if config.model_type not in MODEL_TYPES:
+        raise EngineError(
+            f"model_type = {config.model_type!r} of {model_dir}: must be one of {', '.join(MODEL_TYPES)}; the hf engine writes its own "
+            "attention masks and expert layout, known only for these. Use another rollout.engine"
+        )
+    if config.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise EngineError(
+            f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine keeps every position. Set it to null "
+            "in config.json if max_context fits the window"
+        )
+    if max_context > config.max_position_embeddings:
+        raise EngineError(
+            f"model.max_context = {max_context}: must be at most {config.max_position_embeddings}, max_position_embeddings of {model_dir}; "
+            "the model knows no later positions. Lower model.max_context"
+        )
+    return config

@@ -1,0 +1,127 @@
+"""HTTP in front of the generation thread. Tokens in, tokens out; the event loop only parses, checks and waits."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moerl.rollout import wire
+from moerl.rollout.hf.scheduler import Outcome, Request
+from moerl.rollout.hf.worker import Worker
+from moerl.rollout.limits import Limits
+from moerl.types import EngineError, WeightError
+
+Body = TypeVar("Body")
+
+
+class BadRequest(Exception):
+    """Becomes status 400."""
+
+
+def build_app(worker: Worker, limits: Limits) -> Starlette:
+    async def generate(request: HTTPRequest) -> Response:
+        body = await _parse(request, wire.GENERATE)
+        if violation := limits.violation(body.prompt_ids, body.sampling):
+            raise BadRequest(f"{body.request_id}: {violation}")
+        return await _generate(request, worker, body)
+
+    async def abort(request: HTTPRequest) -> Response:
+        return await _wait(worker.abort((await _parse(request, wire.ABORT)).request_ids))
+
+    async def pause(request: HTTPRequest) -> Response:
+        return await _wait(worker.pause((await _parse(request, wire.PAUSE)).mode))
+
+    async def resume(request: HTTPRequest) -> Response:
+        return await _wait(worker.resume())
+
+    async def sleep(request: HTTPRequest) -> Response:
+        return await _wait(worker.sleep())
+
+    async def wake(request: HTTPRequest) -> Response:
+        return await _wait(worker.wake())
+
+    async def health(request: HTTPRequest) -> Response:
+        return _json(wire.HEALTH, worker.health())
+
+    async def connect(request: HTTPRequest) -> Response:
+        await asyncio.to_thread(worker.connect, await _parse(request, wire.OFFER))
+        return Response()
+
+    async def begin(request: HTTPRequest) -> Response:
+        return await _wait(worker.begin(await _parse(request, wire.MANIFEST)))
+
+    async def install(request: HTTPRequest) -> Response:
+        return await _wait(worker.install(await _parse(request, wire.BUCKET)))
+
+    async def finish(request: HTTPRequest) -> Response:
+        return await _wait(worker.finish((await _parse(request, wire.FINISH)).version))
+
+    posts: dict[str, Callable[[HTTPRequest], Awaitable[Response]]] = {
+        "/generate": generate,
+        "/abort": abort,
+        "/pause": pause,
+        "/resume": resume,
+        "/sleep": sleep,
+        "/wake": wake,
+        "/weights/connect": connect,
+        "/weights/begin": begin,
+        "/weights/install": install,
+        "/weights/finish": finish,
+    }
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    statuses = {BadRequest: 400, EngineError: 409, WeightError: 409, Exception: 500}
+    handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in statuses.items()}
+    return Starlette(routes=[*routes, Route("/health", health, methods=["GET"])], exception_handlers=handlers)
+
+
+async def _generate(request: HTTPRequest, worker: Worker, body: wire.GenerateBody) -> Response:
+    """Ends early, and frees the slot, when the client goes away."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Outcome] = loop.create_future()
+
+    def deliver(result: Outcome) -> None:
+        loop.call_soon_threadsafe(lambda: None if outcome.done() else outcome.set_result(result))
+
+    prompt = np.array(body.prompt_ids, dtype=np.int64)
+    worker.generate(Request(request_id=body.request_id, prompt_ids=prompt, sampling=body.sampling, done=deliver))
+    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # after the body, the next message is the disconnect
+    await asyncio.wait([outcome, gone], return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if not outcome.done():
+        worker.abort((body.request_id,))
+        return Response(status_code=499)
+    result = outcome.result()
+    if isinstance(result, EngineError):
+        raise result
+    return _json(wire.COMPLETION, result)
+
+
+async def _parse(request: HTTPRequest, adapter: TypeAdapter[Body]) -> Body:
+    try:
+        return adapter.validate_json(await request.body())
+    except ValidationError as error:
+        raise BadRequest(str(error)) from error
+
+
+async def _wait(future: "Future[None]") -> Response:
+    await asyncio.wrap_future(future)
+    return Response()
+
+
+def _json(adapter: TypeAdapter[Any], value: object) -> Response:
+    return Response(adapter.dump_json(value), media_type="application/json")
+
+
+def _error_handler(status: int) -> Callable[[HTTPRequest, Exception], Awaitable[Response]]:
+    async def handle(request: HTTPRequest, error: Exception) -> Response:
+        text = str(error) if status < 500 else f"{type(error).__name__}: {error}"
+        return Response(wire.ERROR.dump_json(wire.ErrorBody(error=text)), status_code=status, media_type="application/json")
+
+    return handle

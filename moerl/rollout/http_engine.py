@@ -1,0 +1,133 @@
+"""A rollout server in a process of its own, driven over HTTP."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pydantic import TypeAdapter, ValidationError
+
+from moerl.rollout import wire
+from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.server_process import ServerProcess
+from moerl.types import Bucket, Completion, EngineError, Manifest, SamplingParams, TransportOffer, WeightError
+
+EXIT_SECONDS = 2.0
+"""How long a server that broke a connection may take to end, before it counts as alive."""
+
+
+class HTTPEngine:
+    """Implements RolloutEngine for any server that speaks moerl.rollout.wire and reports like moerl.rollout.hf."""
+
+    def __init__(self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float):
+        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start."""
+        self.name = f"{host}:{port}"
+        self._host = host
+        self._process = ServerProcess(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server process; None before start."""
+        return self._process.pid
+
+    async def start(self) -> None:
+        port = await self._process.start()
+        self.name = self._process.label = f"{self._host}:{port}"
+        # One connection per running request, and no deadline here: that is the pool's.
+        self._session = aiohttp.ClientSession(
+            base_url=f"http://{_bracketed(self._host)}:{port}",
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
+        body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
+        return _parse(self.name, wire.COMPLETION, await self._call("POST", "/generate", wire.GENERATE, body))
+
+    async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
+        await self._call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._call("POST", "/pause", wire.PAUSE, wire.PauseBody(mode=mode))
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume")
+
+    async def sleep(self) -> None:
+        await self._call("POST", "/sleep")
+
+    async def wake(self) -> None:
+        await self._call("POST", "/wake")
+
+    async def health(self) -> EngineHealth:
+        return _parse(self.name, wire.HEALTH, await self._call("GET", "/health"))
+
+    def receiver(self) -> "HTTPReceiver":
+        return HTTPReceiver(self)
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        await self._process.close()
+
+    async def _call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
+        """The answer's body. EngineError with the server's reason for a refusal, with its last log lines if it is gone."""
+        if self._session is None:
+            raise EngineError(f"{self.name}: {path} on a server that is not running; start it first")
+        data = None if adapter is None else adapter.dump_json(body)
+        try:
+            async with self._session.request(method, path, data=data) as response:
+                content = await response.read()
+        except aiohttp.ClientError as error:
+            raise await self._explain(path, error) from error
+        if response.status != 200:
+            reason = _parse(self.name, wire.ERROR, content).error
+            raise EngineError(f"{self.name}: {reason}")
+        return content
+
+    async def _explain(self, path: str, error: aiohttp.ClientError) -> EngineError:
+        """A broken connection is nearly always the first sign of a dying server: its exit says more."""
+        try:
+            async with asyncio.timeout(EXIT_SECONDS):
+                return await self._process.death()
+        except TimeoutError:
+            return EngineError(f"{self.name}: {path} failed, the server still runs: {type(error).__name__}: {error}")
+
+
+class HTTPReceiver:
+    """Implements WeightReceiver: the same server, the errors are WeightErrors."""
+
+    def __init__(self, engine: HTTPEngine):
+        self._engine = engine
+
+    async def connect(self, offer: TransportOffer) -> None:
+        await self._call("/weights/connect", wire.OFFER, offer)
+
+    async def begin(self, manifest: Manifest) -> None:
+        await self._call("/weights/begin", wire.MANIFEST, manifest)
+
+    async def install(self, bucket: Bucket) -> None:
+        await self._call("/weights/install", wire.BUCKET, bucket)
+
+    async def finish(self, version: int) -> None:
+        await self._call("/weights/finish", wire.FINISH, wire.FinishBody(version=version))
+
+    async def _call(self, path: str, adapter: TypeAdapter[Any], body: object) -> None:
+        try:
+            await self._engine._call("POST", path, adapter, body)
+        except EngineError as error:
+            raise WeightError(str(error)) from error
+
+
+def _parse(name: str, adapter: TypeAdapter[Any], content: bytes) -> Any:
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        raise EngineError(f"{name}: answered {content[:200]!r}; is rollout.python of the same moerl?\n{error}") from error
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

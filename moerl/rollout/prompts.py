@@ -1,0 +1,147 @@
+"""Prompts in a resumable order: the k-th draw of a run is a pure function of the data, the seed and k.
+
+When the run starts, every row is rendered and its length checked, so that no prompt fails later. A text with at most as many UTF-8
+bytes as the limit allows tokens is not tokenized for that: a token covers at least one byte. Rendering costs about 40 microseconds
+a row.
+"""
+
+import logging
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from moerl.config.schema import DataConfig
+from moerl.rollout.datasets import Dataset, Row
+from moerl.rollout.datasets.rows import Complaints
+from moerl.types import ConfigError, DataError, Problem, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class PromptSource:
+    """Endless: one epoch after the other, each in its own order."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: DataConfig,
+        *,
+        seed: int,
+        max_context: int,
+        max_response_tokens: int,
+    ):
+        """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template."""
+        self._dataset, self._tokenizer, self._config, self._seed = dataset, tokenizer, config, seed
+        self._drawn = 0
+        if config.chat_template and not tokenizer.chat_template:
+            reason, fix = "the tokenizer of this model has no chat template", "data.chat_template=false, or a model with one"
+            raise ConfigError([Problem(path="data.chat_template", value=True, rule="needs a template", reason=reason, fix=fix)])
+        self._limit = min(config.max_prompt_tokens, max_context - max_response_tokens)
+        self._limit_rule = (
+            f"data.max_prompt_tokens={config.max_prompt_tokens}"
+            if config.max_prompt_tokens <= max_context - max_response_tokens
+            else f"model.max_context={max_context} minus rollout.max_response_tokens={max_response_tokens}"
+        )
+        self._rows = self._usable_rows()
+        self._order = lru_cache(maxsize=2)(self._order_of)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, without the dropped ones."""
+        return len(self._rows)
+
+    def draw(self) -> Prompt:
+        prompt = self.prompt_at(self._drawn)
+        self._drawn += 1
+        return prompt
+
+    def prompt_at(self, index: int) -> Prompt:
+        """The prompt of draw `index`, counted from 0 over all epochs."""
+        epoch, position = divmod(index, self.num_rows)
+        number = int(self._order(epoch)[position])
+        row = self._dataset[number]
+        text = self._render(row)
+        token_ids = tuple(self._encode(text))
+        if len(token_ids) > self._limit:  # only where a tokenizer's normalizer turns a character into several
+            raise DataError(f"{self._dataset.name_of(number)}: {len(token_ids)} tokens, more than {self._limit} ({self._limit_rule})")
+        return Prompt(
+            index=index,
+            token_ids=token_ids,
+            text=text,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+        )
+
+    def state(self) -> dict[str, int]:
+        """For a checkpoint, as JSON."""
+        return {"drawn": self._drawn, "num_rows": self.num_rows}
+
+    def seek(self, state: dict[str, int]) -> None:
+        """Continue behind the draws of a `state`. Raises DataError if it was taken over other data."""
+        if state["num_rows"] != self.num_rows:
+            raise DataError(
+                f"the data has {self.num_rows} usable rows, and had {state['num_rows']} when the checkpoint was saved: its order cannot be "
+                "continued, since prompts would be lost or drawn twice. Restore the data, or start a run under another name"
+            )
+        self._drawn = state["drawn"]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        """Row numbers in the epoch's order."""
+        if not self._config.shuffle:
+            return self._rows
+        # Sorting raw bits gives the same order under every version of numpy; `permutation` may change.
+        keys = np.random.Philox(np.random.SeedSequence([self._seed % 2**64, epoch])).random_raw(len(self._rows))
+        return self._rows[np.argsort(keys, kind="stable")]
+
+    def _usable_rows(self) -> np.ndarray:
+        """Row numbers of the prompts that fit."""
+        usable, overlong, refused = [], Complaints(), Complaints()
+        for index in range(len(self._dataset)):
+            try:
+                text = self._render(self._dataset[index])
+            except TemplateError as error:
+                refused.add(self._dataset.name_of(index), str(error))
+                continue
+            if self._fits(text):
+                usable.append(index)
+            else:
+                overlong.add(self._dataset.name_of(index), f"{len(self._encode(text))} tokens")
+        refused.raise_if_any("the chat template refuses {count} row(s)")
+        self._report(overlong)
+        return np.array(usable, dtype=np.int64)
+
+    def _report(self, overlong: Complaints) -> None:
+        if not overlong.count:
+            return
+        heading = f"{overlong.count} of {len(self._dataset)} prompts are longer than {self._limit} tokens ({self._limit_rule})"
+        if self._config.overlong_prompts == "error":
+            raise DataError(f"{heading}; raise the limit, shorten them, or write data.overlong_prompts=drop\n{overlong}")
+        if overlong.count == len(self._dataset):
+            raise DataError(f"{heading}, so none is left\n{overlong}")
+        logger.warning("%s and are left out\n%s", heading, overlong)
+
+    def _fits(self, text: str) -> bool:
+        return len(text.encode(errors="surrogatepass")) <= self._limit or len(self._encode(text)) <= self._limit
+
+    def _render(self, row: Row) -> str:
+        if not self._config.chat_template:
+            return "".join(message["content"] for message in row.messages)
+        text: Any = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        """A template writes the special tokens it wants into the text itself."""
+        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def demonstration(prompt: Prompt) -> str:
+    """The response a supervised warm start learns: extra_info["answer"], as verl's converters store it, or else the ground truth."""
+    answer = prompt.extra_info.get("answer")
+    return answer if isinstance(answer, str) else prompt.ground_truth

@@ -1,0 +1,111 @@
+"""A rollout server as a child process: started, watched, ended.
+
+The child reports readiness by one line on its stdout and logs to a file. Its stdin is a pipe nobody writes to: the pipe ends with this
+process, however that ends, and the child with the pipe.
+"""
+
+import asyncio
+import logging
+import signal
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moerl.rollout import wire
+from moerl.types import EngineError
+
+logger = logging.getLogger(__name__)
+
+LOG_LINES = 20
+"""Of the server's log, in an error."""
+
+
+class ServerProcess:
+    """One child. `start` once, then `close`; close is safe at any time."""
+
+    def __init__(self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0):
+        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL."""
+        self.label = label
+        self._command = list(command)
+        self._log_path = log_path
+        self._start_seconds = start_seconds
+        self._close_seconds = close_seconds
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> int:
+        """The port it serves on. EngineError if it dies first, reports an error, or is silent for start_seconds; it is gone then."""
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await self._spawn()
+                return await self._read_port()
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.label}: not ready after rollout.start_seconds = {self._start_seconds:g}; loading may be slow or stuck. Raise it or "
+                f"see the log\n{self._log_tail()}"
+            ) from error
+        finally:
+            if not self._ready:
+                await self.close()
+
+    async def death(self) -> EngineError:
+        """Waits for the child's exit and describes it. Cancel it if the child turns out to live."""
+        assert self._process is not None
+        code = await self._process.wait()
+        return EngineError(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+
+    async def close(self) -> None:
+        """SIGTERM, then SIGKILL; returns when the child is gone."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(self._close_seconds):
+                await self._process.wait()
+        except TimeoutError:
+            logger.warning("%s did not end within %g s of SIGTERM and is killed", self.label, self._close_seconds)
+            self._process.kill()
+            await self._process.wait()
+
+    async def _spawn(self) -> None:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self._log_path.open("wb") as log:
+            try:
+                # A session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order.
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
+                )
+            except OSError as error:
+                raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
+
+    async def _read_port(self) -> int:
+        assert self._process is not None and self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise await self.death()
+        try:
+            ready = wire.READY.validate_json(line)
+        except ValidationError as error:
+            raise EngineError(f"{self.label}: wrote {line!r} instead of its port; is rollout.python of the same moerl?") from error
+        if ready.port is None:
+            raise EngineError(ready.error)
+        self._ready = True
+        return ready.port
+
+    def _log_tail(self) -> str:
+        if not self._log_path.exists():
+            return f"(no log at {self._log_path})"
+        with self._log_path.open(errors="replace") as log:
+            lines = deque(log, maxlen=LOG_LINES)
+        return f"last lines of {self._log_path}:\n" + "".join(f"    {line}" for line in lines)
+
+
+def _describe_exit(code: int) -> str:
+    return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"

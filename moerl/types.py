@@ -1,0 +1,295 @@
+"""Everything that crosses a process boundary, and the errors.
+
+Plain picklable data: numpy and the standard library only, so that the login node can import it without torch.
+Axis suffixes: `_T` tokens of one sequence or of a packed batch, `_G` samples of one group.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+# -- rollout ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task to be sampled `group_size` times."""
+
+    index: int
+    """Position in the run's draw order, unique over all epochs. Sampling seeds derive from it."""
+    token_ids: tuple[int, ...]
+    """The rendered chat template, ready for an engine."""
+    text: str
+    """The same, as text: for dumps and people."""
+    data_source: str
+    ground_truth: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is drawn. Log-probs are always those of softmax(logits / temperature), before top-k and top-p."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    """0 means greedy; its log-probs are reported at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the completion; the token itself is part of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """`num_tokens` consecutive tokens that were sampled with weights `version`."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returns: `token_ids` and `logprobs` have the same length, and so have the spans in total.
+
+    Example: token_ids (17, 4, 1), logprobs (-0.2, -1.1, -0.01), spans (VersionSpan(version=3, num_tokens=3),).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward and what it was made of."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Each term's unweighted value, by the name of the term."""
+    error: str | None = None
+    """Why this sample could not be scored; its reward is then 0 and it is left out of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One scored completion."""
+
+    completion: Completion
+    text: str
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt. `samples` holds only those that could be scored; `errors` the reasons of the others."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    errors: tuple[str, ...] = ()
+
+    @property
+    def rewards_G(self) -> np.ndarray:
+        return np.array([sample.score.reward for sample in self.samples], dtype=np.float64)
+
+    @property
+    def lengths_G(self) -> np.ndarray:
+        return np.array([len(sample.completion.token_ids) for sample in self.samples], dtype=np.int64)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for sample in self.samples for span in sample.completion.spans)
+
+
+# -- training --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Sequences laid end to end. Sequence i is `[offsets[i], offsets[i + 1])` in every `_T` array.
+
+    Values at token t belong to *that* token (its log-prob was predicted from token t - 1), so prompts hold zeros.
+    """
+
+    token_ids_T: np.ndarray  # int64
+    response_mask_T: np.ndarray  # bool, True where the policy produced the token
+    rollout_logprobs_T: np.ndarray  # float32, from the engine
+    advantages_T: np.ndarray  # float32
+    offsets: np.ndarray  # int64 [num_sequences + 1]
+    old_logprobs_T: np.ndarray | None = None  # float32, from the trainer before the update
+    reference_logprobs_T: np.ndarray | None = None  # float32, from the frozen initial model
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def with_logprobs(self, **columns: np.ndarray) -> "TrainBatch":
+        return replace(self, **columns)
+
+    def select(self, sequences: "np.ndarray | list[int]") -> "TrainBatch":
+        """The named sequences, in that order."""
+        spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in sequences]
+
+        def pick(column: np.ndarray | None) -> np.ndarray | None:
+            return None if column is None else np.concatenate([column[s] for s in spans] or [column[:0]])
+
+        columns = {name: pick(getattr(self, name)) for name in self.__slots__ if name.endswith("_T")}
+        lengths = [s.stop - s.start for s in spans]
+        return TrainBatch(**columns, offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one `TrainGroup.update` measured, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    """Response tokens trained on."""
+    entropy: float
+    """Mean over response tokens, in nats."""
+    kl_old: float
+    """k3 estimate of KL(policy || old policy) at the first mini-batch; exactly 0 when the old log-probs are the trainer's own."""
+    kl_reference: float | None
+    """k3 estimate of KL(policy || reference); None without a reference."""
+    clip_fraction: float
+    mismatch_mean: float
+    """mean |d|"""
+    mismatch_max: float
+    """max |d|"""
+    mismatch_kl: float
+    """k3 estimate of KL(rollout || trainer): mean(exp(d) - d - 1)"""
+    padding_fraction: float
+    """Share of the micro-batch tokens that are padding."""
+
+
+# -- weight push -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor under its Hugging Face checkpoint name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch prints it, without "torch.": "float32", "bfloat16"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything one push will bring. An engine refuses it before any byte moves."""
+
+    version: int
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketEntry:
+    """Where one tensor lies in a bucket, and what its bytes must hash to."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    digest: str
+    """xxh3_128 of the bytes, hex."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Some tensors of a push, end to end in one buffer."""
+
+    index: int
+    num_bytes: int
+    entries: tuple[BucketEntry, ...]
+    source: str
+    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportOffer:
+    """How one receiver reaches the sender."""
+
+    transport: Literal["shm", "gloo"]
+    address: str = ""
+    """gloo: host:port of the sender's TCPStore."""
+    rank: int = 0
+    """gloo: this receiver's rank; the sender is 0."""
+    world_size: int = 1
+
+
+# -- errors: all picklable, one tree ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with a configuration, said so that it can be mended."""
+
+    path: str
+    value: object
+    rule: str
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.path} = {self.value!r}: {self.rule}\n    why: {self.reason}\n    fix: {self.fix}"
+
+
+class MoerlError(Exception):
+    """Base of everything moerl raises for people."""
+
+
+class ConfigError(MoerlError, ValueError):
+    """The configuration cannot run. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: "list[Problem]"):
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        return f"{count} problem{'s' if count > 1 else ''} in the configuration\n" + "\n".join(f"* {p}" for p in self.problems)
+
+
+class DataError(MoerlError, ValueError):
+    """A dataset row cannot be used; names the file and the row."""
+
+
+class TrainError(MoerlError, RuntimeError):
+    """A train rank failed; carries that rank's traceback."""
+
+
+class EngineError(MoerlError, RuntimeError):
+    """A rollout server could not start, died, or refused a request."""
+
+
+class WeightError(MoerlError, RuntimeError):
+    """Trainer and engine do not hold the same weights."""
+
+
+class CheckpointError(MoerlError, RuntimeError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class DynamicSamplingError(MoerlError, RuntimeError):
+    """Dynamic sampling dropped every group it was allowed to draw; explains the reward distribution."""
+
+
+class GuardError(MoerlError, AssertionError):
+    """A run-time check of the trainer against the engine failed."""
+
+
+class ReportError(MoerlError, RuntimeError):
+    """A run directory holds no metrics, or damaged ones."""

@@ -1,0 +1,128 @@
+"""Broadcast from the trainer (rank 0) to the receivers (1..n) over TCP, in a process group of their own.
+
+The group is built directly on a TCPStore: the trainer's default process group stays untouched. Whoever meets an error drops its group;
+its closed connections then end the others' waiting at once, and the timeout bounds what a closed connection cannot tell.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from moerl.types import Bucket, TransportOffer, WeightError
+
+TRANSFER_SECONDS = 120.0
+"""Deadline for all to join the group, and for one bucket: 100 MB/s for a bucket of 12 GB."""
+
+
+class GlooSender:
+    """Rank 0."""
+
+    def __init__(self, *, host: str, timeout_seconds: float):
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._world_size = 1
+        self._store: TCPStore | None = None
+        self._group: _Group | None = None
+
+    def listen(self, num_receivers: int) -> str:
+        """host:port of a new store on a free port; an earlier group is dropped."""
+        self.close()
+        with _explained(f"weights.transport = gloo: no store at {self._host}"):
+            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._world_size = 1 + num_receivers
+        return f"{self._host}:{self._store.port}"
+
+    def connect(self) -> None:
+        """Returns when every receiver has joined."""
+        if self._store is None:
+            raise WeightError("connect before listen: there is no store for receivers to meet at; call listen first")
+        with _explained(f"weights.transport = gloo: not all {self._world_size - 1} receivers joined at {self._host}:{self._store.port}"):
+            self._group = _Group(self._store, rank=0, world_size=self._world_size, host=self._host, timeout=self._timeout)
+
+    def send(self, data: torch.Tensor) -> None:
+        """Broadcast uint8 `data`; returns when `data` may be overwritten."""
+        if self._group is None:
+            raise WeightError("no process group to the receivers: it was never connected, or an error dropped it; connect again")
+        try:
+            with _explained("weights.transport = gloo: a bucket could not be sent"):
+                self._group.broadcast(data)
+        except WeightError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._group is not None:
+            self._group.close()
+        self._group, self._store = None, None
+
+
+class GlooReader:
+    """One of ranks 1..n. The constructor returns when the sender and all receivers have joined."""
+
+    def __init__(self, offer: TransportOffer, *, timeout_seconds: float):
+        host, _, port = offer.address.rpartition(":")
+        timeout = timedelta(seconds=timeout_seconds)
+        with _explained(f"weights.transport = gloo: could not join the trainer at {offer.address!r}"):
+            self._store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            own_host = _address_towards(host, int(port))
+            self._group: _Group | None = _Group(self._store, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def fetch(self, bucket: Bucket) -> torch.Tensor:
+        """uint8 [bucket.num_bytes], valid until the next fetch."""
+        if self._group is None:
+            raise WeightError("no process group to the trainer: an error dropped it; the next push must connect again")
+        if bucket.num_bytes > len(self._memory):
+            self._memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        data = self._memory[: bucket.num_bytes]
+        with _explained(f"weights.transport = gloo: bucket {bucket.index} did not arrive"):
+            self._group.broadcast(data)
+        return data
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+class _Group:
+    """Holds the only reference to a process group. Connections close when the group is destroyed and not before (abort leaves them
+    open), and a second reference, be it in the frames of a traceback, would keep the other ranks waiting."""
+
+    def __init__(self, store: Store, *, rank: int, world_size: int, host: str, timeout: timedelta):
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
+        # The default device listens on what the host name resolves to, which on many systems is a loopback address.
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
+        self._only = ProcessGroupGloo(PrefixStore("moerl/weights", store), rank, world_size, options)
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        self._only.broadcast(data, 0).wait()  # type: ignore[attr-defined]  # absent from torch's stubs
+
+    def close(self) -> None:
+        del self._only
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This host's own address on the route to `host`. A connected UDP socket sends nothing."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Errors of torch.distributed (RuntimeError) and of sockets as WeightError."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, WeightError):
+            raise
+        raise WeightError(f"{what} ({error}); see that every rollout server is alive and reaches the trainer's host") from error

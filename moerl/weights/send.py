@@ -1,0 +1,101 @@
+"""The trainer's side of a weight push: packs a stream of tensors into buckets and offers them. Blocking; runs in trainer rank 0.
+
+One buffer is reused for all buckets, so a bucket must be installed everywhere before the next one is packed.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+from moerl.types import Bucket, BucketEntry
+from moerl.weights.digest import tensor_digest
+from moerl.weights.gloo import TRANSFER_SECONDS, GlooSender
+from moerl.weights.shm import SharedBuffer
+from moerl.weights.spec import num_bytes, spec_of, view_as
+
+ALIGNMENT = 64
+"""Of every tensor in a bucket, in bytes: a cache line, and a multiple of every element size."""
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class WeightSender:
+    """Order of calls: listen, connect, then per push and bucket pack, transmit. After an error start again at listen."""
+
+    def __init__(
+        self,
+        transport: Literal["shm", "gloo"],
+        *,
+        bucket_bytes: int,
+        host: str = "127.0.0.1",
+        timeout_seconds: float = TRANSFER_SECONDS,
+    ):
+        """`host` is the address at which receivers reach this process (gloo)."""
+        self._bucket_bytes = bucket_bytes
+        self._buffer = SharedBuffer(bucket_bytes)
+        self._gloo = GlooSender(host=host, timeout_seconds=timeout_seconds) if transport == "gloo" else None
+        self._held: NamedTensor | None = None
+
+    def listen(self, num_receivers: int) -> str:
+        """The address for TransportOffer: host:port (gloo), empty (shm)."""
+        return "" if self._gloo is None else self._gloo.listen(num_receivers)
+
+    def connect(self) -> None:
+        """gloo: returns when all receivers have joined; WeightError at the timeout."""
+        if self._gloo is not None:
+            self._gloo.connect()
+
+    def pack(self, index: int, tensors: Iterator[NamedTensor]) -> Bucket | None:
+        """Bucket `index` of a push, filled with the next of `tensors`; None when nothing is left.
+
+        Pass the same iterator until None. A tensor that does not fit any more opens the next bucket; one larger than a bucket travels
+        alone. Index 0 begins a push: what an aborted one held back is forgotten.
+        """
+        if index == 0:
+            self._held = None
+        entries: list[BucketEntry] = []
+        used = 0
+        while (item := self._take(tensors)) is not None:
+            entry = self._place(item, used) if not entries or self._fits(item, used) else None
+            if entry is None:
+                self._held = item
+                break
+            entries.append(entry)
+            used = entry.offset + entry.num_bytes
+        if not entries:
+            return None
+        source = self._buffer.source if self._gloo is None else ""
+        return Bucket(index=index, num_bytes=used, entries=tuple(entries), source=source)
+
+    def transmit(self, bucket: Bucket) -> None:
+        """gloo: broadcast the packed bytes while every receiver installs. shm: the receivers read them where they are."""
+        if self._gloo is not None:
+            self._gloo.send(self._buffer.reserve(bucket.num_bytes)[: bucket.num_bytes])
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._held = None
+        self._buffer.close()
+        if self._gloo is not None:
+            self._gloo.close()
+
+    def _take(self, tensors: Iterator[NamedTensor]) -> NamedTensor | None:
+        held, self._held = self._held, None
+        return held if held is not None else next(tensors, None)
+
+    def _fits(self, item: NamedTensor, used: int) -> bool:
+        return _aligned(used) + num_bytes(spec_of(*item)) <= self._bucket_bytes
+
+    def _place(self, item: NamedTensor, used: int) -> BucketEntry:
+        """Copy behind the first `used` bytes. The digest is of the copy, so it also covers tensors on a GPU without a second transfer."""
+        name, tensor = item
+        spec, offset = spec_of(*item), _aligned(used)
+        size = num_bytes(spec)
+        data = self._buffer.reserve(offset + size)[offset : offset + size]
+        view_as(data, spec).copy_(tensor.detach())
+        return BucketEntry(name=name, offset=offset, num_bytes=size, digest=tensor_digest(data))
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT

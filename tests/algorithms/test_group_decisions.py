@@ -1,0 +1,159 @@
+"""Which groups and samples count, and what credit each sample gets."""
+
+import math
+import pickle
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.algorithms import ALGORITHMS, build_algorithm
+from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.types import Completion, Group, Prompt, Sample, Score, VersionSpan
+
+LIMIT = 20
+REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)
+
+
+def make_group(rewards, *, lengths=None, truncated=(), errors=()):
+    """`truncated` and `errors`: indices of samples that ended by length or could not be scored."""
+    samples = []
+    for i, reward in enumerate(rewards):
+        length = 3 if lengths is None else lengths[i]
+        completion = Completion(
+            request_id=str(i),
+            token_ids=(7,) * length,
+            logprobs=(-0.5,) * length,
+            spans=(VersionSpan(version=0, num_tokens=length),),
+            finish_reason="length" if i in truncated else "stop",
+        )
+        score = Score(reward=reward, error="verifier timed out" if i in errors else None)
+        samples.append(Sample(completion=completion, text="", score=score))
+    prompt = Prompt(index=0, token_ids=(1, 2), text="", data_source="test", ground_truth="")
+    return Group(prompt=prompt, samples=tuple(samples))
+
+
+def grpo(**settings):
+    return build_algorithm(GRPOConfig(**settings), LIMIT)
+
+
+def dapo(**settings):
+    return build_algorithm(DAPOConfig(**{"overlong": "none", **settings}), LIMIT)
+
+
+@settings(derandomize=True, deadline=None)
+@given(REWARDS)
+def test_grpo_credit_is_the_centered_reward_over_the_unbiased_std(rewards):
+    expected = [0.0] * len(rewards)
+    if len(rewards) >= 2:
+        mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
+        expected = [(reward - mean) / (std + 1e-6) for reward in rewards]
+    np.testing.assert_allclose(grpo().advantages(make_group(rewards)), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_a_known_group_gets_known_credit():
+    credit = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    np.testing.assert_allclose(grpo().advantages(make_group([1, 0, 0, 1])), [credit, -credit, -credit, credit], rtol=1e-12)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1e6])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
+def test_equal_rewards_give_exactly_zero_credit(reward, size):
+    assert grpo().advantages(make_group([reward] * size)).tolist() == [0.0] * size
+
+
+def test_a_group_without_samples_gets_no_credit():
+    group = make_group([])
+    assert grpo().advantages(group).shape == (0,)
+    assert not dapo().keep(group)
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.floats(-3, 3), min_size=2, max_size=8), st.data())
+def test_credit_does_not_depend_on_the_order_of_samples(rewards, data):
+    order = data.draw(st.permutations(range(len(rewards))))
+    permuted = grpo().advantages(make_group([rewards[i] for i in order]))
+    np.testing.assert_allclose(permuted, grpo().advantages(make_group(rewards))[list(order)], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("algorithm", [grpo(), dapo(overlong="mask"), dapo(overlong="penalty", overlong_buffer=4)])
+def test_the_reward_of_a_sample_that_could_not_be_scored_changes_nothing(algorithm, poison):
+    group = make_group([1, poison, 0, 0.5], errors={1})
+    without = make_group([1, 0, 0.5])
+    assert algorithm.sample_mask(group).tolist() == [True, False, True, True]
+    assert algorithm.advantages(group)[[0, 2, 3]].tolist() == algorithm.advantages(without).tolist()
+    assert algorithm.advantages(group)[1] == 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, 0.0, 5.0])
+def test_overlong_mask_takes_truncated_samples_out_of_loss_and_baseline(poison):
+    algorithm = dapo(overlong="mask")
+    group = make_group([1, poison, 0], truncated={1})
+    assert algorithm.sample_mask(group).tolist() == [True, False, True]
+    assert algorithm.advantages(group)[[0, 2]].tolist() == algorithm.advantages(make_group([1, 0])).tolist()
+
+
+def test_a_group_that_loses_all_but_one_sample_gets_no_credit():
+    assert grpo().advantages(make_group([1, 0, 0], errors={1, 2})).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"), [(1, 0), (16, 0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1)], ids=lambda value: str(value)
+)
+def test_overlong_penalty_falls_linearly_over_the_buffer(length, penalty):
+    algorithm = dapo(overlong="penalty", overlong_buffer=4)
+    assert algorithm.rewards(make_group([1.0, 0.0], lengths=[length, 1])).tolist() == [1 + penalty, 0]
+
+
+def test_a_truncated_completion_gets_the_whole_penalty_even_below_the_limit():
+    algorithm = dapo(overlong="penalty", overlong_buffer=4)
+    assert algorithm.rewards(make_group([1.0, 0.0], lengths=[5, 5], truncated={0})).tolist() == [0, 0]
+
+
+def test_without_overlong_handling_length_does_not_matter():
+    algorithm, group = dapo(overlong="none"), make_group([1.0, 0.0], lengths=[20, 1], truncated={0})
+    assert algorithm.rewards(group).tolist() == [1, 0]
+    assert algorithm.sample_mask(group).all()
+
+
+@pytest.mark.parametrize("rewards", [[0, 0, 0], [1, 1], [0.3, 0.3, 0.3], [2]])
+def test_dynamic_sampling_drops_groups_with_equal_rewards(rewards):
+    assert not dapo().keep(make_group(rewards))
+    assert grpo().keep(make_group(rewards))
+
+
+def test_dynamic_sampling_keeps_groups_with_different_rewards():
+    assert dapo().keep(make_group([0, 0, 1]))
+
+
+def test_dynamic_sampling_looks_at_rewards_before_shaping():
+    algorithm = dapo(overlong="penalty", overlong_buffer=4)
+    all_right_one_long = make_group([1, 1, 1], lengths=[3, 3, 20])
+    assert len(set(algorithm.rewards(all_right_one_long).tolist())) == 2
+    assert not algorithm.keep(all_right_one_long)
+
+
+def test_dynamic_sampling_ignores_samples_outside_the_mask():
+    group = make_group([1, 1, 0, math.nan], truncated={2}, errors={3})
+    assert not dapo(overlong="mask").keep(group)
+    assert dapo(overlong="none").keep(group)
+    assert not dapo(overlong="mask").keep(make_group([1, 0], truncated={0, 1}))
+
+
+def test_every_configured_name_has_a_row():
+    assert set(ALGORITHMS) == {GRPOConfig().name, DAPOConfig().name}
+
+
+def test_algorithms_declare_what_the_trainer_must_know():
+    assert grpo().normalize_by == "sequence"
+    assert grpo(normalize_by="token").normalize_by == "token"
+    assert (grpo().uses_reference, grpo(kl_coefficient=0.1).uses_reference, dapo().uses_reference) == (False, True, False)
+    assert (grpo().max_attempts, dapo(max_attempts=5).max_attempts, dapo().normalize_by) == (1, 5, "token")
+
+
+@pytest.mark.parametrize("algorithm", [grpo(kl_coefficient=0.1), dapo()])
+def test_algorithms_travel_pickled(algorithm):
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm

@@ -1,0 +1,121 @@
+"""Per-token losses and KL estimators against scalar arithmetic."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.algorithms import build_algorithm
+from moerl.algorithms.losses import kl_abs, kl_k1, kl_k2, kl_k3, ppo_clip
+from moerl.algorithms.sft import SFT
+from moerl.config.schema import DAPOConfig, GRPOConfig
+
+LOGP = st.floats(-60, 0)
+
+
+def scalar_ppo(logp, old, advantage, low, high, dual):
+    """Loss, slope in logp, and whether clipped; written from the paper's cases."""
+    d = logp - old
+    ratio = math.exp(min(max(d, -20), 20))
+    slope = -advantage * ratio if abs(d) < 20 else 0.0
+    loss, clipped = -advantage * ratio, False
+    if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
+        loss, slope, clipped = -advantage * (1 + high if advantage > 0 else 1 - low), 0.0, True
+    if dual is not None and advantage < 0 and ratio > dual:
+        loss, slope, clipped = -advantage * dual, 0.0, True
+    return loss, slope, clipped
+
+
+def tensor(value, requires_grad=False):
+    return torch.tensor([value], dtype=torch.float64, requires_grad=requires_grad)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    LOGP,
+    st.one_of(st.floats(-1, 1), st.floats(-60, 60)),
+    st.floats(-3, 3),
+    st.sampled_from([(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.5, 3.0), (0.2, 0.2, 1.5)]),
+)
+def test_ppo_clip_agrees_with_its_cases_in_value_slope_and_clip(logp_value, shift, advantage, bounds):
+    low, high, dual = bounds
+    logp = tensor(logp_value, requires_grad=True)
+    loss, clipped = ppo_clip(logp, tensor(logp_value + shift), tensor(advantage), clip_low=low, clip_high=high, dual_clip=dual)
+    loss.sum().backward()
+    expected_loss, expected_slope, expected_clipped = scalar_ppo(logp_value, logp_value + shift, advantage, low, high, dual)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-9, abs=1e-12)
+    assert logp.grad.item() == pytest.approx(expected_slope, rel=1e-9, abs=1e-12)
+    assert clipped.item() == expected_clipped
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 0.0, 1.5])
+def test_on_policy_the_gradient_is_the_policy_gradient_and_nothing_is_clipped(advantage):
+    logp = tensor(-1.3, requires_grad=True)
+    loss, clipped = ppo_clip(logp, logp.detach(), tensor(advantage), clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    loss.sum().backward()
+    assert (loss.item(), logp.grad.item(), clipped.item()) == (-advantage, -advantage, False)
+
+
+@pytest.mark.parametrize("d", [-1000.0, 1000.0])
+def test_absurd_log_probs_stay_finite(d):
+    logp = tensor(d, requires_grad=True)
+    loss, _ = ppo_clip(logp, tensor(0.0), tensor(-1.0), clip_low=0.2, clip_high=0.2, dual_clip=None)
+    (loss + kl_k3(logp, tensor(0.0))).sum().backward()
+    assert math.isfinite(loss.item())
+    assert loss.item() <= math.exp(20) * (1 + 1e-12)
+    assert math.isfinite(logp.grad.item())
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.floats(-3, 3))
+def test_kl_estimators_agree_with_their_formulas(d):
+    logp, other = tensor(-1.0), tensor(-1.0 - d)
+    d = (logp - other).item()
+    assert kl_k1(logp, other).item() == d
+    assert kl_abs(logp, other).item() == abs(d)
+    assert kl_k2(logp, other).item() == pytest.approx(d * d / 2)
+    assert kl_k3(logp, other).item() == pytest.approx(min(math.exp(-d) + d - 1, 10), abs=1e-14)
+
+
+def test_k3_and_k1_average_to_the_divergence():
+    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    exact = (p * (p.log() - q.log())).sum()
+    torch.testing.assert_close((p * kl_k3(p.log(), q.log())).sum(), exact)
+    torch.testing.assert_close((p * kl_k1(p.log(), q.log())).sum(), exact)
+
+
+def test_k3_is_exactly_zero_at_equality_and_accurate_near_it_in_float32():
+    logp = torch.tensor([-1.0, -1.0])
+    other = torch.tensor([-1.0, -1.0001])
+    d = (logp - other)[1].item()
+    zero, small = kl_k3(logp, other).tolist()
+    assert zero == 0
+    assert small == pytest.approx(d * d / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize(("d", "value"), [(-3.0, 10.0), (-100.0, 10.0), (5.0, math.exp(-5) + 4), (100.0, 10.0)])
+def test_k3_is_limited_to_ten(d, value):
+    assert kl_k3(tensor(d), tensor(0.0)).item() == pytest.approx(value)
+
+
+def test_the_reference_term_adds_its_weight_times_k3():
+    logp, old, advantage, reference = tensor(-1.0), tensor(-1.1), tensor(0.7), tensor(-1.4)
+    plain, _ = build_algorithm(GRPOConfig(), 8).token_loss(logp, old, advantage, None)
+    with_kl, _ = build_algorithm(GRPOConfig(kl_coefficient=0.25), 8).token_loss(logp, old, advantage, reference)
+    torch.testing.assert_close(with_kl - plain, 0.25 * kl_k3(logp, reference))
+
+
+def test_dapo_clips_higher_above_than_below():
+    algorithm = build_algorithm(DAPOConfig(overlong="none"), 8)
+    logp = torch.tensor([0.25, 0.3, -0.2, -0.3], dtype=torch.float64).log1p()
+    _, clipped = algorithm.token_loss(logp, torch.zeros(4, dtype=torch.float64), torch.tensor([1.0, 1.0, -1.0, -1.0]).double(), None)
+    assert clipped.tolist() == [False, True, False, True]
+
+
+def test_sft_is_the_negative_log_likelihood_whatever_the_credit():
+    logp = torch.tensor([-1.0, -2.0])
+    loss, clipped = SFT().token_loss(logp, logp, torch.tensor([5.0, -5.0]), None)
+    assert loss.tolist() == [1, 2]
+    assert not clipped.any()

@@ -1,0 +1,41 @@
+"""The files under configs/."""
+
+import re
+
+import pytest
+import yaml
+
+from moerl.check import load_checked
+from moerl.config.compose import options, shipped_configs
+
+RECIPES = options("recipe")
+
+
+def test_there_are_recipes():
+    assert "grpo-tiny-moe-1n2g-sync" in RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_valid(recipe: str):
+    config = load_checked([f"recipe={recipe}"])
+    assert config.name == recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipes_name_says_what_it_runs(recipe: str):
+    config = load_checked([f"recipe={recipe}"])
+    match = re.fullmatch(r"(\w+)-(.+)-(\d+)n(\d+)g-(sync|async)", recipe)
+    assert match is not None, "names read <algorithm>-<model>-<nodes>n<ranks per node>g-<sync|async>"
+    algorithm, _, nodes, ranks, mode = match.groups()
+    assert algorithm == config.algorithm.name
+    assert int(nodes) * int(ranks) == config.train.layout.ranks
+    assert (mode == "async") == (config.max_staleness > 0)
+
+
+@pytest.mark.parametrize("group", ["model", "data", "algorithm"])
+def test_every_group_file_is_used_by_some_recipe(group: str):
+    used = set()
+    for recipe in RECIPES:
+        defaults = yaml.safe_load((shipped_configs() / "recipe" / f"{recipe}.yaml").read_text())["defaults"]
+        used |= {entry[f"/{group}"] for entry in defaults if isinstance(entry, dict) and f"/{group}" in entry}
+    assert used == set(options(group))

@@ -1,0 +1,64 @@
+"""Continuing a run: what may differ from its saved settings."""
+
+import pytest
+
+from moerl.config.load import load, to_yaml
+from moerl.config.resume import FIXED, resume_differences
+from moerl.types import ConfigError
+
+DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+
+
+def differences(*overrides: str) -> list[str]:
+    return [problem.path for problem in resume_differences(to_yaml(load([DEMO])), load([DEMO, *overrides]))]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "num_steps=500",
+        "save_every=1",
+        "observe.wandb=offline",
+        "rollout.num_servers=2",
+        "reward.terms.repeat.weight=2.0",
+        "algorithm.clip_high=0.3",
+    ],
+)
+def test_settings_that_act_step_by_step_may_change(override: str):
+    assert differences(override) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "paths"),
+    [
+        (["seed=1"], ["seed"]),
+        (["model.scratch.num_layers=2", "data.size=5"], ["model.scratch.num_layers", "data.size"]),
+        (["data.task=add"], ["data.task"]),
+        (["group_size=4"], ["group_size"]),
+        (["algorithm=dapo", "algorithm.overlong=none"], ["algorithm.name"]),
+        (["sft={num_steps:1,batch_size:1,lr:0.1}"], ["sft"]),
+        (["deterministic=false"], ["deterministic"]),
+        (["train.layout.ep=1"], ["train.layout.ep"]),
+        (["train.dtype=bfloat16"], ["train.dtype"]),
+    ],
+)
+def test_settings_the_checkpoint_depends_on_are_named_one_by_one(overrides: list[str], paths: list[str]):
+    assert differences(*overrides) == paths
+
+
+def test_a_problem_says_the_old_value_and_the_reason():
+    (problem,) = resume_differences(to_yaml(load([DEMO])), load([DEMO, "seed=1"]))
+    assert "was 0" in problem.rule
+    assert problem.reason == FIXED["seed"]
+    assert "seed=0" in problem.fix
+
+
+def test_another_kind_of_data_names_the_settings_of_both(tmp_path):
+    config = load([DEMO, "~data", "data={kind:files,files:[a.jsonl],max_prompt_tokens:16}"])
+    paths = {problem.path for problem in resume_differences(to_yaml(load([DEMO])), config)}
+    assert {"data.kind", "data.files", "data.task"} <= paths
+
+
+def test_a_saved_file_that_is_no_configuration_is_an_error():
+    with pytest.raises(ConfigError):
+        resume_differences("name: 3\n", load([DEMO]))

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+
+from moerl.observe.dumps import SampleDumps, dumped_steps
+
+
+@pytest.fixture
+def group(make_group, make_sample):
+    sample = make_sample(1.0, text="7 7", versions=[(2, 1), (3, 2)], math=1.0)
+    return make_group(sample, prompt="say", ground_truth="77", errors=("timed out",))
+
+
+def test_the_first_the_last_and_every_kth_step_are_dumped(tmp_path, group):
+    dumps = SampleDumps(tmp_path, every=3, num_groups=1)
+    for step in range(1, 9):
+        dumps.step(step, [group])
+    assert list(dumped_steps(tmp_path)) == [1, 3, 6]
+    dumps.close()
+    assert list(dumped_steps(tmp_path)) == [1, 3, 6, 8]
+
+
+def test_zero_dumps_nothing(tmp_path, group):
+    dumps = SampleDumps(tmp_path / "samples", every=0, num_groups=1)
+    dumps.step(1, [group])
+    dumps.close()
+    assert not (tmp_path / "samples").exists()
+
+
+def test_resuming_removes_dumps_of_steps_that_will_be_trained_again(tmp_path, group):
+    dumps = SampleDumps(tmp_path, every=1, num_groups=1)
+    for step in range(1, 5):
+        dumps.step(step, [group])
+    dumps.truncate_after(2)
+    assert list(dumped_steps(tmp_path)) == [1, 2]
+
+
+def test_steps_are_in_the_order_of_numbers_past_six_digits(tmp_path, group):
+    dumps = SampleDumps(tmp_path, every=1, num_groups=1)
+    for step in (1_000_000, 999_999):
+        dumps.step(step, [group])
+    assert list(dumped_steps(tmp_path)) == [999_999, 1_000_000]
+
+
+def test_a_dump_says_everything_about_a_sample(tmp_path, group, make_group, make_sample):
+    SampleDumps(tmp_path, every=1, num_groups=1).step(10, [group, make_group(make_sample(text="beyond num_groups"))])
+    scored, failed = map(json.loads, (tmp_path / "step-000010.jsonl").read_text().splitlines())
+    about = {"step": 10, "prompt_index": 0, "data_source": "tiny/repeat", "prompt": "say", "ground_truth": "77"}
+    assert scored == {
+        **about,
+        "response": "7 7",
+        "reward": 1.0,
+        "length": 3,
+        "finish_reason": "stop",
+        "parts": {"math": 1.0},
+        "versions": [[2, 1], [3, 2]],
+        "error": None,
+    }
+    assert failed == {
+        **about,
+        "response": None,
+        "reward": None,
+        "length": None,
+        "finish_reason": None,
+        "parts": {},
+        "versions": [],
+        "error": "timed out",
+    }

@@ -1,0 +1,97 @@
+import math
+
+import pytest
+
+from moerl.observe.metrics import METRICS, metric, step_metrics, summarize
+
+
+@pytest.fixture
+def measure(make_stats):
+    def measure(*groups, version=1, **changes):
+        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, full_reward=1.0)
+        stats = changes.pop("stats", make_stats())
+        return step_metrics(version, groups, stats, **{**settings, **changes})
+
+    return measure
+
+
+def test_staleness_counts_from_the_version_trained_to_the_oldest_span(measure, make_group, make_sample):
+    """Version 8 was trained from 7: a sample begun at 4 is 3 versions old however few tokens are, a sample of 7 is fresh."""
+    values = measure(make_group(make_sample(versions=[(4, 1), (6, 9)]), make_sample(versions=[(7, 5)])), version=8)
+    assert values["staleness/mean"] == 1.5
+    assert values["staleness/max"] == 3.0
+
+
+def test_rewards_lengths_and_parts_are_over_samples_not_groups(measure, make_group, make_sample):
+    groups = (
+        make_group(make_sample(1.0, math=1.0, format=0.0, versions=[(0, 2)])),
+        make_group(make_sample(0.0, math=0.0, versions=[(0, 4)]), make_sample(0.5, math=0.5, versions=[(0, 6)], finish="length")),
+    )
+    values = measure(*groups)
+    assert values["reward/mean"] == 0.5
+    assert (values["reward/min"], values["reward/max"]) == (0.0, 1.0)
+    assert values["reward/std"] == pytest.approx(math.sqrt(1 / 6))
+    assert values["reward/part/math"] == 0.5
+    assert values["reward/part/format"] == 0.0, "only over the samples that have the part"
+    assert (values["length/mean"], values["length/max"]) == (4.0, 6.0)
+    assert values["length/truncated"] == pytest.approx(1 / 3)
+    assert values["tokens/response"] == 12.0
+    assert values["tokens/per_second"] == 3.0
+
+
+def test_groups_are_solved_only_with_the_full_reward(measure, make_group, make_sample):
+    solved, failed, mixed = (make_group(*map(make_sample, rewards)) for rewards in [(0.9 + 0.1, 1.0), (0.0, 0.0), (0.0, 1.0)])
+    values = measure(solved, failed, failed, mixed, dropped_groups=3)
+    assert values["groups/solved"] == 0.25
+    assert values["groups/uniform"] == 0.75
+    assert values["groups/dropped"] == 3.0
+
+
+def test_samples_that_could_not_be_scored_are_counted_and_leave_the_rest_alone(measure, make_group, make_sample):
+    values = measure(make_group(make_sample(1.0), errors=("timeout", "timeout")), make_group(errors=("timeout",)))
+    assert values["reward/errors"] == 3.0
+    assert values["reward/mean"] == 1.0
+
+
+def test_a_step_without_samples_has_no_reward_instead_of_a_zero(measure, make_group):
+    values = measure(make_group(errors=("timeout",)))
+    assert not {"reward/mean", "length/mean", "staleness/mean", "groups/solved"} & values.keys()
+
+
+def test_a_completion_without_tokens_has_no_staleness(measure, make_group, make_sample):
+    values = measure(make_group(make_sample(versions=[], finish="abort"), make_sample(versions=[(0, 3)])), version=3)
+    assert values["staleness/max"] == 2.0
+
+
+def test_phases_and_other_add_up_to_the_step(measure, make_group, make_sample):
+    values = measure(make_group(make_sample()), phase_seconds={"rollout": 1.5, "update": 2.0}, step_seconds=4.0)
+    assert values["time/rollout"] + values["time/update"] + values["time/other"] == values["time/step"] == 4.0
+
+
+def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, make_sample, make_stats):
+    values = measure(make_group(make_sample(1.0, math=1.0)), stats=make_stats(kl_reference=0.1))
+    assert {metric(name).name for name in values} == {entry.name for entry in METRICS}
+
+
+def test_a_reward_term_may_have_any_name(measure, make_group, make_sample):
+    values = measure(make_group(make_sample(1.0, **{"math/last": 1.0})))
+    assert metric("reward/part/math/last").name == "reward/part/*"
+    assert summarize([{"step": 1, **values}])["reward/part/math/last"] == 1.0
+
+
+def test_an_undocumented_name_is_refused():
+    with pytest.raises(KeyError):
+        metric("reward/median")
+
+
+def test_the_reference_is_absent_without_one(measure, make_group, make_sample):
+    assert "train/kl_reference" not in measure(make_group(make_sample()))
+
+
+def test_a_summary_reduces_each_metric_in_its_own_way():
+    rows = [
+        {"step": 1, "reward/mean": 0.0, "reward/min": -1.0, "mismatch/max": 5.0, "groups/dropped": 2.0, "train/lr": 1.0},
+        {"step": 2, "reward/mean": 1.0, "reward/min": 0.0, "mismatch/max": 1.0, "groups/dropped": 3.0, "train/lr": 0.5},
+        {"step": 3, "mismatch/max": 2.0, "reward/of_another_version": 1.0},
+    ]
+    assert summarize(rows) == {"reward/mean": 0.5, "reward/min": -1.0, "mismatch/max": 5.0, "groups/dropped": 5.0, "train/lr": 0.5}

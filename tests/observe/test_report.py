@@ -1,0 +1,147 @@
+import base64
+import hashlib
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from moerl.config.load import to_yaml
+from moerl.observe import report
+from moerl.observe.observer import Observer
+from moerl.observe.report import write_report
+from moerl.types import ReportError
+
+HOSTILE = "</script><img src=https://example.org/x onerror=alert(1)><!-- \u2028 ]]> {{ 7 * 7 }} & <b>"
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text of each script."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[str | None, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type"), ""))
+
+    def handle_data(self, data):
+        if self.cdata_elem == "script":
+            kind, text = self.scripts[-1]
+            self.scripts[-1] = (kind, text + data)
+
+    @property
+    def data(self):
+        return json.loads(next(text for kind, text in self.scripts if kind == "application/json"))
+
+
+@pytest.fixture
+def make_run(make_config, make_group, make_sample, make_stats):
+    """The directory of a run, made by an Observer."""
+
+    def make(*, num_steps=3, text="77", name="run", **stats):
+        config = make_config(name=name, dump_every=1)
+        with Observer(config) as observe:
+            for version in range(1, num_steps + 1):
+                with observe.phase("rollout"):
+                    pass
+                observe.step(version, [make_group(make_sample(0.5, text=text, prefix=0.5), prompt=text)], make_stats(**stats))
+        (config.run_dir / "config.yaml").write_text(to_yaml(config))
+        return config.run_dir
+
+    return make
+
+
+def page_of(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_the_page_refers_to_nothing_outside_itself(make_run):
+    page = page_of(write_report(make_run()))
+    references = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href", "srcset", "data")]
+    assert references == []
+    assert not {"link", "iframe", "base", "object", "embed"} & {tag for tag, _ in page.tags}
+    assert "@import" not in report._file("report.css") and "url(" not in report._file("report.css")
+
+
+def test_the_policy_admits_exactly_the_scripts_of_the_page(make_run):
+    page = page_of(write_report(make_run(text=HOSTILE)))
+    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv") == "Content-Security-Policy")
+    scripts = [text for kind, text in page.scripts if kind is None]
+    hashes = {"'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'" for text in scripts}
+    assert len(scripts) == 2
+    directives = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert directives["default-src"] == "'none'"
+    assert set(directives["script-src"].split()) == hashes
+
+
+def test_hostile_text_is_only_data(make_run):
+    plain = page_of(write_report(make_run(name="plain")))
+    hostile = page_of(write_report(make_run(name=HOSTILE.replace("/", "_"), text=HOSTILE)))
+    assert [tag for tag, _ in hostile.tags] == [tag for tag, _ in plain.tags], "it adds no element"
+    sample = hostile.data["dumps"][0]["samples"][0]
+    assert sample["response"] == sample["prompt"] == HOSTILE
+
+
+def test_the_page_never_makes_html_of_text():
+    script = report._file("report.js")
+    assert not [name for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(") if name in script]
+
+
+def test_charts_hold_the_numbers_of_the_run(make_run):
+    data = page_of(write_report(make_run(mismatch_mean=0.25, kl_reference=0.125))).data
+    charts = {chart["title"]: chart for chart in data["charts"]}
+    assert {
+        "Reward",
+        "Reward terms",
+        "Response length",
+        "KL",
+        "Mismatch",
+        "Time per step",
+        "Entropy",
+        "Gradient norm",
+        "Throughput",
+    } <= charts.keys()
+    assert charts["Mismatch"]["log"] and charts["Mismatch"]["traces"][0]["y"] == [0.25] * 3
+    assert [trace["name"] for trace in charts["KL"]["traces"]] == ["kl_old", "kl_reference"]
+    assert [trace["name"] for trace in charts["Time per step"]["traces"]] == ["rollout", "other"]
+    assert charts["Reward"]["x"] == [1, 2, 3]
+    band = charts["Reward"]["traces"][1]
+    assert band["y"] == band["upper"] == [0.5] * 3, "one sample has no spread"
+
+
+def test_a_run_that_is_still_going_can_be_shown(make_run):
+    run_dir = make_run()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rewa')
+    (run_dir / "config.yaml").unlink()
+    page = page_of(write_report(run_dir, run_dir / "elsewhere" / "page.html"))
+    assert page.data["charts"][0]["x"] == [1, 2, 3]
+
+
+def test_values_that_were_not_finite_leave_a_gap(make_run):
+    data = page_of(write_report(make_run(entropy=float("nan")))).data
+    assert "Entropy" not in {chart["title"] for chart in data["charts"]}
+
+
+def test_dumps_too_large_for_a_browser_are_thinned_evenly_back_from_the_last(make_run, monkeypatch):
+    run_dir = make_run(num_steps=8)
+    size = max(path.stat().st_size for path in (run_dir / "samples").iterdir())
+    monkeypatch.setattr(report, "SAMPLE_BYTES", 3 * size)
+    path = write_report(run_dir)
+    assert [dump["step"] for dump in page_of(path).data["dumps"]] == [4, 8]
+    assert "2 of 8 dumps are shown" in path.read_text()
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ReportError, match=r"must hold metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+def test_a_run_before_its_first_step_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "re')
+    with pytest.raises(ReportError, match="at least one step"):
+        write_report(tmp_path)

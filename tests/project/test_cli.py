@@ -1,0 +1,97 @@
+"""The command line as a person meets it: output, exit codes, and that checking loads no torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moerl.config.load import build, load
+
+DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+
+
+def moerl(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "moerl", *args], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_check_prints_every_setting_as_yaml_that_can_be_read_again():
+    done = moerl("check", DEMO, "num_steps=7")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert build(yaml.safe_load(done.stdout)) == load([DEMO, "num_steps=7"])
+    assert "# train ranks     2: data parallel 2, expert data parallel 1" in done.stdout
+    assert "32 prompts * 8 = 256 samples" in done.stdout
+
+
+def test_check_of_a_wrong_configuration_prints_every_problem_and_exits_2():
+    done = moerl("check", DEMO, "num_stesp=7", "data.task=no")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "2 problems in the configuration" in done.stderr
+    assert "did you mean num_steps?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_problems_of_settings_data_and_reward_come_together():
+    done = moerl(
+        "check", DEMO, "~data", "data={kind:files,files:[gone.jsonl],max_prompt_tokens:16}", "group_size=1", "reward.terms.x.kind=format"
+    )
+    assert done.returncode == 2
+    assert "3 problems in the configuration" in done.stderr
+    assert [path in done.stderr for path in ("* group_size =", "* data.files.0 =", "* reward.terms.x.pattern =")] == [True] * 3
+
+
+@pytest.mark.parametrize("verb", ["train", "check"])
+def test_a_verb_without_a_recipe_lists_the_recipes(verb: str):
+    done = moerl(verb)
+    assert done.returncode == 2
+    assert "grpo-tiny-moe-1n2g-sync" in done.stderr
+
+
+def test_no_verb_prints_the_help():
+    done = moerl()
+    assert "train" in done.stdout
+    assert "check" in done.stdout
+
+
+def test_recipes_of_an_own_directory_are_found(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ndefaults: [grpo-tiny-moe-1n2g-sync, _self_]\nname: mine\n")
+    done = moerl("check", "--config-dir", str(tmp_path), "recipe=mine")
+    assert done.returncode == 0
+    assert "\nname: mine\n" in done.stdout
+
+
+def test_a_report_of_a_directory_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
+    done = moerl("report", str(tmp_path))
+    assert done.returncode == 1
+    assert "metrics.jsonl" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_loads_neither_torch_nor_megatron_nor_ray():
+    code = (
+        "import sys; from moerl.__main__ import app\n"
+        f"app(['check', '{DEMO}'], standalone_mode=False)\n"
+        "print('loaded:', {'torch', 'megatron', 'ray', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.endswith("loaded: set()\n")
+
+
+def test_an_installed_wheel_brings_its_recipes(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    build_wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(root)]
+    subprocess.run(build_wheel, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("moerl-*.whl")
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "from moerl.config.compose import shipped_configs\n"
+        "from moerl.config.load import load\n"
+        f"load(['{DEMO}'])\n"
+        "print(shipped_configs())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.strip() == str(site / "moerl" / "_configs")

@@ -1,0 +1,94 @@
+"""Who may import whom. A package imports only packages of its own level and below."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import moerl
+
+ROOT = Path(moerl.__file__).resolve().parent.parent
+
+LEVELS = [
+    {"types", "config"},
+    {"algorithms", "models", "rewards"},
+    {"rollout", "train", "weights", "planner", "cluster", "observe"},
+    {"loop"},
+    {"run", "check"},
+    {"__main__"},
+]
+
+OWNERS = {
+    "megatron": ("train/", "models/"),
+    "megatron_patches": ("train/", "models/"),
+    "transformer_engine": ("train/", "models/"),
+    "vllm": ("rollout/vllm",),
+    "sglang": ("rollout/sglang",),
+    "hydra": ("config/",),
+    "omegaconf": ("config/",),
+    "wandb": ("observe/",),
+}
+"""Third-party package -> where under moerl/ it may be imported."""
+
+
+def level_of(part: str) -> int:
+    return next(level for level, parts in enumerate(LEVELS) if part in parts)
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "moerl").rglob("*.py"))
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Absolute dotted names, also of imports inside functions; `from moerl import run` counts as moerl.run."""
+    package = file.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, [base, node.module]))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_every_part_of_the_package_has_a_level():
+    parts = {file.relative_to(ROOT / "moerl").parts[0].removesuffix(".py") for file in sources()} - {"__init__"}
+    assert parts <= set().union(*LEVELS)
+
+
+def test_no_module_imports_a_level_above_its_own():
+    wrong = []
+    for file in sources():
+        part = file.relative_to(ROOT / "moerl").parts[0].removesuffix(".py")
+        if part == "__init__":
+            continue
+        for name in imports_of(file):
+            parts = name.split(".")
+            if parts[0] != "moerl" or len(parts) == 1 or parts[1] == "__version__":
+                continue
+            if level_of(parts[1]) > level_of(part):
+                wrong.append(f"{file.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_types_import_no_other_part():
+    names = list(imports_of(ROOT / "moerl" / "types.py"))
+    assert not [name for name in names if name.startswith("moerl")]
+
+
+def test_third_party_packages_with_an_owner_are_imported_only_there():
+    wrong = []
+    for file in sources():
+        where = file.relative_to(ROOT / "moerl").as_posix()
+        for name in imports_of(file):
+            owners = OWNERS.get(name.split(".")[0])
+            if owners is not None and not where.startswith(owners):
+                wrong.append(f"{where} imports {name}")
+    assert not wrong
+
+
+def test_the_levels_check_sees_an_import_inside_a_function_and_a_relative_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    file = tmp_path / "moerl" / "config" / "x.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def f():\n    from moerl.loop import run\n    import torch\nfrom ..train import actor\nfrom . import y\n")
+    assert set(imports_of(file)) == {"moerl.loop.run", "torch", "moerl.train.actor", "moerl.config.y"}

@@ -1,0 +1,58 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moerl.config.schema import RewardConfig, RewardTerm
+
+FUNCTIONS = """
+import os, subprocess, sys, time
+import numpy
+
+def length(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str)
+
+def seen(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.25, "length": len(solution_str), "index": extra_info["index"], "same": solution_str == ground_truth,
+            "source": data_source, "numpy": numpy.float32(2.5), "lost": float("nan")}
+
+def misbehave(data_source, solution_str, ground_truth, extra_info):
+    print("checking", flush=True)
+    if solution_str == "raise":
+        raise KeyError("no such answer")
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "die":
+        os.kill(os.getpid(), 9)
+    if solution_str == "sleep":
+        time.sleep(600)
+    if solution_str == "spin":
+        return 9 ** 9 ** 9 > 0
+    if solution_str == "memory":
+        return len(bytearray(2 ** 40))
+    if solution_str == "child":
+        child = subprocess.Popen(["sleep", "600"])
+        with open(ground_truth, "w") as file:
+            file.write(str(child.pid))
+        child.wait()
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0], "dict": {"value": 1.0},
+            "scalar": numpy.int64(3), "bool": True}.get(solution_str, 1.0)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    """A file of reward functions that do their worst."""
+    file = tmp_path / "functions.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+@pytest.fixture
+def misbehaving(functions: Path) -> Callable[..., RewardConfig]:
+    """One term that does what the response says."""
+
+    def config(**settings: float) -> RewardConfig:
+        return RewardConfig(terms={"bad": RewardTerm(kind="function", path=f"{functions}:misbehave")}, **settings)
+
+    return config

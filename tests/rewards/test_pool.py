@@ -1,0 +1,238 @@
+"""The pool against verifiers that raise, hang, die and lie. Timeouts are short because nothing waits for a slow answer here."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.config.schema import RewardConfig, RewardTerm
+from moerl.rewards.pool import RewardPool
+from moerl.types import ConfigError, Prompt, Score
+
+
+def prompt(ground_truth: str = "", **extra_info: object) -> Prompt:
+    return Prompt(index=0, token_ids=(1,), text="?", data_source="test", ground_truth=ground_truth, extra_info=extra_info)
+
+
+def score_all(config: RewardConfig, *texts: str, ground_truth: str = "") -> tuple[list[Score], RewardPool]:
+    async def main() -> tuple[list[Score], RewardPool]:
+        async with RewardPool(config) as pool:
+            return [await pool.score(prompt(ground_truth, index=5), text) for text in texts], pool
+
+    return asyncio.run(main())
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended and that nobody has asked about yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {running}"
+        time.sleep(0.01)
+
+
+def test_the_reward_is_the_weighted_sum_and_parts_are_unweighted(functions):
+    terms = {
+        "right": RewardTerm(kind="prefix", weight=2.0),
+        "form": RewardTerm(kind="format", pattern=r"\d+", weight=-0.5),
+        "own": RewardTerm(kind="function", path=f"{functions}:seen", weight=4.0),
+    }
+    [score], pool = score_all(RewardConfig(terms=terms), "12", ground_truth="1234")
+    assert score.error is None
+    assert score.reward == 2.0 * 0.5 - 0.5 * 1.0 + 4.0 * 0.25
+    assert score.parts == {
+        "right": 0.5, "form": 1.0, "own": 0.25, "own.length": 2.0, "own.index": 5.0, "own.same": 0.0, "own.numpy": 2.5,
+    }  # fmt: skip
+    assert not pool.error_counts
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("raise", "raised", "KeyError: 'no such answer'"),
+        ("exit", "raised", "SystemExit: 3"),
+        ("memory", "raised", "MemoryError"),
+        ("nan", "not_a_number", "returned nan, which is not a finite number"),
+        ("inf", "not_a_number", "returned inf"),
+        ("none", "not_a_number", "returned None"),
+        ("text", "not_a_number", "returned '1.0'"),
+        ("list", "not_a_number", "returned [1.0]"),
+        ("dict", "not_a_number", 'without "score"'),
+        ("die", "died", "exit status -9"),
+        ("sleep", "timeout", "reward.timeout_seconds=0.5"),
+        ("spin", "timeout", "reward.timeout_seconds=0.5"),
+    ],
+)
+def test_a_misbehaving_verifier_marks_its_sample_and_the_next_one_is_scored(misbehaving, text, kind, said):
+    (bad, good), pool = score_all(misbehaving(timeout_seconds=0.5), text, "fine")
+    assert bad.reward == 0.0
+    assert bad.error is not None
+    assert bad.error.startswith("reward.terms.bad: ")
+    assert said in bad.error
+    assert good == Score(reward=1.0, parts={"bad": 1.0})
+    assert pool.error_counts == {kind: 1}
+
+
+def test_errors_are_counted_by_kind(misbehaving):
+    _, pool = score_all(misbehaving(timeout_seconds=0.5), "raise", "nan", "raise", "sleep", "fine", "scalar", "bool")
+    assert pool.error_counts == {"raised": 2, "not_a_number": 1, "timeout": 1}
+
+
+@pytest.mark.parametrize("bomb", ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}"])
+def test_a_bomb_for_math_verify_costs_one_worker(bomb):
+    config = RewardConfig(terms={"math": RewardTerm(kind="math")}, timeout_seconds=0.5)
+    (bad, good), pool = score_all(config, bomb, "\\boxed{7}", ground_truth="7")
+    assert bad.error == "reward.terms.math: not done after reward.timeout_seconds=0.5"
+    assert good.reward == 1.0
+    assert pool.error_counts == {"timeout": 1}
+
+
+def test_the_term_that_hangs_is_the_one_named(functions):
+    terms = {"first": RewardTerm(kind="exact"), "second": RewardTerm(kind="function", path=f"{functions}:misbehave")}
+    [score], _ = score_all(RewardConfig(terms=terms, timeout_seconds=0.5), "sleep")
+    assert score.error is not None
+    assert score.error.startswith("reward.terms.second: ")
+
+
+def test_a_hanging_check_does_not_hold_up_the_other_worker(misbehaving):
+    async def main() -> None:
+        async with RewardPool(misbehaving(timeout_seconds=30.0, num_workers=2)) as pool:
+            hanging = asyncio.create_task(pool.score(prompt(), "sleep"))
+            async with asyncio.timeout(10):
+                scores = [await pool.score(prompt(), "fine") for _ in range(20)]
+            assert all(score.reward == 1.0 for score in scores)
+            assert not hanging.done()
+            hanging.cancel()
+
+    asyncio.run(main())
+
+
+def test_scores_belong_to_their_samples_when_many_are_asked_for_at_once():
+    async def main() -> None:
+        async with RewardPool(RewardConfig(terms={"prefix": RewardTerm(kind="prefix")}, num_workers=2)) as pool:
+            scores = await asyncio.gather(*(pool.score(prompt("x" * 64), "x" * (i % 65)) for i in range(256)))
+        assert [score.reward for score in scores] == [(i % 65) / 64 for i in range(256)]
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_check_leaves_no_answer_for_the_next_one(misbehaving):
+    async def main() -> None:
+        async with RewardPool(misbehaving()) as pool:
+            task = asyncio.create_task(pool.score(prompt(), "sleep"))
+            while pool._free.qsize():
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await pool.score(prompt(), "scalar") == Score(reward=3.0, parts={"bad": 3.0})
+            assert not pool.error_counts
+
+    asyncio.run(main())
+
+
+def test_a_kill_reaches_what_the_function_started(misbehaving, tmp_path):
+    pid_file = tmp_path / "pid"
+    [score], _ = score_all(misbehaving(timeout_seconds=1.0), "child", ground_truth=str(pid_file))
+    assert score.error is not None
+    wait_until_gone([int(pid_file.read_text())])
+
+
+def test_a_function_that_cannot_be_imported_stops_the_run_before_it_starts(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\ndef score(**given): return 1.0\n")
+    terms = {"fine": RewardTerm(kind="exact"), "own": RewardTerm(kind="function", path=f"{tmp_path}/broken.py:score")}
+    with pytest.raises(ConfigError) as caught:
+        score_all(RewardConfig(terms=terms, num_workers=2), "x")
+    [problem] = caught.value.problems
+    assert problem.path == "reward.terms.own"
+    assert "No module named 'nothing_of_this_name'" in problem.reason
+    assert not children()
+
+
+def test_a_relative_file_is_found_by_workers_started_after_a_change_of_directory(functions, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = RewardConfig(terms={"own": RewardTerm(kind="function", path="functions.py:misbehave")}, timeout_seconds=5.0)
+
+    async def main() -> list[Score]:
+        async with RewardPool(config) as pool:
+            monkeypatch.chdir("/")
+            return [await pool.score(prompt(), text) for text in ("die", "fine")]
+
+    assert [score.reward for score in asyncio.run(main())] == [0.0, 1.0]
+
+
+def test_nothing_is_left_after_close_and_scoring_then_is_an_error(misbehaving):
+    before = children()
+
+    async def main() -> None:
+        pool = RewardPool(misbehaving(num_workers=2))
+        await pool.close()
+        with pytest.raises(RuntimeError, match="not running"):
+            await pool.score(prompt(), "fine")
+        await pool.start()
+        assert len(children() - before) == 2
+        await pool.close()
+        await pool.close()
+        with pytest.raises(RuntimeError, match="not running"):
+            await pool.score(prompt(), "fine")
+
+    asyncio.run(main())
+    assert children() == before
+
+
+DRIVER = """
+import asyncio, sys
+from moerl.config.schema import RewardConfig, RewardTerm
+from moerl.rewards.pool import RewardPool
+from moerl.types import Prompt
+
+async def main():
+    config = RewardConfig(terms={"bad": RewardTerm(kind="function", path=sys.argv[1])}, timeout_seconds=600.0, num_workers=3)
+    prompt = Prompt(index=0, token_ids=(1,), text="", data_source="", ground_truth="")
+    async with RewardPool(config) as pool:
+        busy = [asyncio.create_task(pool.score(prompt, text)) for text in ("spin", "sleep")]
+        print(*[worker.pid for worker in pool._workers], flush=True)
+        await asyncio.gather(*busy)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_die_with_a_killed_driver_even_in_the_middle_of_a_bomb(functions):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", DRIVER, f"{functions}:misbehave"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root) as driver:
+        assert driver.stdout is not None
+        assert driver.stderr is not None
+        assert [driver.stderr.readline() for _ in range(2)] == ["checking\n"] * 2
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 3
+        assert all(is_running(pid) for pid in pids)
+        os.kill(driver.pid, signal.SIGKILL)
+    wait_until_gone(pids)
+
+
+def test_cheap_verifiers_score_a_batch_in_a_fraction_of_a_second():
+    async def main() -> float:
+        async with RewardPool(RewardConfig(terms={"prefix": RewardTerm(kind="prefix")})) as pool:
+            began = time.process_time()
+            await asyncio.gather(*(pool.score(prompt("7" * 512, notes="n" * 2000), "7" * 512) for _ in range(256)))
+            return time.process_time() - began
+
+    assert asyncio.run(main()) < 0.3

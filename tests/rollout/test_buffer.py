@@ -1,0 +1,338 @@
+"""The invariants listed in moerl/rollout/buffer.py, under random interleavings of producers and trainer."""
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.rollout.buffer import GroupBuffer
+from moerl.types import Completion, DynamicSamplingError, Group, MoerlError, Prompt, Sample, Score, VersionSpan
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
+UNLIMITED = 10**9
+
+
+def make_group(ticket, rewards=(0, 1), version=0):
+    spans = (VersionSpan(version=version, num_tokens=1),)
+    completion = Completion(request_id="r", token_ids=(1,), logprobs=(-1.0,), spans=spans, finish_reason="stop")
+    samples = tuple(Sample(completion=completion, text="", score=Score(reward=reward)) for reward in rewards)
+    return Group(
+        prompt=Prompt(index=ticket, token_ids=(1,), text="", data_source="test", ground_truth=""),
+        samples=samples,
+    )
+
+
+def make_buffer(groups_per_step=2, max_staleness=0, max_attempts=UNLIMITED, first_ticket=0):
+    return GroupBuffer(groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts, first_ticket=first_ticket)
+
+
+@dataclass
+class Run:
+    """A trainer and its producers around one buffer; every await gives way a random number of times."""
+
+    buffer: GroupBuffer
+    rng: random.Random
+    groups_per_step: int
+    max_staleness: int
+    keeps: set[int]
+    """Tickets worth training on."""
+    version: int = 0
+    held: int = 0
+    drawn: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    steps: list[list[int]] = field(default_factory=list)
+    saves: list[tuple[int, int, int]] = field(default_factory=list)
+    """(steps trained, cursor, tickets drawn so far)"""
+
+    async def give_way(self):
+        for _ in range(self.rng.choice([0, 1, 2, 7])):
+            await asyncio.sleep(0)
+
+    async def produce(self):
+        while True:
+            ticket = await self.buffer.reserve()
+            version, self.held = self.version, self.held + 1
+            self.drawn.append(ticket)
+            assert self.held <= (self.max_staleness + 1) * self.groups_per_step  # bounded
+            await self.give_way()
+            if ticket in self.keeps:
+                self.buffer.fill(ticket, make_group(ticket, version=version))
+            else:
+                self.held -= 1
+                self.dropped.append(ticket)
+                self.buffer.drop(ticket, make_group(ticket, rewards=(0, 0)))
+
+    async def train(self, num_steps):
+        while len(self.steps) < num_steps:
+            groups = await self.buffer.take(self.groups_per_step)
+            assert all(group.oldest_version >= self.version - self.max_staleness for group in groups)  # staleness
+            await self.give_way()
+            self.steps.append([group.prompt.index for group in groups])
+            self.saves.append((len(self.steps), self.buffer.oldest_untrained_ticket, len(self.drawn)))
+            await self.give_way()
+            self.version += 1
+            self.held -= self.groups_per_step
+            self.buffer.release(self.groups_per_step)
+            await self.give_way()
+
+    async def until(self, num_steps):
+        producers = [asyncio.create_task(self.produce()) for _ in range(self.rng.choice([1, 2, 5, 16]))]
+        try:
+            await self.train(num_steps)
+        finally:
+            for task in producers:
+                task.cancel()
+            for task in producers:
+                with contextlib.suppress(asyncio.CancelledError, MoerlError):
+                    await task
+
+
+@st.composite
+def run_inputs(draw):
+    return dict(
+        seed=draw(st.integers(0, 10**6)),
+        groups_per_step=draw(st.integers(1, 5)),
+        max_staleness=draw(st.integers(0, 3)),
+        keep_share=draw(st.sampled_from([1.0, 0.6, 0.25])),
+    )
+
+
+def make_run(inputs, *, first_ticket=0, max_attempts=UNLIMITED, interleaving=0):
+    """`interleaving` changes who runs when, not which tickets are kept."""
+    keeps = random.Random(inputs["seed"])
+    sizes = {name: inputs[name] for name in ("groups_per_step", "max_staleness")}
+    return Run(
+        buffer=make_buffer(**sizes, max_attempts=max_attempts, first_ticket=first_ticket),
+        rng=random.Random(f"{inputs['seed']} {interleaving}"),
+        keeps={ticket for ticket in range(2000) if keeps.random() < inputs["keep_share"]},
+        **sizes,
+    )
+
+
+def finish(run, num_steps):
+    asyncio.run(asyncio.wait_for(run.until(num_steps), 20))
+    return run
+
+
+def simulate(inputs, *, num_steps=6, **options):
+    return finish(make_run(inputs, **options), num_steps)
+
+
+@SETTINGS
+@given(run_inputs())
+def test_bounded(inputs):
+    run = simulate(inputs)  # asserts the bound at every reservation
+    assert run.buffer.capacity == (inputs["max_staleness"] + 1) * inputs["groups_per_step"]
+    assert len(run.drawn) - len(run.dropped) <= 6 * inputs["groups_per_step"] + run.buffer.capacity
+
+
+@SETTINGS
+@given(run_inputs())
+def test_staleness(inputs):
+    simulate(inputs)  # asserts the age of every group it takes
+
+
+@SETTINGS
+@given(run_inputs())
+def test_in_order(inputs):
+    first, second = simulate(inputs), simulate(inputs, interleaving=1)
+    taken = [ticket for step in first.steps for ticket in step]
+    assert first.drawn == list(range(len(first.drawn)))
+    assert taken == sorted(first.keeps)[: len(taken)]
+    assert first.steps == second.steps
+
+
+@SETTINGS
+@given(run_inputs(), st.data())
+def test_resumable(inputs, data):
+    run = simulate(inputs)
+    num_trained, cursor, num_drawn = data.draw(st.sampled_from(run.saves))
+    before = [ticket for step in run.steps[:num_trained] for ticket in step]
+    assert all(ticket < cursor for ticket in before)
+    resumed = simulate(inputs, first_ticket=cursor, num_steps=3, interleaving=2)
+    trained = before + [ticket for step in resumed.steps for ticket in step]
+    assert trained == sorted(run.keeps)[: len(trained)]
+    if inputs["max_staleness"] == 0:
+        assert cursor == num_drawn  # nothing is drawn again
+
+
+@st.composite
+def bounded_runs(draw):
+    return {**draw(run_inputs()), "keep_share": draw(st.sampled_from([0.5, 0.3, 0.1, 0.0]))}, draw(st.integers(1, 6))
+
+
+def first_step_over_the_bound(keeps, *, groups_per_step, max_attempts, num_steps):
+    """By definition: the first step that does not find its groups among its first max_attempts * groups_per_step tickets."""
+    ticket = 0
+    for step in range(num_steps):
+        found, draws = 0, 0
+        while found < groups_per_step:
+            if draws == max_attempts * groups_per_step:
+                return step
+            found, draws, ticket = found + (ticket in keeps), draws + 1, ticket + 1
+    return None
+
+
+@SETTINGS
+@given(bounded_runs(), st.integers(0, 3))
+def test_draws_bounded(case, interleaving):
+    inputs, max_attempts = case
+    run = make_run(inputs, max_attempts=max_attempts, interleaving=interleaving)
+    failing = first_step_over_the_bound(run.keeps, groups_per_step=run.groups_per_step, max_attempts=max_attempts, num_steps=5)
+    if failing is None:
+        # Steps beyond the fifth may be drawn ahead and may be over the bound; they must not hurt the ones before.
+        ahead = first_step_over_the_bound(run.keeps, groups_per_step=run.groups_per_step, max_attempts=max_attempts, num_steps=9)
+        with contextlib.suppress(DynamicSamplingError) if ahead is not None else contextlib.nullcontext():
+            finish(run, 5)
+        assert len(run.steps) >= (5 if ahead is None else ahead - run.max_staleness)
+        return
+    with pytest.raises(DynamicSamplingError):
+        finish(run, 5)
+    assert failing - run.max_staleness <= len(run.steps) <= failing
+    # Everything the steps in the buffer may draw, and at most one more group per producer slot.
+    assert len(run.drawn) <= (len(run.steps) + run.max_staleness + 1) * max_attempts * run.groups_per_step + run.buffer.capacity
+
+
+def test_a_failed_step_explains_the_rewards_it_saw():
+    async def main():
+        buffer = make_buffer(groups_per_step=2, max_attempts=3)
+        for rewards in [(0, 0), (1, 1), (0, 0), ()]:
+            buffer.drop(await buffer.reserve(), make_group(0, rewards=rewards))
+        waiting = asyncio.create_task(buffer.take(2))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        buffer.drop(await buffer.reserve(), make_group(0, rewards=(0, 0)))
+        await waiting
+
+    with pytest.raises(DynamicSamplingError) as raised:
+        asyncio.run(main())
+    assert str(raised.value).startswith(
+        "algorithm.max_attempts = 3: dynamic sampling found fewer than 2 usable groups in 6 draws\n"
+        "    3 of 5 dropped groups scored 0 for every sample\n"
+        "    1 of 5 dropped groups scored 1 for every sample\n"
+        "    1 of 5 dropped groups had no sample that could be scored\n"
+        "    why: "
+    )
+
+
+def test_the_explanation_of_many_outcomes_stays_short():
+    async def main():
+        buffer = make_buffer(groups_per_step=1, max_attempts=13)
+        for i in range(13):
+            buffer.drop(await buffer.reserve(), make_group(0, rewards=(i / 7, i / 7)))
+        await buffer.take(1)
+
+    with pytest.raises(DynamicSamplingError, match=r"every sample\n    5 more outcomes\n    why: ") as raised:
+        asyncio.run(main())
+    assert str(raised.value).count(" of 13 dropped groups") == 8
+
+
+def test_take_waits_for_the_oldest_ticket_and_is_all_or_nothing():
+    async def main():
+        buffer = make_buffer(groups_per_step=2)
+        first, second = await buffer.reserve(), await buffer.reserve()
+        buffer.fill(second, make_group(second))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(buffer.take(2), 0.01)
+        buffer.fill(first, make_group(first))
+        assert [group.prompt.index for group in await buffer.take(2)] == [first, second]
+
+    asyncio.run(main())
+
+
+def test_a_dropped_group_frees_its_slot_at_once_and_a_taken_one_only_when_released():
+    async def main():
+        buffer = make_buffer(groups_per_step=1)
+        buffer.drop(await buffer.reserve(), make_group(0, rewards=(1, 1)))
+        ticket = await asyncio.wait_for(buffer.reserve(), 1)
+        waiting = asyncio.create_task(buffer.reserve())
+        buffer.fill(ticket, make_group(ticket))
+        assert [group.prompt.index for group in await buffer.take(1)] == [1]
+        assert buffer.num_drawn_by_last_take == 2
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        buffer.release(1)
+        assert await asyncio.wait_for(waiting, 1) == 2
+
+    asyncio.run(main())
+
+
+def test_a_step_over_the_bound_fails_when_the_steps_before_it_no_longer_hide_it():
+    async def main():
+        buffer = make_buffer(groups_per_step=1, max_staleness=1, max_attempts=2)
+        for kept in (True, False, False, True):
+            ticket = await buffer.reserve()
+            if kept:
+                buffer.fill(ticket, make_group(ticket))
+            else:
+                buffer.drop(ticket, make_group(ticket, rewards=(0, 0)))
+        assert [group.prompt.index for group in await buffer.take(1)] == [0]
+        with pytest.raises(DynamicSamplingError, match="2 of 2 dropped groups"):
+            await buffer.take(1)
+
+    asyncio.run(main())
+
+
+def test_the_cost_of_a_step_counts_only_its_own_draws():
+    async def main():
+        buffer = make_buffer(groups_per_step=1, max_staleness=1)
+        buffer.fill(await buffer.reserve(), make_group(0))
+        buffer.drop(await buffer.reserve(), make_group(1, rewards=(0, 0)))
+        buffer.fill(await buffer.reserve(), make_group(2))
+        costs = []
+        for _ in range(2):
+            await buffer.take(1)
+            costs.append(buffer.num_drawn_by_last_take)
+        assert costs == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_failure_wakes_everyone_with_its_cause():
+    cause = OSError("engine gone")
+
+    async def main():
+        buffer = make_buffer(groups_per_step=2)
+        await buffer.reserve()
+        await buffer.reserve()
+        waiting = [asyncio.create_task(work) for work in (buffer.take(2), buffer.reserve(), buffer.reserve(), buffer.reserve())]
+        await asyncio.sleep(0)
+        buffer.fail(cause)
+        buffer.fail(RuntimeError("a later one"))
+        results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 1)
+        for error in results:
+            assert isinstance(error, MoerlError)
+            assert str(error) == "rollout stopped, because a group could not be produced: OSError: engine gone"
+            assert error.__cause__ is cause
+        with pytest.raises(MoerlError):
+            await buffer.take(2)
+
+    asyncio.run(main())
+
+
+def test_a_producer_cancelled_while_it_waits_takes_no_slot():
+    async def main():
+        buffer = make_buffer(groups_per_step=1)
+        ticket = await buffer.reserve()
+        cancelled, waiting = asyncio.create_task(buffer.reserve()), asyncio.create_task(buffer.reserve())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        buffer.drop(ticket, make_group(ticket, rewards=(0, 0)))
+        assert await asyncio.wait_for(waiting, 1) == 1
+
+    asyncio.run(main())
+
+
+def test_more_groups_than_can_ever_be_ready_are_refused():
+    async def main():
+        buffer = make_buffer(groups_per_step=1)
+        buffer.fill(await buffer.reserve(), make_group(0))
+        await buffer.take(1)
+        await buffer.take(1)
+
+    with pytest.raises(AssertionError, match="release the taken groups first"):
+        asyncio.run(main())

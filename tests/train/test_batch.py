@@ -1,0 +1,92 @@
+"""From groups to the sequences of a TrainBatch."""
+
+import math
+
+import pytest
+
+from moerl.algorithms import build_algorithm
+from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.train.batch import build_batch, sft_batch
+from moerl.types import Completion, DataError, EngineError, Group, Prompt, Sample, Score, VersionSpan
+
+GRPO = build_algorithm(GRPOConfig(), 8)
+
+
+def make_sample(token_ids, reward, *, logprobs=None, finish_reason="stop", error=None):
+    completion = Completion(
+        request_id="r",
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs if logprobs is not None else [-token / 10 for token in token_ids]),
+        spans=(VersionSpan(version=0, num_tokens=len(token_ids)),),
+        finish_reason=finish_reason,
+    )
+    return Sample(completion=completion, text="", score=Score(reward=reward, error=error))
+
+
+def make_group(*samples, index=0, prompt=(100, 101)):
+    task = Prompt(index=index, token_ids=tuple(prompt), text="", data_source="test", ground_truth="")
+    return Group(prompt=task, samples=samples)
+
+
+def test_a_batch_lays_prompt_and_response_end_to_end():
+    groups = [make_group(make_sample([1, 2, 3], 1), make_sample([4], 0)), make_group(make_sample([5, 6], 0.5), index=1, prompt=(9,))]
+    batch = build_batch(groups, GRPO)
+    credit = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert batch.offsets.tolist() == [0, 5, 8, 11]
+    assert batch.token_ids_T.tolist() == [100, 101, 1, 2, 3, 100, 101, 4, 9, 5, 6]
+    assert batch.response_mask_T.tolist() == [False, False, True, True, True, False, False, True, False, True, True]
+    assert batch.rollout_logprobs_T.tolist() == pytest.approx([0, 0, -0.1, -0.2, -0.3, 0, 0, -0.4, 0, -0.5, -0.6])
+    assert batch.advantages_T.tolist() == pytest.approx([0, 0, credit, credit, credit, 0, 0, -credit, 0, 0, 0])
+    assert [column.dtype.name for column in (batch.token_ids_T, batch.response_mask_T, batch.rollout_logprobs_T, batch.advantages_T)] == [
+        "int64", "bool", "float32", "float32",
+    ]  # fmt: skip
+
+
+def test_samples_outside_the_mask_with_errors_or_without_tokens_are_left_out():
+    algorithm = build_algorithm(DAPOConfig(overlong="mask"), 8)
+    group = make_group(
+        make_sample([1], 1),
+        make_sample([2], math.nan, error="verifier died"),
+        make_sample([3], 1, finish_reason="length"),
+        make_sample([], 0),
+        make_sample([4], 0),
+    )
+    assert build_batch([group], algorithm).token_ids_T.tolist() == [100, 101, 1, 100, 101, 4]
+
+
+def test_a_sample_without_credit_stays_in_the_batch():
+    assert build_batch([make_group(make_sample([1], 1), make_sample([2], 1))], GRPO).num_sequences == 2
+
+
+def test_a_batch_in_which_nothing_is_left_says_why():
+    group = make_group(make_sample([1], 0, error="verifier died"))
+    with pytest.raises(DataError, match="batch of 1 groups = 0 samples to train on: 1 could not be scored, the first: verifier died"):
+        build_batch([group], GRPO)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_a_number_is_refused_with_its_prompt(reward):
+    with pytest.raises(DataError, match=r"prompt 7 \(test\): advantage"):
+        build_batch([make_group(make_sample([1], 0), make_sample([2], reward), index=7)], GRPO)
+
+
+def test_a_completion_with_missing_log_probs_is_refused():
+    with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
+        build_batch([make_group(make_sample([1, 2], 0, logprobs=[-1.0]))], GRPO)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(DataError, match="prompt 0 .*0 prompt tokens"):
+        build_batch([make_group(make_sample([1], 0), prompt=())], GRPO)
+    with pytest.raises(DataError, match="warm-start example: 0 prompt tokens"):
+        sft_batch([((), (1,))])
+
+
+def test_a_warm_start_batch_trains_on_the_answers():
+    batch = sft_batch([((1, 2), (3,)), ([4], [5, 6])])
+    assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.response_mask_T.tolist() == [False, False, True, False, True, True]
+    assert batch.offsets.tolist() == [0, 3, 6]
+    assert not batch.rollout_logprobs_T.any()
+    assert not batch.advantages_T.any()

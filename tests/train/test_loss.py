@@ -1,0 +1,303 @@
+"""The invariants listed in moerl/train/loss.py, against loops over the unpacked batch."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.algorithms import build_algorithm
+from moerl.algorithms.sft import SFT
+from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
+from moerl.train.packing import pack, plan_micro_batches
+from moerl.types import TrainBatch
+
+OBJECTIVES = {
+    "grpo": build_algorithm(GRPOConfig(), 64),
+    "grpo_token_kl": build_algorithm(GRPOConfig(normalize_by="token", kl_coefficient=0.3, dual_clip=3.0), 64),
+    "grpo_sequence_kl": build_algorithm(GRPOConfig(kl_coefficient=0.1), 64),
+    "dapo": build_algorithm(DAPOConfig(overlong="none", dual_clip=2.0), 64),
+    "sft": SFT(),
+}
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=40)
+CASES = given(st.integers(0, 10**6), st.sampled_from(sorted(OBJECTIVES)), st.booleans())
+
+
+class Policy:
+    """A log-prob and an entropy for every token of a batch: the stand-in for a model's output, with a gradient per token."""
+
+    def __init__(self, rng, num_tokens, *, poison=None):
+        self.logprobs = -rng.exponential(1, num_tokens)
+        self.entropies = rng.exponential(1, num_tokens)
+        self.poison = poison
+
+    def leaf(self):
+        return torch.tensor(self.logprobs, dtype=torch.float32, requires_grad=True)
+
+    def at_labels(self, leaf, packed):
+        """Values at label positions; positions without a label get what a model might compute there: anything."""
+        index = torch.from_numpy(packed.label_index_T)
+        fill = -3.0 if self.poison is None else self.poison
+        pick = index.clamp(min=0)
+        entropies = torch.tensor(self.entropies, dtype=torch.float32)
+        return torch.where(index >= 0, leaf[pick], fill), torch.where(index >= 0, entropies[pick], fill)
+
+
+def make_batch(rng, num_sequences=6, *, with_old=True):
+    lengths = rng.integers(2, 12, num_sequences)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    mask = rng.random(offsets[-1]) < 0.6  # holes stand for tool output
+    mask[offsets[:-1]] = False
+    mask[offsets[0] : offsets[1]] = False  # one sequence without a response token
+    mask[offsets[1] + 1] = True
+    advantages = np.repeat(rng.normal(size=num_sequences), lengths).astype(np.float32)
+
+    def logprobs():
+        return -rng.exponential(1, offsets[-1]).astype(np.float32)
+
+    return TrainBatch(
+        token_ids_T=rng.integers(1, 50, offsets[-1]),
+        response_mask_T=mask,
+        rollout_logprobs_T=logprobs(),
+        advantages_T=advantages,
+        offsets=offsets,
+        old_logprobs_T=logprobs() if with_old else None,
+        reference_logprobs_T=logprobs(),
+    )
+
+
+def poisoned(batch, value):
+    outside = ~batch.response_mask_T
+    names = ("rollout_logprobs_T", "advantages_T", "old_logprobs_T", "reference_logprobs_T")
+    columns = {name: np.where(outside, np.float32(value), getattr(batch, name)) for name in names if getattr(batch, name) is not None}
+    return replace(batch, **columns)
+
+
+def run(batch, policy, objective, micro_batches, *, token_multiple=1, cp=1):
+    """Loss, gradient per token and sums, over the given micro-batches, each cut into `cp` interleaved parts."""
+    leaf, sums, total = policy.leaf(), LossSums.zero("cpu"), 0.0
+    for members in micro_batches:
+        packed = pack(batch, members, token_multiple, 2 if token_multiple % 2 == 0 else 1)
+        logp, entropy = policy.at_labels(leaf, packed)
+        for part in range(cp):
+            positions = torch.arange(part, len(logp), cp)
+            columns = LossColumns.of(packed, device="cpu", positions=positions)
+            loss, part_sums = micro_batch_loss(logp[positions], entropy[positions], columns, objective, Denominators.of(batch))
+            loss.backward(retain_graph=True)
+            total, sums = total + loss.item(), sums + part_sums
+    return total, leaf.grad.numpy(), sums
+
+
+def reference(batch, policy, objective):
+    """Loss and gradient in float64, as nested loops over sequences and their response tokens."""
+    leaf = torch.tensor(policy.logprobs.astype(np.float32), dtype=torch.float64, requires_grad=True)
+    per_sequence = []
+    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        losses = [scalar_loss(batch, leaf, t, objective) for t in range(start, end) if batch.response_mask_T[t]]
+        if losses:
+            per_sequence.append(losses)
+    if objective.normalize_by == "token":
+        loss = sum(sum(losses) for losses in per_sequence) / sum(len(losses) for losses in per_sequence)
+    else:
+        loss = sum(sum(losses) / len(losses) for losses in per_sequence) / len(per_sequence)
+    loss.backward()
+    return loss.item(), leaf.grad.numpy()
+
+
+def scalar_loss(batch, leaf, t, objective):
+    logp = leaf[t]
+    if isinstance(objective, SFT):
+        return -logp
+    config = objective.config
+    old = logp.detach() if batch.old_logprobs_T is None else float(batch.old_logprobs_T[t])
+    advantage, ratio = float(batch.advantages_T[t]), torch.exp(logp - old)
+    loss = torch.max(-advantage * ratio, -advantage * torch.clamp(ratio, 1 - config.clip_low, 1 + config.clip_high))
+    if config.dual_clip is not None and advantage < 0:
+        loss = torch.min(loss, torch.tensor(-advantage * config.dual_clip, dtype=torch.float64))
+    if objective.uses_reference:
+        d = logp - float(batch.reference_logprobs_T[t])
+        loss = loss + config.kl_coefficient * (torch.exp(-d) + d - 1).clamp(max=10)
+    return loss
+
+
+def single(batch):
+    return [list(range(batch.num_sequences))]
+
+
+@SETTINGS
+@CASES
+def test_plain_sums(seed, name, with_old):
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, with_old=with_old)
+    policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES[name]
+    one_each = [[i] for i in range(batch.num_sequences)]
+    expected_loss, expected_grad = reference(batch, policy, objective)
+    for micro_batches in (single(batch), one_each, [*one_each, []]):
+        loss, grad, sums = run(batch, policy, objective, micro_batches)
+        assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
+        assert step_statistics([sums], uses_reference=True)["loss"] == pytest.approx(loss, abs=1e-5)
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-6)
+
+
+@SETTINGS
+@CASES
+def test_split_free(seed, name, with_old):
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng, with_old=with_old)
+    policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES[name]
+    whole = run(batch, policy, objective, single(batch))
+    plan = plan_micro_batches(batch.lengths, num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2)
+    shuffled = [members for rank in plan for members in rank]
+    rng.shuffle(shuffled)
+    for split in (
+        run(batch, policy, objective, shuffled, token_multiple=8),
+        run(batch, policy, objective, shuffled, cp=2),
+        run(batch, policy, objective, [list(rng.permutation(batch.num_sequences))], token_multiple=64, cp=3),
+    ):
+        assert split[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
+        np.testing.assert_allclose(split[1], whole[1], rtol=1e-6, atol=1e-9)
+        # The loss is summed in float32 before it becomes a statistic; everything else is summed in float64.
+        np.testing.assert_allclose(split[2].sums[1:], whole[2].sums[1:], rtol=1e-12, atol=1e-12)
+        assert split[2].mismatch_max == whole[2].mismatch_max
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.sampled_from(sorted(OBJECTIVES)), st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_masked_values(seed, name, poison):
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng)
+    policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES[name]
+    clean = run(batch, policy, objective, single(batch), token_multiple=8)
+    policy.poison = poison
+    policy.logprobs = np.where(batch.response_mask_T, policy.logprobs, poison)
+    policy.entropies = np.where(batch.response_mask_T, policy.entropies, poison)
+    dirty = run(poisoned(batch, poison), policy, objective, single(batch), token_multiple=8)
+    assert dirty[0] == clean[0]
+    assert dirty[1].tolist() == clean[1].tolist()
+    assert dirty[2].sums.tolist() == clean[2].sums.tolist()
+    assert dirty[2].mismatch_max == clean[2].mismatch_max
+
+
+class EveryTokenCosts:
+    """A loss that is not 0 for zero inputs, with every token clipped."""
+
+    normalize_by = "token"
+    uses_reference = False
+
+    def token_loss(self, logp_T, old_logp_T, advantage_T, reference_logp_T):
+        return 5 - logp_T, torch.ones_like(logp_T, dtype=torch.bool)
+
+
+def test_a_loss_that_is_not_zero_at_zero_counts_response_tokens_only():
+    rng = np.random.default_rng(7)
+    batch = make_batch(rng)
+    policy = Policy(rng, len(batch.token_ids_T))
+    loss, _, sums = run(batch, policy, EveryTokenCosts(), single(batch), token_multiple=8)
+    assert loss == pytest.approx(5 - policy.logprobs[batch.response_mask_T].mean(), rel=1e-5)
+    assert step_statistics([sums], uses_reference=False)["clip_fraction"] == 1
+
+
+def test_nan_inside_the_mask_is_not_hidden():
+    rng = np.random.default_rng(0)
+    batch = make_batch(rng)
+    policy = Policy(rng, len(batch.token_ids_T))
+    policy.logprobs = np.where(batch.response_mask_T, np.nan, policy.logprobs)
+    assert math.isnan(run(batch, policy, OBJECTIVES["grpo"], single(batch))[0])
+
+
+def test_tokens_without_a_loss_get_no_gradient():
+    rng = np.random.default_rng(1)
+    batch = make_batch(rng)
+    _, grad, _ = run(batch, Policy(rng, len(batch.token_ids_T)), SFT(), single(batch))
+    assert (grad != 0).tolist() == batch.response_mask_T.tolist()
+
+
+def test_a_micro_batch_of_padding_gives_zero_with_a_gradient_path():
+    batch = make_batch(np.random.default_rng(2))
+    columns = LossColumns.of(pack(batch, [], 4), device="cpu")
+    logp = torch.full((4,), -1.0, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
+        loss, sums = micro_batch_loss(logp, torch.ones(4), columns, OBJECTIVES["grpo"], Denominators.of(batch))
+        loss.backward()
+    assert (loss.item(), logp.grad.tolist()) == (0, [0] * 4)
+    assert not sums.sums.any()
+
+
+def test_denominators_count_response_tokens_and_sequences_that_have_some():
+    batch = make_batch(np.random.default_rng(3))
+    with_response = sum(any(batch.response_mask_T[s:e]) for s, e in zip(batch.offsets[:-1], batch.offsets[1:], strict=True))
+    assert with_response < batch.num_sequences
+    assert Denominators.of(batch) == Denominators(num_tokens=int(batch.response_mask_T.sum()), num_sequences=with_response)
+
+
+def test_without_old_log_probs_the_ratio_is_one_and_kl_old_is_exactly_zero():
+    rng = np.random.default_rng(4)
+    batch = make_batch(rng, with_old=False)
+    policy = Policy(rng, len(batch.token_ids_T))
+    loss, grad, sums = run(batch, policy, OBJECTIVES["dapo"], single(batch))
+    statistics = step_statistics([sums], uses_reference=False)
+    mask = batch.response_mask_T
+    assert (statistics["kl_old"], statistics["clip_fraction"]) == (0, 0)
+    assert loss == pytest.approx(-batch.advantages_T[mask].mean(), abs=1e-6)
+    np.testing.assert_allclose(grad[mask], -batch.advantages_T[mask] / mask.sum(), rtol=1e-5)
+
+
+@SETTINGS
+@given(st.integers(0, 10**6))
+def test_statistics_agree_with_loops(seed):
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng)
+    policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES["grpo_token_kl"]
+    _, _, sums = run(batch, policy, objective, [[i] for i in range(batch.num_sequences)])
+    measured = step_statistics([sums], uses_reference=True)
+
+    response = np.flatnonzero(batch.response_mask_T)
+    logp = policy.logprobs.astype(np.float32).astype(np.float64)
+    old, ref, rollout = (c.astype(np.float64) for c in (batch.old_logprobs_T, batch.reference_logprobs_T, batch.rollout_logprobs_T))
+    d = [logp[t] - rollout[t] for t in response]
+    assert measured["num_tokens"] == len(response)
+    assert measured["entropy"] == pytest.approx(np.mean([policy.entropies[t] for t in response]), rel=1e-6)
+    assert measured["kl_old"] == pytest.approx(np.mean([min(math.exp(old[t] - logp[t]) + logp[t] - old[t] - 1, 10) for t in response]))
+    assert measured["kl_reference"] == pytest.approx(
+        np.mean([min(math.exp(ref[t] - logp[t]) + logp[t] - ref[t] - 1, 10) for t in response])
+    )
+    assert measured["mismatch_mean"] == pytest.approx(np.mean(np.abs(d)))
+    assert measured["mismatch_max"] == pytest.approx(np.max(np.abs(d)))
+    assert measured["mismatch_kl"] == pytest.approx(np.mean([min(math.exp(x) - x - 1, 10) for x in d]))
+    assert measured["clip_fraction"] == pytest.approx(np.mean([is_clipped(batch, logp[t] - old[t], t, objective.config) for t in response]))
+
+
+def is_clipped(batch, d, t, config):
+    advantage, ratio = batch.advantages_T[t], math.exp(d)
+    above = advantage > 0 and ratio > 1 + config.clip_high
+    below = advantage < 0 and ratio < 1 - config.clip_low
+    return above or below or (advantage < 0 and ratio > config.dual_clip)
+
+
+def test_a_step_of_several_mini_batches_reports_mismatch_and_kl_old_of_the_first():
+    def sums_of(**values):
+        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl")
+        return LossSums(sums=torch.tensor([float(values[n]) for n in names]).double(), mismatch_max=torch.tensor(values["worst"]).double())
+
+    first = sums_of(loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15)
+    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0)
+    assert step_statistics([first, second], uses_reference=False) == pytest.approx(
+        {
+            "loss": 2, "num_tokens": 8, "entropy": 1, "kl_old": 0, "kl_reference": None, "clip_fraction": 0.5,
+            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01,
+        }
+    )  # fmt: skip
+
+
+def test_half_precision_log_probs_are_summed_in_float32():
+    rng = np.random.default_rng(5)
+    batch = make_batch(rng)
+    packed = pack(batch, single(batch)[0], 1)
+    logp = torch.full((len(packed.labels_T),), -1.0, dtype=torch.bfloat16, requires_grad=True)
+    loss, _ = micro_batch_loss(logp, torch.ones_like(logp), LossColumns.of(packed, device="cpu"), SFT(), Denominators.of(batch))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(1, abs=1e-6)

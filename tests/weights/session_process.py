@@ -1,0 +1,159 @@
+"""Real processes for the weight tests: a WeightSession or a WeightSender behind a pipe, and the trainer's side over a sender."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+
+import torch
+
+from moerl.types import Bucket, EngineError, Manifest, TensorSpec, TransportOffer, WeightError
+from moerl.weights.digest import tensor_digest
+from moerl.weights.receive import WeightSession
+from moerl.weights.send import WeightSender
+from moerl.weights.spec import spec_of, torch_dtype
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["moerl.weights.receive"])
+
+MODEL = {
+    "embed.weight": torch.linspace(-1, 1, 64 * 33).reshape(64, 33),
+    "layers.0.mlp.experts.0.up_proj.weight": torch.arange(3000, dtype=torch.bfloat16).reshape(30, 100),
+    "layers.0.norm.weight": torch.linspace(0, 1, 7, dtype=torch.float16),
+    "layers.0.mlp.gate.e_score_correction_bias": torch.tensor(0.25),
+    "layers.1.proj.weight": torch.linspace(-4, 4, 128 * 64).reshape(128, 64).to(torch.float8_e4m3fn),
+    "steps": torch.tensor([2**62, -1]),
+    "nothing": torch.empty(0, 5),
+}
+SPECS = {name: spec_of(name, tensor) for name, tensor in MODEL.items()}
+
+
+class Engine:
+    """A model that starts as zeros, and its session. The loader damages tensor `damages`, and fails on tensor `fails_on`."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec] = SPECS, *, damages: str = "", fails_on: str = "", timeout_seconds: float = 10.0):
+        self.tensors = {name: torch.zeros(spec.shape).to(torch_dtype(spec)) for name, spec in specs.items()}
+        self.session = WeightSession(specs, self.load, timeout_seconds=timeout_seconds)
+        self.damages, self.fails_on = damages, fails_on
+
+    def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == self.fails_on:
+            raise KeyError(name)
+        self.tensors[name].copy_(tensor)
+        if name == self.damages:
+            self.tensors[name].view(torch.uint8).reshape(-1)[0] ^= 1
+        return self.tensors[name]
+
+    def digests(self) -> dict[str, str]:
+        return {name: tensor_digest(tensor) for name, tensor in self.tensors.items()}
+
+    async def connect(self, offer: TransportOffer) -> None:
+        await asyncio.to_thread(self.session.connect, offer)
+
+    async def begin(self, manifest: Manifest) -> None:
+        await asyncio.to_thread(self.session.begin, manifest)
+
+    async def install(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self.session.install, bucket)
+
+    async def finish(self, version: int) -> None:
+        await asyncio.to_thread(self.session.finish, version)
+
+
+class EngineProcess:
+    """An Engine in its own process; a WeightReceiver."""
+
+    def __init__(self, **engine_arguments: object):
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve_engine, args=(theirs, engine_arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def call(self, step: str, *arguments: object) -> object:
+        try:
+            self._pipe.send((step, arguments))
+            result = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise EngineError(f"server process {self.process.pid} died") from error
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def connect(self, offer: TransportOffer) -> None:
+        await asyncio.to_thread(self.call, "connect", offer)
+
+    async def begin(self, manifest: Manifest) -> None:
+        await asyncio.to_thread(self.call, "begin", manifest)
+
+    async def install(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self.call, "install", bucket)
+
+    async def finish(self, version: int) -> None:
+        await asyncio.to_thread(self.call, "finish", version)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+def _serve_engine(pipe: Connection, engine_arguments: dict) -> None:
+    torch.set_num_threads(1)
+    engine = Engine(**engine_arguments)
+    while True:
+        try:
+            step, arguments = pipe.recv()
+        except EOFError:
+            return
+        target = engine if step == "digests" else engine.session
+        try:
+            pipe.send(getattr(target, step)(*arguments))
+        except WeightError as error:
+            pipe.send(error)
+
+
+def serve_sender(pipe: Connection) -> None:
+    """Packs MODEL into one shm bucket, sends it over the pipe and waits to be ended."""
+    sender = WeightSender("shm", bucket_bytes=2**20)
+    pipe.send(sender.pack(0, iter(MODEL.items())))
+    pipe.recv()
+
+
+class Source:
+    """The trainer's side: a WeightSource over a real WeightSender."""
+
+    def __init__(self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, timeout_seconds: float = 10.0):
+        self.model = dict(model)
+        self.num_listens = 0
+        self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
+        self._sender: WeightSender | None = None
+        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+    @property
+    def sender(self) -> WeightSender:
+        assert self._sender is not None
+        return self._sender
+
+    async def manifest(self, version: int) -> Manifest:
+        return Manifest(version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in self.model.items()))
+
+    async def listen(self, transport: str, num_receivers: int) -> str:
+        self.num_listens += 1
+        self.close()
+        self._sender = WeightSender(transport, bucket_bytes=self._bucket_bytes, timeout_seconds=self._timeout_seconds)
+        return self.sender.listen(num_receivers)
+
+    async def connect(self) -> None:
+        await asyncio.to_thread(self.sender.connect)
+
+    async def next_bucket(self, index: int) -> Bucket | None:
+        if index == 0:
+            self._tensors = iter(self.model.items())
+        return self.sender.pack(index, self._tensors)
+
+    async def transmit(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self.sender.transmit, bucket)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()

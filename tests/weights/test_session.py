@@ -1,0 +1,211 @@
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from session_process import MODEL, SPECS, Engine
+
+from moerl.types import Manifest, TensorSpec, TransportOffer, WeightError
+from moerl.weights.send import WeightSender
+
+MANIFEST = Manifest(version=4, tensors=tuple(SPECS.values()))
+
+
+@pytest.fixture
+def sender():
+    sender = WeightSender("shm", bucket_bytes=2**20)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture
+def bucket(sender):
+    return sender.pack(0, iter(MODEL.items()))
+
+
+def connected(**arguments):
+    engine = Engine(**arguments)
+    engine.session.connect(TransportOffer(transport="shm"))
+    return engine
+
+
+def test_a_push_installs_every_tensor_and_its_version(bucket):
+    engine = connected()
+    assert engine.session.version is None
+    engine.session.begin(MANIFEST)
+    engine.session.install(bucket)
+    assert engine.session.version is None
+    engine.session.finish(4)
+    assert engine.session.version == 4
+    assert engine.digests() == {entry.name: entry.digest for entry in bucket.entries}
+
+
+def changed(**fields):
+    return tuple(replace(spec, **fields) if spec.name == "embed.weight" else spec for spec in MANIFEST.tensors)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (MANIFEST.tensors[1:], "1 missing: embed.weight"),
+        (MANIFEST.tensors[4:], "4 missing: embed.weight, layers.0.mlp.experts.0.up_proj.weight, layers.0.norm.weight, ..."),
+        ((*MANIFEST.tensors, TensorSpec(name="lm_head.weight", shape=(2,), dtype="float32")), "1 extra: lm_head.weight"),
+        ((*MANIFEST.tensors, MANIFEST.tensors[0]), "1 named more than once: embed.weight"),
+        (changed(shape=(33, 64)), r"1 different: embed.weight \(model float32\[64, 33\], offered float32\[33, 64\]\)"),
+        (changed(dtype="bfloat16"), r"1 different: embed.weight \(model float32\[64, 33\], offered bfloat16\[64, 33\]\)"),
+    ],
+)
+def test_a_manifest_of_another_model_is_refused(tensors, said):
+    engine = connected()
+    with pytest.raises(WeightError, match=said):
+        engine.session.begin(Manifest(version=1, tensors=tensors))
+
+
+def test_a_loader_that_changes_one_bit_is_found(bucket):
+    engine = connected(damages="layers.1.proj.weight")
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="layers.1.proj.weight.*installed bytes have digest"):
+        engine.session.install(bucket)
+
+
+def test_bytes_damaged_on_the_way_are_found(sender, bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    sender._buffer.reserve(bucket.num_bytes)[bucket.entries[1].offset] ^= 1
+    with pytest.raises(WeightError, match=bucket.entries[1].name):
+        engine.session.install(bucket)
+
+
+def test_a_loader_that_keeps_the_bucket_s_memory_is_refused(bucket):
+    engine = connected()
+    engine.session._load = lambda name, tensor: tensor
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="kept the bucket's memory"):
+        engine.session.install(bucket)
+
+
+def test_a_view_into_a_fused_parameter_is_verified(bucket):
+    fused = torch.zeros(100, 60, dtype=torch.bfloat16)
+    engine = connected()
+
+    def load(name, tensor):
+        if name != "layers.0.mlp.experts.0.up_proj.weight":
+            return engine.load(name, tensor)
+        return fused[:, 10:40].copy_(tensor.T).T
+
+    engine.session._load = load
+    engine.session.begin(MANIFEST)
+    engine.session.install(bucket)
+    engine.session.finish(4)
+    assert torch.equal(fused[:, 10:40].T, MODEL["layers.0.mlp.experts.0.up_proj.weight"])
+
+
+def test_the_loader_s_own_error_names_the_tensor(bucket):
+    engine = connected(fails_on="steps")
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="'steps': the engine could not load it: KeyError"):
+        engine.session.install(bucket)
+
+
+def test_a_tensor_may_arrive_only_once(sender, bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    engine.session.install(bucket)
+    with pytest.raises(WeightError, match="'embed.weight' arrived twice"):
+        engine.session.install(replace(bucket, index=1))
+
+
+def test_an_unknown_tensor_is_refused(sender):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="'lm_head.weight' is not a tensor of this model"):
+        engine.session.install(sender.pack(0, iter([("lm_head.weight", torch.ones(3))])))
+
+
+def test_an_entry_of_another_size_is_refused(bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    entry = replace(bucket.entries[0], num_bytes=bucket.entries[0].num_bytes - 4)
+    with pytest.raises(WeightError, match="same version of moerl"):
+        engine.session.install(replace(bucket, entries=(entry,)))
+
+
+def test_an_incomplete_push_cannot_finish(sender):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    engine.session.install(sender.pack(0, iter(list(MODEL.items())[:-1])))
+    with pytest.raises(WeightError, match="1 of 7 tensors never arrived: nothing"):
+        engine.session.finish(4)
+    assert engine.session.version is None
+
+
+def test_the_version_must_be_the_manifest_s(bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    engine.session.install(bucket)
+    with pytest.raises(WeightError, match="began as version 4"):
+        engine.session.finish(5)
+    assert engine.session.version is None
+
+
+def test_a_skipped_bucket_is_found(bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="bucket.index = 1: must be 0"):
+        engine.session.install(replace(bucket, index=1))
+
+
+def test_after_an_error_everything_is_refused_until_the_next_begin(bucket):
+    engine = connected(damages="steps")
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="digest"):
+        engine.session.install(bucket)
+    for refused in (lambda: engine.session.install(bucket), lambda: engine.session.finish(4)):
+        with pytest.raises(WeightError, match="without a push in progress"):
+            refused()
+    engine.damages = ""
+    engine.session.begin(MANIFEST)
+    engine.session.install(bucket)
+    engine.session.finish(4)
+    assert engine.session.version == 4
+
+
+def test_a_refused_manifest_ends_the_served_version(bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    engine.session.install(bucket)
+    engine.session.finish(4)
+    with pytest.raises(WeightError, match="missing"):
+        engine.session.begin(Manifest(version=5, tensors=()))
+    assert engine.session.version is None
+
+
+def test_install_before_connect_is_refused(bucket):
+    engine = Engine()
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="connect it first"):
+        engine.session.install(bucket)
+
+
+def test_close_is_safe_to_repeat_and_ends_the_push(bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    engine.session.close()
+    engine.session.close()
+    with pytest.raises(WeightError, match="without a push in progress"):
+        engine.session.install(bucket)
+
+
+@pytest.mark.parametrize("source", ["/proc/0/fd/3", f"/proc/{os.getpid()}/fd/0"])
+def test_memory_that_cannot_be_mapped_names_the_remedy(bucket, source):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="weights.transport=gloo"):
+        engine.session.install(replace(bucket, source=source))
+
+
+def test_a_bucket_larger_than_its_memory_is_refused(bucket):
+    engine = connected()
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match=r"holds 1048576 bytes, but the bucket has 1048577"):
+        engine.session.install(replace(bucket, num_bytes=2**20 + 1))

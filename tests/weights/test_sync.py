@@ -1,0 +1,147 @@
+"""The driver's side, over real sessions in this process."""
+
+import asyncio
+import socket
+
+import pytest
+import torch
+from session_process import MODEL, SPECS, Engine, Source
+
+from moerl.types import EngineError, Manifest, WeightError
+from moerl.weights.sync import WeightSync, resolve_transport
+
+
+@pytest.fixture
+def source():
+    source = Source()
+    yield source
+    source.close()
+
+
+class Recorded(Engine):
+    """Counts the buckets that reached it."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.num_installs = 0
+
+    async def install(self, bucket):
+        self.num_installs += 1
+        await super().install(bucket)
+
+
+class Silent(Recorded):
+    """Never answers an install."""
+
+    async def install(self, bucket):
+        await asyncio.Event().wait()
+
+
+class Unreachable(Recorded):
+    async def install(self, bucket):
+        raise EngineError("127.0.0.1:1: connection refused")
+
+
+def test_a_push_brings_all_receivers_to_the_version(source):
+    engines = {name: Engine() for name in "abc"}
+    stats = asyncio.run(WeightSync(source, engines, transport="shm").push(7))
+    assert [engine.session.version for engine in engines.values()] == [7, 7, 7]
+    assert all(torch.equal(engine.tensors["embed.weight"], MODEL["embed.weight"]) for engine in engines.values())
+    assert (stats.version, stats.num_tensors) == (7, len(MODEL))
+    assert stats.seconds > 0
+
+
+def test_all_refusals_are_named_before_any_byte_moves(source):
+    smaller = {name: spec for name, spec in SPECS.items() if name != "steps"}
+    engines = {"good": Recorded(), "old": Recorded(specs=smaller), "older": Recorded(specs=smaller)}
+    with pytest.raises(WeightError, match="at begin, 2 ") as caught:
+        asyncio.run(WeightSync(source, engines, transport="shm").push(1))
+    assert "* old: WeightError: push of version 1 refused" in str(caught.value)
+    assert "* older: WeightError: push of version 1 refused" in str(caught.value)
+    assert "* good" not in str(caught.value)
+    assert [engine.num_installs for engine in engines.values()] == [0, 0, 0]
+
+
+def test_every_failing_receiver_is_named_with_its_cause(source):
+    engines = {"good": Recorded(), "damaging": Recorded(damages="embed.weight"), "gone": Unreachable()}
+    with pytest.raises(WeightError, match="at bucket 0, 2 ") as caught:
+        asyncio.run(WeightSync(source, engines, transport="shm").push(1))
+    assert "* damaging: WeightError: tensor 'embed.weight'" in str(caught.value)
+    assert "* gone: EngineError: 127.0.0.1:1: connection refused" in str(caught.value)
+    assert isinstance(caught.value.__cause__, EngineError)
+    assert [engine.session.version for engine in engines.values()] == [None, None, None]
+
+
+def test_a_silent_receiver_is_named_after_the_deadline(source):
+    engines = {"good": Recorded(), "silent": Silent()}
+    sync = WeightSync(source, engines, transport="shm", deadline_seconds=0.2, settle_seconds=0.1)
+    with pytest.raises(WeightError, match=r"\* silent: did not end in time and was cancelled"):
+        asyncio.run(sync.push(1))
+
+
+def test_a_silent_receiver_does_not_hide_another_s_failure(source):
+    engines = {"silent": Silent(), "gone": Unreachable()}
+    sync = WeightSync(source, engines, transport="shm", deadline_seconds=60, settle_seconds=0.1)
+    with pytest.raises(WeightError, match="(?s)gone: EngineError.*silent: did not end in time"):
+        asyncio.run(sync.push(1))
+
+
+def test_a_cancelled_push_leaves_no_call_behind(source):
+    async def cancel_while_waiting():
+        push = asyncio.create_task(WeightSync(source, {"silent": Silent()}, transport="shm").push(1))
+        await asyncio.wait([push], timeout=0.3)
+        push.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(cancel_while_waiting()) == set()
+
+
+def test_a_push_after_a_failed_one_succeeds(source):
+    engines = {"good": Recorded(), "damaging": Recorded(damages="steps")}
+    sync = WeightSync(source, engines, transport="shm")
+    with pytest.raises(WeightError, match="at bucket"):
+        asyncio.run(sync.push(1))
+    engines["damaging"].damages = ""
+    asyncio.run(sync.push(2))
+    assert [engine.session.version for engine in engines.values()] == [2, 2]
+    assert engines["damaging"].digests() == engines["good"].digests()
+
+
+def test_an_export_that_drops_a_tensor_of_its_manifest_is_found(source):
+    async def manifest(version):
+        return Manifest(version=version, tensors=tuple(SPECS.values()))
+
+    source.manifest = manifest
+    source.model.pop("layers.0.norm.weight")
+    with pytest.raises(WeightError, match=r"at finish.*\n.*a: WeightError: .*1 of 7 tensors never arrived: layers.0.norm.weight"):
+        asyncio.run(WeightSync(source, {"a": Engine()}, transport="shm").push(1))
+
+
+def test_a_manifest_of_another_version_is_refused(source):
+    async def stale(version):
+        return Manifest(version=version - 1, tensors=tuple(SPECS.values()))
+
+    source.manifest = stale
+    with pytest.raises(WeightError, match=r"push\(version=3\): the trainer's manifest is of version 2"):
+        asyncio.run(WeightSync(source, {"a": Engine()}, transport="shm").push(3))
+
+
+@pytest.mark.parametrize(
+    ("source_host", "receiver_hosts", "expected"),
+    [
+        ("127.0.0.1", ["127.0.0.1", "localhost"], "shm"),
+        ("127.0.0.1", [socket.gethostname()], "shm"),
+        ("127.0.0.1", ["127.0.0.1", "192.0.2.7"], "gloo"),
+        ("192.0.2.7", ["192.0.2.7", "192.0.2.7"], "shm"),
+        ("192.0.2.7", ["127.0.0.1"], "gloo"),
+    ],
+)
+def test_auto_is_shm_only_when_all_are_on_the_trainer_s_host(source_host, receiver_hosts, expected):
+    assert resolve_transport("auto", source_host=source_host, receiver_hosts=receiver_hosts) == expected
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_named_transport_is_taken_as_it_is(transport):
+    assert resolve_transport(transport, source_host="127.0.0.1", receiver_hosts=["192.0.2.7"]) == transport

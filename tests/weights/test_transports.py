@@ -1,0 +1,188 @@
+"""Weights between real processes."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from session_process import CONTEXT, MODEL, SPECS, EngineProcess, Source, serve_sender
+
+from moerl.types import Manifest, TransportOffer, WeightError
+from moerl.weights.digest import tensor_digest
+from moerl.weights.send import WeightSender
+from moerl.weights.sync import WeightSync
+
+DIGESTS = {name: tensor_digest(tensor) for name, tensor in MODEL.items()}
+
+
+@pytest.fixture
+def start():
+    """Starts engine processes and ends them after the test."""
+    started = []
+
+    def start_one(**engine_arguments):
+        started.append(EngineProcess(**engine_arguments))
+        return started[-1]
+
+    yield start_one
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def make_source():
+    sources = []
+
+    def make(**arguments):
+        sources.append(Source(**arguments))
+        return sources[-1]
+
+    yield make
+    for source in sources:
+        source.close()
+
+
+def named(*engines):
+    return {f"server{i}": engine for i, engine in enumerate(engines)}
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_every_byte_arrives_in_every_process_push_after_push(transport, start, make_source):
+    source, engines = make_source(), named(start(), start())
+    sync = WeightSync(source, engines, transport=transport)
+
+    async def push_twice():
+        first = await sync.push(1)
+        source.model["steps"] = source.model["steps"] + 1
+        return first, await sync.push(2)
+
+    first, second = asyncio.run(push_twice())
+    assert (first.version, second.version, second.num_tensors) == (1, 2, len(MODEL))
+    assert first.num_buckets > 2
+    assert first.num_bytes == second.num_bytes >= sum(tensor.nbytes for tensor in MODEL.values())
+    assert source.num_listens == 1
+    expected = DIGESTS | {"steps": tensor_digest(MODEL["steps"] + 1)}
+    assert [engine.call("digests") for engine in engines.values()] == [expected, expected]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_receiver_that_fails_mid_bucket_stops_nobody_for_long(transport, start, make_source):
+    engines = named(start(), start(damages="layers.0.norm.weight"), start())
+    sync = WeightSync(make_source(timeout_seconds=60), engines, transport=transport)
+    started = time.monotonic()
+    with pytest.raises(WeightError, match="at bucket 1, 1 .*\n.*server1: WeightError: tensor 'layers.0.norm.weight'.*digest"):
+        asyncio.run(sync.push(1))
+    assert time.monotonic() - started < 10
+    for engine in engines.values():
+        with pytest.raises(WeightError, match=r"never arrived|without a push"):
+            engine.call("finish", 1)
+
+
+def test_gloo_a_killed_receiver_ends_the_wait_of_all_others(start, make_source):
+    source, engines = make_source(timeout_seconds=60), named(start(), start(), start())
+    sync = WeightSync(source, engines, transport="gloo")
+    asyncio.run(sync.push(1))
+    engines["server1"].process.kill()
+    engines["server1"].process.join()
+    sender, others = source.sender, (engines["server0"], engines["server2"])
+    manifest = Manifest(version=2, tensors=tuple(SPECS.values()))
+    for engine in others:
+        engine.call("begin", manifest)
+
+    async def move_one_bucket():
+        bucket = sender.pack(0, iter(MODEL.items()))
+        calls = [asyncio.to_thread(sender.transmit, bucket), *(engine.install(bucket) for engine in others)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    started = time.monotonic()
+    outcomes = asyncio.run(move_one_bucket())
+    assert time.monotonic() - started < 10
+    assert isinstance(outcomes[0], WeightError)
+    assert "could not be sent" in str(outcomes[0])
+
+
+def test_gloo_a_receiver_that_refuses_to_take_part_ends_the_wait_of_all_others(start, make_source):
+    engines = named(start(), start(), start())
+    source = make_source(timeout_seconds=60)
+    sync = WeightSync(source, engines, transport="gloo")
+    asyncio.run(sync.connect())
+    manifest = Manifest(version=1, tensors=tuple(SPECS.values()))
+    for name in ("server0", "server2"):
+        engines[name].call("begin", manifest)
+    bucket = source.sender.pack(0, iter(MODEL.items()))
+
+    async def move():
+        calls = {name: engine.install(bucket) for name, engine in engines.items()}
+        return await sync._together("bucket 0", {"trainer": source.transmit(bucket), **calls})
+
+    started = time.monotonic()
+    with pytest.raises(WeightError, match=r"server1: WeightError: install without a push in progress"):
+        asyncio.run(move())
+    assert time.monotonic() - started < 10
+
+
+def test_gloo_after_a_failed_push_the_next_one_connects_anew(start, make_source):
+    source, engines = make_source(), named(start(), start())
+    sync = WeightSync(source, engines, transport="gloo")
+    asyncio.run(sync.push(1))
+    kept = source.model.pop("steps")
+    with pytest.raises(WeightError, match="server0: WeightError: push of version 2 refused"):
+        asyncio.run(sync.push(2))
+    source.model["steps"] = kept
+    asyncio.run(sync.push(3))
+    assert source.num_listens == 2
+    assert [engine.call("digests") for engine in engines.values()] == [DIGESTS, DIGESTS]
+
+
+def test_gloo_a_silent_receiver_is_bounded_by_the_timeout(start):
+    sender = WeightSender("gloo", bucket_bytes=2**20, timeout_seconds=1)
+    try:
+        address = sender.listen(2)
+        engine = start(timeout_seconds=1)
+        started = time.monotonic()
+
+        async def connect_without_the_second():
+            offer = TransportOffer(transport="gloo", address=address, rank=1, world_size=3)
+            return await asyncio.gather(asyncio.to_thread(sender.connect), engine.connect(offer), return_exceptions=True)
+
+        mine, theirs = asyncio.run(connect_without_the_second())
+        assert isinstance(mine, WeightError)
+        assert "not all 2 receivers joined" in str(mine)
+        assert isinstance(theirs, WeightError)
+        assert "could not join the trainer" in str(theirs)
+        assert time.monotonic() - started < 10
+    finally:
+        sender.close()
+
+
+def test_shm_leaves_nothing_behind_when_the_sender_is_killed(start):
+    pipe, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=serve_sender, args=(theirs,), daemon=True)
+    process.start()
+    engine = start()
+    try:
+        bucket = pipe.recv()
+        engine.call("connect", TransportOffer(transport="shm"))
+        engine.call("begin", Manifest(version=1, tensors=tuple(SPECS.values())))
+        engine.call("install", bucket)
+        for pid in (process.pid, engine.process.pid):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert "memfd:moerl-weights" in maps
+            assert "/dev/shm" not in maps
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        engine.call("finish", 1)
+        assert engine.call("digests") == DIGESTS
+        engine.call("close")
+        assert "moerl-weights" not in Path(f"/proc/{engine.process.pid}/maps").read_text()
+        engine.call("connect", TransportOffer(transport="shm"))
+        engine.call("begin", Manifest(version=2, tensors=tuple(SPECS.values())))
+        with pytest.raises(WeightError, match="weights.transport=gloo"):
+            engine.call("install", bucket)
+    finally:
+        process.kill()
+        process.join()
+        pipe.close()
+        theirs.close()
