@@ -104,8 +104,9 @@ class RewardPool:
                 "timeout", f"reward.terms.{name}", f"not done after reward.timeout_seconds={self._config.timeout_seconds:g}"
             )
         except ConnectionError as error:
+            status = await worker.kill()
             await self._kill(slot)
-            return self._failed("died", f"reward.terms.{name}", str(error))
+            return self._failed("died", f"reward.terms.{name}", f"{error} (exit status {status})")
         return Score(reward=reward, parts=parts)
 
     async def _start_worker(self, slot: int) -> None:

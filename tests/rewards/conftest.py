@@ -5,7 +5,7 @@ import pytest
 
 from moerl.config.schema import RewardConfig, RewardTerm
 
-FUNCTIONS = """
+FUNCTIONS = r"""
 import os, subprocess, sys, time
 import numpy
 
@@ -17,7 +17,9 @@ def seen(data_source, solution_str, ground_truth, extra_info):
             "source": data_source, "numpy": numpy.float32(2.5), "lost": float("nan")}
 
 def misbehave(data_source, solution_str, ground_truth, extra_info):
-    print("checking", flush=True)
+    print("a print must not disturb the answers", flush=True)
+    if extra_info.get("announce"):
+        os.write(2, b"checking\n")
     if solution_str == "raise":
         raise KeyError("no such answer")
     if solution_str == "exit":

@@ -161,6 +161,12 @@ def served_hf(request, run, checkpoints) -> Iterator[Served]:
     yield from serve(request.param, request, run, checkpoints)
 
 
+@pytest.fixture
+def served_moe(request, run, checkpoints) -> Iterator[Served]:
+    """The deterministic one."""
+    yield from serve("moe", request, run, checkpoints)
+
+
 def serve(kind: str, request: pytest.FixtureRequest, run: Callable, checkpoints: dict[str, Checkpoint]) -> Iterator[Served]:
     """Servers are shared by all tests, so each starts from the same state and leaves nothing in flight."""
     checkpoint = checkpoints["dense" if kind == "fake" else kind]

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.weights.digest import tensor_digest
@@ -42,6 +42,7 @@ def pack_all(sender, tensors):
         index += 1
 
 
+@settings(deadline=None, derandomize=True)
 @given(tensors=named_tensors(), bucket_bytes=st.integers(1, 2000))
 def test_every_tensor_travels_once_in_order_and_intact(tensors, bucket_bytes):
     sender = WeightSender("shm", bucket_bytes=bucket_bytes)
@@ -63,6 +64,7 @@ def test_every_tensor_travels_once_in_order_and_intact(tensors, bucket_bytes):
         assert end == bucket.num_bytes
 
 
+@settings(deadline=None, derandomize=True)
 @given(tensors=named_tensors(), bucket_bytes=st.integers(1, 2000))
 def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit(tensors, bucket_bytes):
     sender = WeightSender("shm", bucket_bytes=bucket_bytes)

@@ -79,6 +79,12 @@ class SlotCache(Cache):
             layer.keys[slots] = 0
             layer.values[slots] = 0
 
+    def copy(self, source: int, targets: torch.Tensor, length: int) -> None:
+        """The first `length` positions of slot `source` into each of `targets`."""
+        for layer in self.layers:
+            layer.keys[targets, :, :length] = layer.keys[source, :, :length]
+            layer.values[targets, :, :length] = layer.values[source, :, :length]
+
 
 def attend(
     module: torch.nn.Module,

@@ -1,12 +1,14 @@
 """Continuous batching: requests wait for a slot, have their prompt computed in chunks, and then decode together.
 
 An iteration is one prefill pass if any admitted prompt is unfinished, else one decode pass: decoding few rows costs about as much as
-decoding many, so the batch is filled first. Single-threaded; the generation thread owns it.
+decoding many, so the batch is filled first. Requests of one prompt that are admitted before its first chunk (a group) share its
+computation. Single-threaded; the generation thread owns it.
 """
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -29,8 +31,18 @@ class Request:
     done: Callable[[Outcome], None]
     """Called once, from the generation thread."""
     slot: int = -1
-    num_prefilled: int = 0
-    """Prompt tokens whose keys and values are in the slot."""
+    prefill: "Prefill | None" = None
+    """Until its prompt is computed."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Prefill:
+    """A prompt whose keys and values are being computed in the slot of the first of `requests`; the others get a copy."""
+
+    prompt_ids: np.ndarray  # int64 [prompt length]
+    requests: list[Request] = field(default_factory=list)
+    num_done: int = 0
+    """Prompt tokens."""
 
 
 class Scheduler:
@@ -43,7 +55,7 @@ class Scheduler:
         self._free = list(range(num_slots))  # a heap: the lowest slot first
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
-        self._prefilling: dict[str, Request] = {}
+        self._prefills: list[Prefill] = []
         self._decoding: dict[int, Request] = {}  # by slot
 
     @property
@@ -52,7 +64,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._requests) - len(self._waiting)
 
     def add(self, request: Request) -> None:
         if request.request_id in self._requests:
@@ -63,7 +75,7 @@ class Scheduler:
         """One iteration with the weights of `version`; without `admit` waiting requests keep waiting."""
         if admit and self._waiting and self._free:
             self._admit()
-        if self._prefilling:
+        if self._prefills:
             self._prefill(version)
         elif self._decoding:
             self._decode(version)
@@ -83,29 +95,43 @@ class Scheduler:
 
     def _admit(self) -> None:
         admitted = []
-        while self._waiting and self._free:
-            request = self._waiting.pop(next(iter(self._waiting)))
+        joinable = {prefill.prompt_ids.tobytes(): prefill for prefill in self._prefills if prefill.num_done == 0}
+        for request in list(islice(self._waiting.values(), len(self._free))):
+            del self._waiting[request.request_id]
             request.slot = heapq.heappop(self._free)
             self._table.take(request.slot, len(request.prompt_ids), request.sampling)
-            self._prefilling[request.request_id] = request
+            request.prefill = joinable.setdefault(request.prompt_ids.tobytes(), Prefill(prompt_ids=request.prompt_ids))
+            if not request.prefill.requests:
+                self._prefills.append(request.prefill)
+            request.prefill.requests.append(request)
             admitted.append(request.slot)
         self._forward.cache.clear(torch.tensor(admitted))
 
     def _prefill(self, version: int) -> None:
-        """The next chunk of the oldest prompts; those that end here get their first token."""
-        requests = [request for request, _ in zip(self._prefilling.values(), range(self._forward.prefill_rows), strict=False)]
-        starts = np.array([request.num_prefilled for request in requests])
-        chunk = self._forward.prefill_chunk
-        chunks = [request.prompt_ids[start : start + chunk] for request, start in zip(requests, starts, strict=True)]
-        logits = self._forward.prefill(np.array([request.slot for request in requests]), chunks, starts)
-        complete = []
-        for row, request in enumerate(requests):
-            request.num_prefilled += len(chunks[row])
-            if request.num_prefilled == len(request.prompt_ids):
-                self._decoding[request.slot] = self._prefilling.pop(request.request_id)
-                complete.append(row)
-        if complete:
-            self._sample(np.array([requests[row].slot for row in complete]), logits[complete], version)
+        """The next chunk of the oldest prompts; the requests of those that end here get their first token."""
+        prefills = self._prefills[: self._forward.prefill_rows]
+        starts = np.array([prefill.num_done for prefill in prefills])
+        size = self._forward.prefill_chunk
+        chunks = [prefill.prompt_ids[start : start + size] for prefill, start in zip(prefills, starts, strict=True)]
+        logits = self._forward.prefill(np.array([prefill.requests[0].slot for prefill in prefills]), chunks, starts)
+        slots, rows = [], []
+        for row, prefill in enumerate(prefills):
+            prefill.num_done += len(chunks[row])
+            if prefill.num_done == len(prefill.prompt_ids):
+                slots += self._end_prefill(prefill)
+                rows += [row] * len(prefill.requests)
+        if slots:
+            self._sample(np.array(slots), logits[rows], version)
+
+    def _end_prefill(self, prefill: Prefill) -> list[int]:
+        """Its requests go on to decoding; their slots."""
+        self._prefills.remove(prefill)
+        slots = [request.slot for request in prefill.requests]
+        self._forward.cache.copy(slots[0], torch.tensor(slots[1:], dtype=torch.int64), len(prefill.prompt_ids))
+        for request in prefill.requests:
+            request.prefill = None
+            self._decoding[request.slot] = request
+        return slots
 
     def _decode(self, version: int) -> None:
         slots = np.array(sorted(self._decoding))
@@ -139,7 +165,15 @@ class Scheduler:
     def _remove(self, request: Request) -> None:
         del self._requests[request.request_id]
         self._waiting.pop(request.request_id, None)
-        self._prefilling.pop(request.request_id, None)
+        if request.prefill is not None:
+            self._leave(request.prefill, request)
         if request.slot >= 0:
             self._decoding.pop(request.slot, None)
             heapq.heappush(self._free, request.slot)
+
+    def _leave(self, prefill: Prefill, request: Request) -> None:
+        if prefill.requests[0] is request:
+            prefill.num_done = 0  # what was computed goes with the slot
+        prefill.requests.remove(request)
+        if not prefill.requests:
+            self._prefills.remove(prefill)

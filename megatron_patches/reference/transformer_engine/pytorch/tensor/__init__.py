@@ -1,0 +1,4 @@
+"""Quantized tensor types: never instantiated here, targets of isinstance()."""
+
+
+class QuantizedTensor: ...

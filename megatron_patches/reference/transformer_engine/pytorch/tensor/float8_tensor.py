@@ -1,0 +1,4 @@
+"""FP8 tensor type: never instantiated here, a target of isinstance()."""
+
+
+class Float8Tensor: ...

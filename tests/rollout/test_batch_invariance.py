@@ -1,0 +1,147 @@
+"""Deterministic servers: a completion has the same tokens and the same bits of its log-probs in any company, order and slot."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moerl.rollout.hf.forward import Forward
+from moerl.rollout.hf.model import load_model
+from moerl.rollout.hf.scheduler import Request, Scheduler
+from moerl.types import SamplingParams
+
+NUM_SLOTS = 24
+RNG = np.random.default_rng(11)
+SUBJECT = (tuple(RNG.integers(0, 61, size=19).tolist()), SamplingParams(max_tokens=30, seed=5, temperature=0.9, top_p=0.95))
+OTHERS = [
+    (
+        tuple(RNG.integers(0, 61, size=RNG.integers(1, 50)).tolist()),
+        SamplingParams(max_tokens=int(RNG.integers(1, 40)), seed=i, top_k=i % 3),
+    )
+    for i in range(30)
+]
+GROUP = [(SUBJECT[0], SamplingParams(max_tokens=25, seed=100 + i)) for i in range(5)]
+"""Share the subject's prompt, and so its prefill."""
+
+
+def request_of(name, what, outcomes):
+    prompt, sampling = what
+    return Request(
+        request_id=name,
+        prompt_ids=np.array(prompt, dtype=np.int64),
+        sampling=sampling,
+        done=lambda outcome: outcomes.__setitem__(name, outcome),
+    )
+
+
+class Batch:
+    """A scheduler without server: `at` maps iteration -> requests that arrive before it."""
+
+    def __init__(self, directory: Path, kind: str):
+        options = dict(deterministic=True, max_context=256)
+        model = load_model(directory, dtype=torch.float32, load="checkpoint", **options)
+        self.forward = Forward(model, num_slots=NUM_SLOTS, prefill_chunk=8, **options)
+        self.kind = kind
+
+    def complete(self, at):
+        scheduler, outcomes = Scheduler(self.forward, max_context=256), {}
+        iteration = 0
+        while iteration <= max(at) or scheduler.num_running or scheduler.num_waiting:
+            for name, request in at.get(iteration, {}).items():
+                scheduler.add(request_of(name, request, outcomes))
+            scheduler.step(1, admit=True)
+            iteration += 1
+        return outcomes
+
+
+@pytest.fixture(scope="module", params=["moe", "dense"])
+def batch(request, checkpoints):
+    torch.set_num_threads(1)
+    return Batch(checkpoints[request.param].directory, request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(batch):
+    completion = batch.complete({0: {"subject": SUBJECT}})["subject"]
+    assert len(set(completion.token_ids)) > 5
+    return completion
+
+
+def others(count=len(OTHERS)):
+    return {f"other-{i}": request for i, request in enumerate(OTHERS[:count])}
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        {0: {"subject": SUBJECT, **others(20)}},
+        {0: {**others(20), "subject": SUBJECT}},
+        {0: others(7), 5: {"subject": SUBJECT}, 9: {f"later-{i}": request for i, request in enumerate(OTHERS[8:20])}},
+        {0: others(30), 1: {"subject": SUBJECT}},
+        {0: {"subject": SUBJECT, **{f"group-{i}": request for i, request in enumerate(GROUP)}}},
+        {0: {**{f"group-{i}": request for i, request in enumerate(GROUP)}, "subject": SUBJECT, **others(10)}},
+    ],
+    ids=["first-of-21", "last-slot-of-21", "others-come-and-go", "more-than-slots", "leads-its-group", "follows-in-its-group"],
+)
+def test_a_completion_has_the_same_bits_in_any_company(batch, alone, at):
+    assert batch.complete(at)["subject"] == alone
+
+
+def test_every_request_of_a_batch_has_the_bits_it_has_alone(batch):
+    together = batch.complete({0: others(22)})
+    for name, request in others(22).items():
+        assert together[name] == batch.complete({0: {name: request}})[name]
+
+
+def test_what_a_slot_held_before_does_not_matter(batch, alone):
+    for layer in batch.forward.cache.layers:
+        layer.keys[0] = layer.values[0] = torch.nan  # the subject takes the lowest slot
+    assert batch.complete({0: {"subject": SUBJECT}})["subject"] == alone
+
+
+def test_an_abort_in_a_shared_prefill_does_not_change_the_others(batch, alone):
+    outcomes = {}
+    scheduler = Scheduler(batch.forward, max_context=256)
+    for name, request in {"leader": GROUP[0], "subject": SUBJECT, "third": GROUP[1]}.items():
+        scheduler.add(request_of(name, request, outcomes))
+    scheduler.step(1, admit=True)  # one chunk of the prompt
+    scheduler.abort(["leader"])
+    while scheduler.num_running:
+        scheduler.step(1, admit=True)
+    assert outcomes["leader"].token_ids == ()
+    assert outcomes["subject"] == alone
+    assert len(outcomes["third"].token_ids) == 25
+
+
+def test_a_request_after_a_push_does_not_join_a_prefill_begun_before_it(batch):
+    """Its first chunks hold keys and values of the old weights."""
+    outcomes = {}
+    scheduler = Scheduler(batch.forward, max_context=256)
+    scheduler.add(request_of("old", SUBJECT, outcomes))
+    scheduler.step(1, admit=True)
+    embedding = batch.forward._body.embed_tokens.weight
+    saved = embedding.clone()
+    try:
+        embedding.mul_(0.5)
+        scheduler.add(request_of("new", SUBJECT, outcomes))
+        while scheduler.num_running or scheduler.num_waiting:
+            scheduler.step(2, admit=True)
+        fresh = batch.complete({0: {"new": SUBJECT}})["new"]
+    finally:
+        embedding.copy_(saved)
+    assert outcomes["new"].logprobs == fresh.logprobs
+    assert outcomes["old"].logprobs != fresh.logprobs
+
+
+def test_over_http_a_completion_has_the_bits_it_has_alone(run, served_moe):
+    async def scenario():
+        alone = await served_moe.engine.generate(*SUBJECT, "subject")
+        noise = [asyncio.create_task(served_moe.engine.generate(*request, name)) for name, request in others().items()]
+        crowded = await served_moe.engine.generate(*SUBJECT, "subject")
+        await asyncio.gather(*noise)
+        return alone, crowded
+
+    alone, crowded = run(scenario())
+    assert crowded == alone

@@ -1,0 +1,180 @@
+"""How servers start, fail and end. Each test starts its own."""
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import hf_engine, server_command
+
+from moerl.rollout.http_engine import HTTPEngine
+from moerl.rollout.server_process import ServerProcess
+from moerl.types import EngineError, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=240, seed=0)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def small_server(tmp_path, code, **options):
+    """A child that runs `code` instead of a model: the same owner, in milliseconds."""
+    options = {"label": "server", "log_path": tmp_path / "log", "start_seconds": 20, **options}
+    return ServerProcess([sys.executable, "-c", code], **options)
+
+
+def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_log_lines(run, tmp_path):
+    engine = hf_engine(tmp_path / "no-such-model", tmp_path / "logs" / "log")
+    with pytest.raises(EngineError, match=r"(?s)127\.0\.0\.1:0: the server ended with exit code 1\nlast lines of .*no-such-model"):
+        run(engine.start())
+    assert not is_alive(engine.pid)
+
+
+def test_only_the_last_lines_of_the_log_are_shown(run, tmp_path):
+    code = "import sys; [print(f'line {i}', file=sys.stderr) for i in range(100)]; sys.exit(3)"
+    with pytest.raises(EngineError, match="exit code 3") as error:
+        run(small_server(tmp_path, code).start())
+    lines = [line.strip() for line in str(error.value).splitlines() if line.startswith("    ")]
+    assert lines == [f"line {i}" for i in range(80, 100)]
+
+
+def test_a_model_the_engine_cannot_run_is_refused_with_a_reason(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(EngineError, match=r"model_type = 'gpt2' of .*: must be one of qwen3, qwen3_moe; .* Use another rollout.engine"):
+        run(hf_engine(tmp_path, tmp_path / "log").start())
+
+
+def test_a_context_longer_than_the_model_knows_is_refused(run, checkpoints, tmp_path):
+    with pytest.raises(EngineError, match=r"model.max_context = 257: must be at most 256.*Lower model.max_context"):
+        run(hf_engine(checkpoints["dense"].directory, tmp_path / "log", "--max-context", 257).start())
+
+
+def test_a_port_in_use_is_refused_with_what_to_do(run, checkpoints, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        engine = hf_engine(checkpoints["dense"].directory, tmp_path / "log", port=port)
+        with pytest.raises(EngineError, match=rf"rollout.port = {port}: port is in use on 127.0.0.1; .* Set rollout.port=0"):
+            run(engine.start())
+    assert not is_alive(engine.pid)
+
+
+def test_a_server_that_is_never_ready_is_ended_at_the_deadline(run, tmp_path):
+    process = small_server(tmp_path, "import time; time.sleep(60)", start_seconds=0.5)
+    with pytest.raises(EngineError, match=r"not ready after rollout.start_seconds = 0.5"):
+        run(process.start())
+    assert not is_alive(process.pid)
+
+
+def test_an_interpreter_that_does_not_exist_is_named(run, tmp_path):
+    engine = HTTPEngine(["/no/such/python"], host="127.0.0.1", port=0, log_path=tmp_path / "log", start_seconds=5)
+    with pytest.raises(EngineError, match=r"cannot run '/no/such/python'.*check rollout.python"):
+        run(engine.start())
+
+
+def test_a_child_that_writes_something_else_than_its_port_is_ended(run, tmp_path):
+    process = small_server(tmp_path, "import time; print('hello', flush=True); time.sleep(60)")
+    with pytest.raises(EngineError, match=r"wrote b'hello\\n' instead of its port"):
+        run(process.start())
+    assert not is_alive(process.pid)
+
+
+def test_a_server_that_ignores_sigterm_is_killed(run, tmp_path):
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{\"port\": 1}', flush=True); time.sleep(60)"
+    process = small_server(tmp_path, code, close_seconds=0.2)
+    assert run(process.start()) == 1
+    run(process.close())
+    assert not is_alive(process.pid)
+    run(process.close())
+
+
+def test_close_before_start_and_twice_does_nothing(run, tmp_path):
+    engine = hf_engine(tmp_path, tmp_path / "log")
+    run(engine.close())
+    run(engine.close())
+    with pytest.raises(EngineError, match="not running; start it first"):
+        run(engine.health())
+
+
+def test_close_ends_requests_and_the_server_with_exit_code_zero(run, checkpoints, tmp_path):
+    engine = hf_engine(checkpoints["dense"].directory, tmp_path / "log", "--load", "checkpoint")
+
+    async def scenario():
+        await engine.start()
+        port = int(engine.name.rsplit(":", 1)[1])
+        health = await engine.health()
+        await engine.pause("keep")
+        held = asyncio.create_task(engine.generate((1, 2, 3), SAMPLING, "held"))
+        while (await engine.health()).num_waiting == 0:
+            await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGTERM)
+        with pytest.raises(EngineError, match=r"held: the server is shutting down|the server ended with exit code 0"):
+            await held
+        await engine.close()
+        return port, health
+
+    port, health = run(scenario())
+    assert (health.status, health.version) == ("healthy", 0)
+    assert not is_alive(engine.pid)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the port is free again
+
+
+def test_a_server_that_dies_in_a_request_is_named_with_its_signal_and_log(run, checkpoints, tmp_path):
+    engine = hf_engine(checkpoints["dense"].directory, tmp_path / "log", "--load", "checkpoint")
+
+    async def scenario():
+        await engine.start()
+        await engine.pause("keep")
+        held = [asyncio.create_task(engine.generate((1, 2, 3), SAMPLING, f"r{i}")) for i in range(3)]
+        while (await engine.health()).num_waiting < 3:
+            await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGKILL)
+        errors = await asyncio.gather(*held, return_exceptions=True)
+        with pytest.raises(EngineError, match="by signal 9"):
+            await engine.health()
+        await engine.close()
+        return errors
+
+    for error in run(scenario()):
+        assert isinstance(error, EngineError)
+        assert str(error).startswith(f"{engine.name}: the server ended by signal 9 (Killed)\nlast lines of {tmp_path / 'log'}:\n")
+        assert "serving on port" in str(error)
+
+
+def test_a_server_ends_when_its_owner_is_killed(checkpoints, tmp_path):
+    """The owner is a process of its own, killed by SIGKILL: no handler of it can run."""
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from moerl.rollout.http_engine import HTTPEngine
+
+async def main():
+    engine = HTTPEngine(sys.argv[1:], host="127.0.0.1", port=0, log_path=Path({str(tmp_path / "log")!r}), start_seconds=100)
+    await engine.start()
+    print(engine.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    command = server_command(checkpoints["dense"].directory, "--load", "checkpoint")
+    with subprocess.Popen([sys.executable, "-c", code, *command], stdout=subprocess.PIPE) as owner:
+        server = os.pidfd_open(int(owner.stdout.readline()))
+        owner.kill()
+    wait_for_exit(server, seconds=20)
+    assert "the owner of this server is gone" in (tmp_path / "log").read_text()
+
+
+def wait_for_exit(pidfd, *, seconds):
+    with os.fdopen(pidfd, "rb", buffering=0):
+        ended, _, _ = select.select([pidfd], [], [], seconds)
+    assert ended, f"still running after {seconds} s"
