@@ -97,16 +97,20 @@ def _answer_devices_and_streams() -> None:
 
     setattr(current_device, _MARK, True)
     cuda.current_device = current_device
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = cuda.ipc_collect = _nothing
+    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "_lazy_init"):
+        setattr(cuda, name, _nothing())
     cuda.Stream, cuda.Event, cuda.stream = Stream, Event, stream
-    cuda.current_stream = cuda.default_stream = lambda device=None: the_stream
+    cuda.current_stream = lambda device=None: the_stream
+    cuda.default_stream = lambda device=None: the_stream
     cuda.is_current_stream_capturing = lambda: False
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = _nothing
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
     # Without triton torch.compile would fail at the first call; Megatron compiles only for speed.
     torch.compile = lambda model=None, *_, **__: model if model is not None else (lambda f: f)  # type: ignore[assignment]
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _nothing() -> Callable[..., None]:
+    """A new function each time: torch._dynamo refuses one object under two names of torch."""
+    return lambda *_, **__: None
 
 
 def _answer_rng() -> None:
@@ -130,7 +134,6 @@ def _answer_rng() -> None:
     cuda.manual_seed = cuda.random.manual_seed = cuda.manual_seed_all = manual_seed
     cuda.default_generators = Generators()
     cuda._lazy_call = lambda callback, **_: callback()
-    cuda._lazy_init = _nothing
 
 
 def _is_cuda(device: Any) -> bool:
@@ -160,7 +163,7 @@ def _redirect_tensors() -> None:
     tensor.to, tensor.type = to, type_
     tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
     tensor.pin_memory = lambda self, *_, **__: self
-    tensor.record_stream = _nothing
+    tensor.record_stream = _nothing()
 
 
 def _redirect_factories() -> None:

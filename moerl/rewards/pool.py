@@ -56,9 +56,10 @@ class RewardPool:
         except BaseException:
             await self.close()
             raise
-        self._running = True
+        self._free = asyncio.Queue()
         for slot in slots:
             self._free.put_nowait(slot)
+        self._running = True
 
     async def close(self) -> None:
         """Ends every worker and waits for their exit; safe to call twice and before start. Checks under way get an error."""

@@ -32,15 +32,20 @@ class WorkerProcess:
     async def start(cls) -> "WorkerProcess":
         """The caller's thread must last as long as the worker: the kernel takes its end for the driver's."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        try:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds, and a thread of a pool may end too early
                 [sys.executable, "-c", _BOOT, *sys.path, str(os.getpid())],
-                stdin=theirs, stdout=theirs,
+                stdin=theirs.fileno(), stdout=theirs.fileno(),
                 # Verifiers are not parallel inside; thread pools sized for the machine would use up the address space.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                 # Ctrl-C is for the driver, and a kill reaches what a user's function started.
                 start_new_session=True,
             )  # fmt: skip
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         return cls(process, *await asyncio.open_connection(sock=ours, limit=_LONGEST_ANSWER))
 
     @property

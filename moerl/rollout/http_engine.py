@@ -44,25 +44,25 @@ class HTTPEngine:
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
-        return _parse(self.name, wire.COMPLETION, await self._call("POST", "/generate", wire.GENERATE, body))
+        return _parse(self.name, wire.COMPLETION, await self.call("POST", "/generate", wire.GENERATE, body))
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
-        await self._call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
+        await self.call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._call("POST", "/pause", wire.PAUSE, wire.PauseBody(mode=mode))
+        await self.call("POST", "/pause", wire.PAUSE, wire.PauseBody(mode=mode))
 
     async def resume(self) -> None:
-        await self._call("POST", "/resume")
+        await self.call("POST", "/resume")
 
     async def sleep(self) -> None:
-        await self._call("POST", "/sleep")
+        await self.call("POST", "/sleep")
 
     async def wake(self) -> None:
-        await self._call("POST", "/wake")
+        await self.call("POST", "/wake")
 
     async def health(self) -> EngineHealth:
-        return _parse(self.name, wire.HEALTH, await self._call("GET", "/health"))
+        return _parse(self.name, wire.HEALTH, await self.call("GET", "/health"))
 
     def receiver(self) -> "HTTPReceiver":
         return HTTPReceiver(self)
@@ -73,7 +73,7 @@ class HTTPEngine:
             await session.close()
         await self._process.close()
 
-    async def _call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
+    async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
         """The answer's body. EngineError with the server's reason for a refusal, with its last log lines if it is gone."""
         if self._session is None:
             raise EngineError(f"{self.name}: {path} on a server that is not running; start it first")
@@ -117,7 +117,7 @@ class HTTPReceiver:
 
     async def _call(self, path: str, adapter: TypeAdapter[Any], body: object) -> None:
         try:
-            await self._engine._call("POST", path, adapter, body)
+            await self._engine.call("POST", path, adapter, body)
         except EngineError as error:
             raise WeightError(str(error)) from error
 

@@ -12,6 +12,9 @@ import numpy
 def length(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str)
 
+def allocate(data_source, solution_str, ground_truth, extra_info):
+    return len(bytearray(extra_info["num_bytes"]))
+
 def seen(data_source, solution_str, ground_truth, extra_info):
     return {"score": 0.25, "length": len(solution_str), "index": extra_info["index"], "same": solution_str == ground_truth,
             "source": data_source, "numpy": numpy.float32(2.5), "lost": float("nan")}

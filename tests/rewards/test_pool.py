@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.config.schema import RewardConfig, RewardTerm
+from moerl.config.schema import GymData, RewardConfig, RewardTerm
 from moerl.rewards.pool import RewardPool
+from moerl.rollout.datasets import load_dataset
 from moerl.types import ConfigError, Prompt, Score
 
 
@@ -108,6 +109,31 @@ def test_a_bomb_for_math_verify_costs_one_worker(bomb):
     assert pool.error_counts == {"timeout": 1}
 
 
+def test_a_worker_may_allocate_what_the_pool_allows_and_no_more(functions):
+    config = RewardConfig(terms={"own": RewardTerm(kind="function", path=f"{functions}:allocate")})
+
+    async def main() -> list[Score]:
+        async with RewardPool(config, memory_bytes=256 * 2**20) as pool:
+            return [await pool.score(prompt(num_bytes=mebibytes * 2**20), "x") for mebibytes in (128, 512, 128)]
+
+    small, large, again = asyncio.run(main())
+    assert small.reward == again.reward == 128 * 2**20
+    assert large.error == "reward.terms.own: MemoryError"
+
+
+def test_a_gym_row_is_scored_in_a_worker():
+    row = load_dataset(GymData(task="chain_sum", size=1), seed=0)[0]
+    config = RewardConfig(terms={"gym": RewardTerm(kind="gym")})
+
+    async def main() -> list[Score]:
+        async with RewardPool(config) as pool:
+            return [await pool.score(prompt(row.ground_truth, **row.extra_info), text) for text in (row.ground_truth, "no idea")]
+
+    right, wrong = asyncio.run(main())
+    assert right == Score(reward=1.0, parts={"gym": 1.0})
+    assert wrong == Score(reward=0.0, parts={"gym": 0.0})
+
+
 def test_the_term_that_hangs_is_the_one_named(functions):
     terms = {"first": RewardTerm(kind="exact"), "second": RewardTerm(kind="function", path=f"{functions}:misbehave")}
     [score], _ = score_all(RewardConfig(terms=terms, timeout_seconds=0.5), "sleep")
@@ -193,6 +219,10 @@ def test_nothing_is_left_after_close_and_scoring_then_is_an_error(misbehaving):
         await pool.start()
         assert len(children() - before) == 2
         await pool.close()
+        await pool.start()
+        scores = await asyncio.gather(*(pool.score(prompt(), text) for text in ["scalar", "fine"] * 10))
+        assert [score.reward for score in scores] == [3.0, 1.0] * 10
+        await pool.close()
         await pool.close()
         with pytest.raises(RuntimeError, match="not running"):
             await pool.score(prompt(), "fine")
@@ -236,7 +266,11 @@ def test_workers_die_with_a_killed_driver_even_in_the_middle_of_a_bomb(functions
             assert all(is_running(pid) for pid in pids)
         finally:
             os.kill(driver.pid, signal.SIGKILL)
-    wait_until_gone(pids)
+    try:
+        wait_until_gone(pids)
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_cheap_verifiers_score_a_batch_in_a_fraction_of_a_second():

@@ -1,117 +1,17 @@
-"""Tiny checkpoints, rollout servers that live as long as the test session, and a trainer's side that pushes real bytes."""
+"""One event loop and a few rollout servers for the whole test session."""
 
 import asyncio
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from moerl.rollout.engine import RolloutEngine
-from moerl.rollout.fake import FakeEngine
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_servers import CONFIGS, SERVER_OPTIONS, Checkpoint, Served, hf_engine, new_fake, write_checkpoint
+
 from moerl.rollout.http_engine import HTTPEngine
-from moerl.rollout.limits import Limits
-from moerl.types import Bucket, Manifest
-from moerl.weights.send import WeightSender
-from moerl.weights.spec import spec_of
-from moerl.weights.sync import Transport, WeightSync
-
-VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=MAX_CONTEXT,
-    initializer_range=0.2,
-)
-CONFIGS = {
-    "moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
-    "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
-}
-SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": []}
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    directory: Path
-    tensors: Tensors
-    """As the checkpoint file names them."""
-
-
-class Source:
-    """The trainer's side of a push: the tensors of one version at a time. `damaged` names a tensor whose digest is announced wrongly."""
-
-    def __init__(self, tensors: Tensors, version: int, *, damaged: str = ""):
-        self.tensors, self.version, self.damaged = tensors, version, damaged
-
-    async def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in self.tensors.items()))
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        self.sender = WeightSender(transport, bucket_bytes=20_000, timeout_seconds=20)
-        return self.sender.listen(num_receivers)
-
-    async def connect(self) -> None:
-        await asyncio.to_thread(self.sender.connect)
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self.items = iter(self.tensors.items())
-        bucket = self.sender.pack(index, self.items)
-        for entry in () if bucket is None else bucket.entries:
-            if entry.name == self.damaged:
-                object.__setattr__(entry, "digest", "0" * 32)
-        return bucket
-
-    async def transmit(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.sender.transmit, bucket)
-
-
-async def push(engine: RolloutEngine, tensors: Tensors, version: int, *, transport: Transport = "shm", damaged: str = "") -> None:
-    source = Source(tensors, version, damaged=damaged)
-    try:
-        await WeightSync(source, {engine.name: engine.receiver()}, transport=transport, settle_seconds=25).push(version)
-    finally:
-        source.sender.close()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """A started engine with its checkpoint's weights as version 1."""
-
-    engine: RolloutEngine
-    tensors: Tensors
-
-    async def push(self, version: int, *, scale: float = 1.0, transport: Transport = "shm", damaged: str = "") -> None:
-        """The checkpoint's tensors times `scale`."""
-        tensors = {name: tensor * scale for name, tensor in self.tensors.items()}
-        await push(self.engine, tensors, version, transport=transport, damaged=damaged)
-
-
-def write_checkpoint(directory: Path, name: str) -> Checkpoint:
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(directory)
-    return Checkpoint(directory=directory, tensors=load_file(directory / "model.safetensors"))
-
-
-def server_command(directory: Path, *options: object) -> list[str]:
-    fixed = ["--model", directory, "--max-context", MAX_CONTEXT, "--max-running", MAX_RUNNING, "--prefill-chunk", 8]
-    return [sys.executable, "-m", "moerl.rollout.hf", *map(str, [*fixed, *options])]
-
-
-def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, start_seconds: float = 120) -> HTTPEngine:
-    command = server_command(directory, "--port", port, *options)
-    return HTTPEngine(command, host="127.0.0.1", port=port, log_path=log_path, start_seconds=start_seconds)
 
 
 @pytest.fixture(scope="session")
@@ -142,12 +42,6 @@ def hf_engines(run, checkpoints, tmp_path_factory) -> Iterator[dict[str, HTTPEng
     run(together(engine.start() for engine in engines.values()))
     yield engines
     run(together(engine.close() for engine in engines.values()))
-
-
-def new_fake(checkpoint: Checkpoint) -> FakeEngine:
-    expected = {name: spec_of(name, tensor) for name, tensor in checkpoint.tensors.items()}
-    limits = Limits(max_context=MAX_CONTEXT, vocab_size=VOCAB)
-    return FakeEngine("fake-0", limits=limits, expected=expected, max_running=MAX_RUNNING)
 
 
 @pytest.fixture(params=["fake", "moe", "dense"])

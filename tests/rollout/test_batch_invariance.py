@@ -28,22 +28,17 @@ GROUP = [(SUBJECT[0], SamplingParams(max_tokens=25, seed=100 + i)) for i in rang
 
 def request_of(name, what, outcomes):
     prompt, sampling = what
-    return Request(
-        request_id=name,
-        prompt_ids=np.array(prompt, dtype=np.int64),
-        sampling=sampling,
-        done=lambda outcome: outcomes.__setitem__(name, outcome),
-    )
+    prompt_ids = np.array(prompt, dtype=np.int64)
+    return Request(request_id=name, prompt_ids=prompt_ids, sampling=sampling, done=lambda outcome: outcomes.__setitem__(name, outcome))
 
 
 class Batch:
     """A scheduler without server: `at` maps iteration -> requests that arrive before it."""
 
-    def __init__(self, directory: Path, kind: str):
-        options = dict(deterministic=True, max_context=256)
+    def __init__(self, directory: Path, *, deterministic: bool):
+        options = dict(deterministic=deterministic, max_context=256)
         model = load_model(directory, dtype=torch.float32, load="checkpoint", **options)
         self.forward = Forward(model, num_slots=NUM_SLOTS, prefill_chunk=8, **options)
-        self.kind = kind
 
     def complete(self, at):
         scheduler, outcomes = Scheduler(self.forward, max_context=256), {}
@@ -59,7 +54,7 @@ class Batch:
 @pytest.fixture(scope="module", params=["moe", "dense"])
 def batch(request, checkpoints):
     torch.set_num_threads(1)
-    return Batch(checkpoints[request.param].directory, request.param)
+    return Batch(checkpoints[request.param].directory, deterministic=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +64,7 @@ def alone(batch):
     return completion
 
 
-def others(count=len(OTHERS)):
+def others(count=30):
     return {f"other-{i}": request for i, request in enumerate(OTHERS[:count])}
 
 
@@ -133,6 +128,14 @@ def test_a_request_after_a_push_does_not_join_a_prefill_begun_before_it(batch):
         embedding.copy_(saved)
     assert outcomes["new"].logprobs == fresh.logprobs
     assert outcomes["old"].logprobs != fresh.logprobs
+
+
+@pytest.mark.parametrize("name", ["moe", "dense"])
+def test_the_fast_shapes_give_the_same_completions_up_to_rounding(checkpoints, name):
+    exact, fast = (Batch(checkpoints[name].directory, deterministic=choice).complete({0: others(22)}) for choice in (True, False))
+    for request_id, completion in exact.items():
+        assert fast[request_id].token_ids == completion.token_ids
+        assert fast[request_id].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
 
 
 def test_over_http_a_completion_has_the_bits_it_has_alone(run, served_moe):

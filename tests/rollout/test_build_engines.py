@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from conftest import push
+from tiny_servers import push
 
 from moerl.config.schema import (
     GRPOConfig,

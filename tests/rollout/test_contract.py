@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tiny_servers import until
 
 from moerl.types import EngineError, Manifest, SamplingParams, VersionSpan, WeightError
 from moerl.weights.spec import spec_of
@@ -14,11 +15,6 @@ LONG = 200
 
 def ask(served, name, *, max_tokens=12, seed=7, prompt=PROMPT, **sampling):
     return asyncio.create_task(served.engine.generate(prompt, SamplingParams(max_tokens=max_tokens, seed=seed, **sampling), name))
-
-
-async def until(engine, condition):
-    while not condition(await engine.health()):
-        await asyncio.sleep(0)
 
 
 async def running(served, count=1):

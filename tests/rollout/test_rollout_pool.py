@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from conftest import new_fake, push
+from tiny_servers import new_fake, push
 
 from moerl.rollout.pool import RolloutPool
 from moerl.types import EngineError, SamplingParams

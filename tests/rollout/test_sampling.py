@@ -1,5 +1,7 @@
 """Tokens from logits: frequencies, restrictions, and independence of rows."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -91,7 +93,7 @@ def test_uniforms_of_a_seed_do_not_depend_on_their_number():
 def test_spans_are_the_runs_of_the_versions(versions):
     spans = version_spans(np.array(versions, dtype=np.int64))
     assert [span.version for span in spans for _ in range(span.num_tokens)] == versions
-    assert all(a.version != b.version for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.version != b.version for a, b in pairwise(spans))
 
 
 def test_a_slot_taken_again_remembers_nothing():

@@ -1,0 +1,138 @@
+"""Carry parameters between a Megatron model spread over ranks and Hugging Face names, one tensor at a time.
+
+Both directions walk the family's rules. Export is a collective: every rank iterates it to the end, rank 0 gets the tensors.
+An expert or a pipeline stage is held by some ranks only; the lowest of them gathers its tensor-parallel shards and sends.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moerl.models.checkpoint import HFCheckpoint
+from moerl.models.family import Family, Rule, Sizes, merge, split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """The process groups over which a parameter may be split."""
+
+    tensor: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owned:
+    """A parameter this rank holds, under its global name."""
+
+    name: str
+    rule: Rule
+    numbers: dict[str, int]
+    parameter: nn.Parameter
+
+
+class Bridge:
+    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool):
+        """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice."""
+        self._groups, self._sizes, self._tied, self._family = groups, sizes, tied, family
+        self._owned = {item.name: item for chunk in chunks for item in self._own(chunk)}
+        self._owners = self._find_owners()
+
+    def load(self, checkpoint: HFCheckpoint) -> None:
+        """Fill every parameter of this rank. Raises CheckpointError for a missing tensor, ValueError for a wrong shape."""
+        for item in self._owned.values():
+            tensors = [checkpoint.read(name) for name in self._hf_names(item.rule, item.numbers)]
+            group = self._shard_group(item.rule)
+            shard = split(item.rule, tensors, rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)
+            if shard.shape != item.parameter.shape:
+                raise ValueError(f"{item.name}: the checkpoint gives {tuple(shard.shape)}, the model has {tuple(item.parameter.shape)}")
+            with torch.no_grad():
+                item.parameter.copy_(shard)
+
+    def names(self) -> list[str]:
+        """Every Hugging Face name, in the order of `export`."""
+        return [hf for name in self._owners for hf in self._hf_names(*self._family.find(name))]
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) on rank 0; nothing, after the same communication, on the others."""
+        for name, source in self._owners.items():
+            rule, numbers = self._family.find(name)
+            tensors = self._collect(name, rule, source)
+            if dist.get_rank() == 0:
+                yield from zip(self._hf_names(rule, numbers), tensors, strict=True)
+
+    def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
+        """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
+        group = self._shard_group(rule)
+        tensors: list[Tensor] = []
+        if name in self._owned and source in dist.get_process_group_ranks(group):
+            tensors = merge(rule, self._gather(self._owned[name].parameter.detach(), rule, group), sizes=self._sizes)
+        if source == 0 or dist.get_rank() not in (0, source):
+            return tensors
+        if dist.get_rank() == source:
+            for tensor in tensors:
+                _send(tensor.contiguous())
+            return []
+        return [_receive(source) for _ in rule.hf]
+
+    @staticmethod
+    def _gather(shard: Tensor, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:
+        if group.size() == 1 or rule.shard == "replicated":
+            return [shard]
+        shards = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(shards, shard.contiguous(), group=group)
+        return shards
+
+    def _own(self, chunk: nn.Module) -> Iterator[Owned]:
+        for local, parameter in chunk.named_parameters():
+            name = self._global_name(chunk, local)
+            rule, numbers = self._family.find(name)
+            yield Owned(name=name, rule=rule, numbers=numbers, parameter=parameter)
+
+    def _global_name(self, chunk: nn.Module, local: str) -> str:
+        """Megatron counts layers from 0 in each stage and experts from 0 on each rank."""
+        parts = local.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)  # type: ignore[union-attr,index]
+        if "experts" in parts:
+            stem = parts[-1].rstrip("0123456789")
+            num_local = sum(1 for key, _ in chunk.get_submodule(".".join(local.split(".")[:-1])).named_parameters() if key.startswith(stem))
+            parts[-1] = f"{stem}{int(parts[-1][len(stem) :]) + self._groups.expert.rank() * num_local}"
+        return ".".join(parts)
+
+    def _find_owners(self) -> dict[str, int]:
+        """Global name -> lowest rank that holds it, in one order on every rank; without a tied output layer."""
+        held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(held, list(self._owned))
+        owners: dict[str, int] = {}
+        for rank, names in enumerate(held):
+            for name in names:
+                owners.setdefault(name, rank)
+        if self._tied:
+            owners.pop("output_layer.weight", None)
+        return owners
+
+    def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
+        if self._tied and rule.megatron == "output_layer.weight":
+            return ["model.embed_tokens.weight"]
+        return [name.format(**numbers) for name in rule.hf]
+
+    def _shard_group(self, rule: Rule) -> dist.ProcessGroup:
+        return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
+
+
+def _send(tensor: Tensor) -> None:
+    dist.send_object_list([(tuple(tensor.shape), tensor.dtype)], dst=0)
+    dist.send(tensor, dst=0)
+
+
+def _receive(source: int) -> Tensor:
+    header: list[tuple[tuple[int, ...], torch.dtype]] = [((), torch.float32)]
+    dist.recv_object_list(header, src=source)
+    shape, dtype = header[0]
+    tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+    dist.recv(tensor, src=source)
+    return tensor

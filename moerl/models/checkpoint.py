@@ -1,0 +1,81 @@
+"""Hugging Face safetensors checkpoints, one tensor at a time."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moerl.types import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+
+
+class HFCheckpoint:
+    """Reads tensors by name, whichever file holds them. A context manager: files stay mapped until it ends."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files = _file_of_each(directory)
+        self._stack = ExitStack()
+        self._open: dict[str, safe_open] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        """Raises CheckpointError naming the tensor and its file."""
+        file = self._files.get(name)
+        if file is None:
+            raise CheckpointError(f"{self._directory}: no file of this checkpoint holds {name}; is it complete, and of this model?")
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+            return self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._directory / file}: cannot read {name} ({error}); fetch this file again") from error
+
+
+def _file_of_each(directory: Path) -> dict[str, str]:
+    index = directory / INDEX
+    if index.exists():
+        return dict(json.loads(index.read_text())["weight_map"])
+    single = directory / "model.safetensors"
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{single}: cannot be read ({error}); write or fetch the checkpoint again") from error
+
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, *, shard_bytes: int) -> None:
+    """Files of about `shard_bytes` and their index. The caller makes `directory` visible only when this returns."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(_shards(tensors, shard_bytes)):
+        file = f"model-{number:05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+        total += sum(tensor.nbytes for tensor in shard.values())
+    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().contiguous().cpu().clone()
+        size += tensor.nbytes
+    if shard:
+        yield shard

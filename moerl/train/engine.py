@@ -1,0 +1,197 @@
+"""One training rank: log-probs and updates of packed micro-batches through Megatron's forward-backward schedule.
+
+Every rank gets the whole TrainBatch and makes the same plan; it packs and runs the micro-batches of its data-parallel rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moerl.algorithms.base import Objective
+from moerl.config.schema import TrainConfig
+from moerl.models.checkpoint import HFCheckpoint
+from moerl.train.logprobs import logprobs_and_entropy
+from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
+from moerl.train.model import build_model
+from moerl.train.packing import PackedMicroBatch, pack, plan_micro_batches, split_mini_batches, unpack_logprobs
+from moerl.types import StepStats, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a rank needs of the run's configuration."""
+
+    train: TrainConfig
+    model_dir: Path
+    max_context: int
+    temperature: float
+    uses_reference: bool
+
+
+class MegatronEngine:
+    def __init__(self, settings: EngineSettings):
+        """Megatron's groups must exist. Loads the Hugging Face weights of `model_dir`, and keeps a copy of them as the reference."""
+        self._settings, self._train = settings, settings.train
+        self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
+        with HFCheckpoint(settings.model_dir) as checkpoint:
+            self.model.bridge.load(checkpoint)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(settings.train), self.model.wrapped)
+        self.optimizer.reload_model_params()
+        self._reference = [p.detach().clone() for p in self._parameters()] if settings.uses_reference else None
+
+    # -- the two verbs of a step -----------------------------------------------------------------------------
+
+    def logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """float32 [T] aligned with token_ids_T: the log-prob of every token under the current weights; the same on all ranks."""
+        packed = self._micro_batches(batch)
+        outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
+        pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)]
+        total_T = torch.from_numpy(unpack_logprobs(pieces, batch))
+        dist.all_reduce(total_T, group=parallel_state.get_data_parallel_group_gloo())
+        return total_T.numpy()
+
+    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """The same under the initial weights, swapped in for this pass."""
+        assert self._reference is not None, "settings.uses_reference is False"
+        self._swap_reference()
+        try:
+            return self.logprobs(batch)
+        finally:
+            self._swap_reference()
+
+    def update(self, batch: TrainBatch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+        """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        results = [self._mini_batch(batch.select(part), objective) for part in split_mini_batches(batch, num_updates)]
+        return StepStats(
+            **step_statistics([result.sums for result in results], uses_reference=objective.uses_reference),  # type: ignore[arg-type]
+            grad_norm=max(result.grad_norm for result in results),
+            learning_rate=lr,
+            padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
+        )
+
+    # -- one mini-batch --------------------------------------------------------------------------------------
+
+    def _mini_batch(self, batch: TrainBatch, objective: Objective) -> "_MiniBatchResult":
+        packed = self._micro_batches(batch)
+        for chunk in self.model.wrapped:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch))
+        outputs = self._run(packed, loss, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.cuda.current_device()))
+        counts = total.sums.new_tensor([sum(micro.num_padding for micro in packed), sum(len(micro.token_ids_T) for micro in packed)])
+        group = parallel_state.get_data_parallel_group()
+        for summed in (total.sums, counts):
+            dist.all_reduce(summed, group=group)
+        dist.all_reduce(total.mismatch_max, op=dist.ReduceOp.MAX, group=group)
+        return _MiniBatchResult(sums=total, grad_norm=float(grad_norm), num_padding=int(counts[0]), num_positions=int(counts[1]))
+
+    def _micro_batches(self, batch: TrainBatch) -> list[PackedMicroBatch]:
+        layout = self._train.layout
+        plan = plan_micro_batches(
+            batch.lengths, num_ranks=layout.dp, token_budget=self._train.micro_batch_tokens, token_multiple=layout.token_multiple
+        )
+        return [pack(batch, members, layout.token_multiple) for members in plan[parallel_state.get_data_parallel_rank()]]
+
+    def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
+        """What `loss` returned for each micro-batch, in order."""
+        return get_forward_backward_func()(
+            forward_step_func=partial(_forward, loss),
+            data_iterator=iter(packed),
+            model=self.model.wrapped,
+            num_microbatches=len(packed),
+            seq_length=1,  # without effect: variable_seq_lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(
+            logits[0],
+            torch.from_numpy(micro.labels_T).to(logits.device),
+            temperature=self._settings.temperature,
+            vocab_size=self.model.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    # -- reference -------------------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for chunk in self.model.chunks:
+            yield from chunk.parameters()
+
+    @torch.no_grad()
+    def _swap_reference(self) -> None:
+        """Exchange the contents of the parameters and of their copies; parameters stay where the optimizer put them."""
+        assert self._reference is not None
+        for parameter, kept in zip(self._parameters(), self._reference, strict=True):
+            current = parameter.clone()
+            parameter.copy_(kept)
+            kept.copy_(current)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MiniBatchResult:
+    sums: LossSums
+    grad_norm: float
+    num_padding: int
+    num_positions: int
+
+
+def _forward(loss: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
+    """Megatron's forward step: logits [1, T, V / tp] and the function that turns them into a loss."""
+    micro = next(iterator)
+    device = torch.cuda.current_device()
+    bounds = torch.from_numpy(micro.cu_seqlens).to(device)
+    sequences = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen
+    )
+    tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
+    logits = model(tokens, positions, None, packed_seq_params=sequences)
+    return logits, partial(loss, micro)
+
+
+def _loss(
+    token_logprobs: Any, objective: Objective, denominators: Denominators, micro: PackedMicroBatch, logits: Tensor
+) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
+    logp_T, entropy_T = token_logprobs(logits, micro)
+    columns = LossColumns.of(micro, device=logits.device)
+    loss, sums = micro_batch_loss(logp_T, entropy_T, columns, objective, denominators)
+    return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
+
+
+def _keep_logprobs(
+    token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    logp_T, _ = token_logprobs(logits, micro)
+    return logp_T.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {"logprobs_T": logp_T.detach().cpu()}
+
+
+def _optimizer_config(train: TrainConfig) -> OptimizerConfig:
+    settings = train.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        clip_grad=0.0 if settings.clip_grad is None else settings.clip_grad,
+        bf16=train.dtype == "bfloat16",
+        params_dtype=getattr(torch, train.dtype),
+        use_distributed_optimizer=True,
+    )

@@ -1,0 +1,146 @@
+"""Build this rank's part of the model: process groups, Megatron's GPTModel on its Transformer Engine specs, data-parallel wrapper.
+
+Call only after megatron_patches.activate().
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from moerl.config.layout import Layout
+from moerl.config.schema import TrainConfig
+from moerl.models import FAMILIES
+from moerl.models.bridge import Bridge, Groups
+from moerl.models.family import Family, Sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    config: TransformerConfig
+    chunks: list[nn.Module]
+    """GPTModel."""
+    wrapped: list[nn.Module]
+    """The same in DistributedDataParallel: what runs."""
+    bridge: Bridge
+    vocab_size: int
+    """Rows of the logits above it are padding."""
+
+
+def initialize_groups(layout: Layout, seed: int) -> None:
+    """Megatron's process groups over the default group, and its RNG streams."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
+    hf = json.loads((model_dir / "config.json").read_text())
+    family = FAMILIES[hf["model_type"]]
+    config = _transformer_config(family, hf, train)
+    vocab_size, tied = hf["vocab_size"], hf["tie_word_embeddings"]
+    padded_vocab_size = -(-vocab_size // train.layout.tp) * train.layout.tp
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
+        vocab_size=padded_vocab_size,
+        max_sequence_length=max_context,
+        position_embedding_type="rope",
+        rotary_base=_rope_theta(hf),
+        share_embeddings_and_output_weights=tied,
+    )
+    _reduce_replicated_experts(chunk, train.layout)
+    sizes = Sizes(
+        num_query_groups=hf["num_key_value_heads"], head_dim=hf["head_dim"], vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
+    )
+    return Model(
+        config=config,
+        chunks=[chunk],
+        wrapped=[_wrap(config, chunk)],
+        bridge=Bridge(family, [chunk], groups=_bridge_groups(), sizes=sizes, tied=tied),
+        vocab_size=vocab_size,
+    )
+
+
+def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
+    layout, dtype = train.layout, getattr(torch, train.dtype)
+    config = TransformerConfig(
+        **family.transformer_config(hf),
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        variable_seq_lengths=True,
+        # The loss is scaled once, in moerl/train/loss.py: Megatron must neither average over micro-batches nor over ranks.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        **train.megatron,
+    )
+    config.finalize_model_grads_func = _sum_gradients
+    return config
+
+
+def _sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron would divide by `num_tokens`; the loss already is."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
+    """Experts that tensor-parallel ranks replicate see different tokens there, so their gradients are summed over expert data parallel.
+
+    Megatron marks expert parameters for that only when ep > 1 (extensions/transformer_engine.py, TEGroupedLinear); with ep = 1 and
+    etp < tp their gradients would silently stay partial.
+    """
+    if layout.ep == 1 and layout.etp != layout.tp:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _wrap(config: TransformerConfig, chunk: nn.Module) -> nn.Module:
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, ddp, Float16Module(config, chunk) if config.bf16 else chunk)
+
+
+def _bridge_groups() -> Groups:
+    return Groups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_group(),
+    )
+
+
+def _rope_theta(hf: Mapping[str, Any]) -> float:
+    """transformers 5 moved it into rope_parameters; published checkpoints have it at the top."""
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if parameters.get("rope_type", "default") != "default":
+        raise ValueError(f"rope scaling {parameters} is not supported for this family")
+    return hf["rope_theta"] if "rope_theta" in hf else parameters["rope_theta"]

@@ -1,0 +1,170 @@
+"""The order of prompts, their rendering, and the prompts that do not fit."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.config.schema import FileData, TinyData
+from moerl.rollout.datasets import load_dataset
+from moerl.rollout.prompts import PromptSource, demonstration
+from moerl.types import ConfigError, DataError, Prompt
+
+
+def questions(tmp_path: Path, texts: list[str], **settings) -> FileData:
+    file = tmp_path / "q.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "1"}} for text in texts]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return FileData(files=(str(file),), **settings)
+
+
+def source(tokenizer, config=None, *, seed=0, max_context=256, max_response_tokens=64) -> PromptSource:
+    config = config if config is not None else TinyData(task="add", size=20, max_prompt_tokens=64)
+    dataset = load_dataset(config, seed=0)
+    return PromptSource(dataset, tokenizer, config, seed=seed, max_context=max_context, max_response_tokens=max_response_tokens)
+
+
+def test_a_prompt_is_the_rendered_chat(tokenizer):
+    prompt = source(tokenizer).draw()
+    question = prompt.text.split("user\n")[1].split("<|im_end|>")[0]
+    assert prompt.text == f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert prompt.data_source == "tiny/add"
+    assert eval(question.removesuffix("=")) == int(prompt.ground_truth)
+
+
+def test_without_a_template_the_contents_are_joined(tokenizer, tmp_path):
+    config = questions(tmp_path, ["7="], chat_template=False)
+    (tmp_path / "q.jsonl").write_text(
+        json.dumps(
+            {"prompt": [{"role": "system", "content": "a "}, {"role": "user", "content": "b"}], "reward_model": {"ground_truth": "1"}}
+        )
+    )
+    prompt = source(tokenizer, config).draw()
+    assert prompt.text == "a b"
+    assert tokenizer.decode(prompt.token_ids) == "a b"
+    assert len(prompt.token_ids) == 3
+
+
+@given(st.integers(-(2**40), 2**40), st.integers(1, 40), st.integers(0, 10**6))
+def test_every_epoch_is_a_permutation(tokenizer, seed, size, epoch):
+    prompts = source(tokenizer, TinyData(task="add", size=size, max_prompt_tokens=64), seed=seed)
+    order = prompts._order(epoch)
+    assert sorted(order) == list(range(size))
+
+
+def test_epochs_and_seeds_have_different_orders_and_the_same_rows(tokenizer):
+    def texts(seed: int, epoch: int) -> list[str]:
+        prompts = source(tokenizer, seed=seed)
+        return [prompts.prompt_at(epoch * 20 + i).text for i in range(20)]
+
+    assert sorted(texts(0, 0)) == sorted(texts(0, 1)) == sorted(texts(1, 0))
+    assert texts(0, 0) != texts(0, 1)
+    assert texts(0, 0) != texts(1, 0)
+    assert texts(0, 0) == texts(0, 0)
+
+
+def test_the_order_of_a_seed_does_not_change_between_versions(tokenizer):
+    assert source(tokenizer, seed=7)._order(3).tolist() == [13, 17, 7, 1, 18, 9, 6, 0, 14, 16, 11, 10, 4, 15, 19, 12, 2, 8, 3, 5]
+
+
+def test_without_shuffle_rows_come_in_file_order_again_and_again(tokenizer, tmp_path):
+    prompts = source(tokenizer, questions(tmp_path, ["a", "b", "c"], shuffle=False, chat_template=False))
+    drawn = [prompts.draw() for _ in range(7)]
+    assert [prompt.text for prompt in drawn] == ["a", "b", "c", "a", "b", "c", "a"]
+    assert [prompt.index for prompt in drawn] == list(range(7))
+
+
+def test_a_resumed_cursor_gives_the_same_sequence(tokenizer):
+    whole = source(tokenizer)
+    expected = [whole.draw() for _ in range(50)]
+    first = source(tokenizer)
+    for _ in range(33):
+        first.draw()
+    state = json.loads(json.dumps(first.state()))
+    resumed = source(tokenizer)
+    resumed.seek(state)
+    assert [resumed.draw() for _ in range(17)] == expected[33:]
+    assert resumed.state() == whole.state()
+
+
+def test_a_far_position_is_reached_at_once(tokenizer):
+    prompts = source(tokenizer)
+    prompts.seek({"drawn": 20 * 10**12 + 3, "num_rows": 20})
+    assert prompts.draw().index == 20 * 10**12 + 3
+
+
+def test_a_cursor_over_other_data_is_refused(tokenizer):
+    state = source(tokenizer).state()
+    other = source(tokenizer, TinyData(task="add", size=21, max_prompt_tokens=64))
+    with pytest.raises(DataError, match="21 usable rows, and had 20"):
+        other.seek(state)
+
+
+def test_overlong_prompts_stop_the_run_and_are_listed(tokenizer, tmp_path):
+    config = questions(tmp_path, ["a" * 10, *["b" * 11] * 12, "c"], max_prompt_tokens=10, chat_template=False)
+    with pytest.raises(DataError) as caught:
+        source(tokenizer, config)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("12 of 14 prompts are longer than 10 tokens (data.max_prompt_tokens=10)")
+    assert lines[1] == f"* {config.files[0]}, row 2: 11 tokens"
+    assert lines[-1] == "* and 2 more"
+
+
+def test_overlong_prompts_can_be_dropped_with_a_warning(tokenizer, tmp_path, caplog):
+    texts = ["a", "b" * 50, "c", "d" * 50]
+    config = questions(tmp_path, texts, max_prompt_tokens=10, chat_template=False, overlong_prompts="drop", shuffle=False)
+    with caplog.at_level(logging.WARNING):
+        prompts = source(tokenizer, config)
+    assert "2 of 4 prompts" in caplog.text
+    assert "row 2: 50 tokens" in caplog.text
+    assert prompts.num_rows == 2
+    assert [prompts.draw().text for _ in range(3)] == ["a", "c", "a"]
+
+
+def test_dropping_every_prompt_is_an_error(tokenizer, tmp_path):
+    config = questions(tmp_path, ["a" * 20], max_prompt_tokens=10, overlong_prompts="drop")
+    with pytest.raises(DataError, match="none is left"):
+        source(tokenizer, config)
+
+
+def test_room_for_the_response_bounds_the_prompt_too(tokenizer, tmp_path):
+    config = questions(tmp_path, ["a" * 20], max_prompt_tokens=100, chat_template=False)
+    source(tokenizer, config, max_context=84, max_response_tokens=64)
+    with pytest.raises(DataError, match="model.max_context=83 minus rollout.max_response_tokens=64"):
+        source(tokenizer, config, max_context=83, max_response_tokens=64)
+
+
+def test_the_limit_counts_tokens_not_bytes(tokenizer, tmp_path):
+    """Each of these characters has three bytes and one token."""
+    config = questions(tmp_path, ["\u65e5" * 10], max_prompt_tokens=10, chat_template=False)
+    assert len(source(tokenizer, config).draw().token_ids) == 10
+
+
+def test_a_tokenizer_without_a_template_is_a_problem(checkpoint):
+    from transformers import AutoTokenizer
+
+    bare = AutoTokenizer.from_pretrained(checkpoint)
+    bare.chat_template = None
+    with pytest.raises(ConfigError) as caught:
+        source(bare)
+    assert caught.value.problems[0].path == "data.chat_template"
+    source(bare, TinyData(task="add", size=3, chat_template=False))
+
+
+def test_rows_the_template_refuses_are_named(checkpoint, tmp_path):
+    from transformers import AutoTokenizer
+
+    picky = AutoTokenizer.from_pretrained(checkpoint)
+    picky.chat_template = "{% if messages[0]['content'] == 'b' %}{{ raise_exception('no b here') }}{% endif %}{{ messages[0]['content'] }}"
+    with pytest.raises(DataError, match=r"q\.jsonl, row 2: no b here"):
+        source(picky, questions(tmp_path, ["a", "b"]))
+
+
+@pytest.mark.parametrize(("extra_info", "said"), [({"answer": "1+3=4"}, "1+3=4"), ({}, "4"), ({"answer": None}, "4")])
+def test_the_demonstration_is_the_answer_of_the_row_or_else_the_ground_truth(extra_info, said):
+    assert demonstration(Prompt(index=0, token_ids=(1,), text="", data_source="", ground_truth="4", extra_info=extra_info)) == said
