@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,15 +33,28 @@ class HFCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """Raises CheckpointError naming the tensor and its file."""
-        file = self._files.get(name)
-        if file is None:
+        with self._explaining(name):
+            return self._file(name).get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header. Raises CheckpointError naming the tensor and its file."""
+        with self._explaining(name):
+            return tuple(self._file(name).get_slice(name).get_shape())
+
+    def _file(self, name: str) -> safe_open:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+        return self._open[file]
+
+    @contextmanager
+    def _explaining(self, name: str) -> Iterator[None]:
+        if name not in self._files:
             raise CheckpointError(f"{self._directory}: no file of this checkpoint holds {name}; is it complete, and of this model?")
         try:
-            if file not in self._open:
-                self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
-            return self._open[file].get_tensor(name)
+            yield
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._directory / file}: cannot read {name} ({error}); fetch this file again") from error
+            raise CheckpointError(f"{self._directory / self._files[name]}: cannot read {name} ({error}); fetch this file again") from error
 
 
 def _file_of_each(directory: Path) -> dict[str, str]:

@@ -67,10 +67,10 @@ def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf["decoder_sparse_step"] != 1 or hf["mlp_only_layers"]:
-        raise ValueError(f"decoder_sparse_step={hf['decoder_sparse_step']}, mlp_only_layers={hf['mlp_only_layers']}: every layer must have experts")
+    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
+        raise ValueError("decoder_sparse_step must be 1 and mlp_only_layers empty: this table has experts in every layer")
     return _dense_config(hf) | {
-        "num_moe_experts": hf["num_experts"],
+        "num_moe_experts": hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # the latter since transformers 5
         "moe_router_topk": hf["num_experts_per_tok"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         # softmax over the chosen experts equals softmax over all, renormalised

@@ -1,0 +1,115 @@
+"""The RL loop. Read this file first.
+
+    prompts -> runner -> (algorithm keeps or drops) -> GroupBuffer -> batch -> train.update -> weights.push -> release the slots
+
+Synchronous is asynchronous with max_staleness = 0: the buffer has (max_staleness + 1) * groups_per_step slots, and a slot is
+free again only after the weights that its group trained were pushed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from moerl.algorithms.base import Algorithm
+from moerl.config.schema import RunConfig
+from moerl.observe.guards import check_finite, check_first_step
+from moerl.observe.observer import Observer
+from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.prompts import PromptSource
+from moerl.rollout.runner import GroupRunner
+from moerl.train.batch import build_batch
+from moerl.train.group import TrainGroup
+from moerl.train.schedule import learning_rate
+from moerl.types import StepStats, TrainBatch
+from moerl.weights.publish import WeightPublisher
+
+
+async def run(
+    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
+    observe: Observer,
+) -> None:  # fmt: skip
+    """Train from the newest checkpoint, or from the start, to `num_steps`."""
+    with observe.phase("load"):
+        first_version, state = await train.load()
+    with observe.phase("push"):
+        await weights.push(first_version)
+    buffer = _buffer(config, algorithm, state)
+    async with _producing(config, algorithm, prompts, runner, buffer):
+        for step in range(first_version, config.num_steps):
+            with observe.phase("rollout"):
+                groups = await buffer.take(config.groups_per_step)
+            batch = await _with_logprobs(config, build_batch(groups, algorithm), train, observe)
+            with observe.phase("update"):
+                stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
+            _check(config, stats, step=step, is_first=step == first_version)
+            version = step + 1
+            with observe.phase("push"):
+                await weights.push(version)
+            cursor = buffer.oldest_untrained_ticket
+            observe.step(version, groups, stats, dropped_groups=buffer.num_drawn_by_last_take - len(groups))
+            buffer.release(config.groups_per_step)  # only now may new groups start
+            if version == config.num_steps or (config.save_every and version % config.save_every == 0):
+                with observe.phase("save"):
+                    await train.save(version, {"cursor": cursor, "num_rows": prompts.num_rows})
+
+
+@asynccontextmanager
+async def _producing(
+    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, buffer: GroupBuffer
+) -> AsyncIterator[None]:
+    """Keep the buffer full in the background, one task per slot. A task that fails fails the next `take`."""
+
+    async def produce() -> None:
+        while True:
+            ticket = await buffer.reserve()
+            group = await runner.run(prompts.prompt_at(ticket))
+            (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+
+    def report(task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            buffer.fail(error)
+
+    tasks = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
+    for task in tasks:
+        task.add_done_callback(report)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -> GroupBuffer:
+    return GroupBuffer(
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        max_attempts=algorithm.max_attempts,
+        first_ticket=state.get("cursor", 0),
+    )
+
+
+async def _with_logprobs(config: RunConfig, batch: TrainBatch, train: TrainGroup, observe: Observer) -> TrainBatch:
+    """The log-probs the update needs beside the policy's own."""
+    if config.train.old_logprobs == "rollout":
+        batch = batch.with_logprobs(old_logprobs_T=batch.rollout_logprobs_T)
+    elif config.needs_old_logprobs:
+        with observe.phase("logprobs"):
+            batch = batch.with_logprobs(old_logprobs_T=await train.logprobs(batch))
+    if config.uses_reference:
+        with observe.phase("reference"):
+            batch = batch.with_logprobs(reference_logprobs_T=await train.reference_logprobs(batch))
+    return batch
+
+
+def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:
+    check_finite(stats, step=step + 1)
+    if is_first:
+        check_first_step(
+            stats,
+            limit=config.weights.mismatch_limit,
+            on_policy=True,  # nothing older than the weights just pushed was running
+            own_old_logprobs=config.train.old_logprobs == "trainer",
+            fresh=step == 0 and config.train.updates_per_step == 1,
+        )

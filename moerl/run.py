@@ -1,0 +1,155 @@
+"""Put a run together: directory, model, processes, loop. Whatever ends it, every process it started ends too."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from moerl import loop
+from moerl.algorithms import build_algorithm
+from moerl.config.load import to_yaml
+from moerl.config.resume import resume_differences
+from moerl.config.schema import RunConfig
+from moerl.models.scratch import write_scratch_model
+from moerl.observe.observer import Observer
+from moerl.observe.report import write_report
+from moerl.rewards.pool import RewardPool
+from moerl.rollout.build import build_engines
+from moerl.rollout.datasets import load_dataset
+from moerl.rollout.pool import RolloutPool
+from moerl.rollout.prompts import PromptSource
+from moerl.rollout.runner import GroupRunner
+from moerl.sft import warm_start
+from moerl.train.group import MegatronTrainGroup
+from moerl.types import ConfigError, MoerlError, Problem
+from moerl.weights.publish import WeightPublisher
+
+_NUM_CANARY_PROMPTS = 4
+
+
+def train(config: RunConfig) -> None:
+    """Run to the end, or from where the newest checkpoint left off. Raises MoerlError; leaves no process and no shared memory."""
+    with _claimed(config), Observer(config) as observe:
+        asyncio.run(_train(config, observe))
+        observe.notice(f"report: {write_report(config.run_dir)}")
+
+
+async def _train(config: RunConfig, observe: Observer) -> None:
+    _cancel_on(signal.SIGTERM)
+    model_dir = _model_dir(config)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    prompts = _prompts(config, tokenizer)
+    with _local_ray():
+        if config.sft is not None:
+            model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
+        async with _processes(config, model_dir, observe) as (pool, rewards, group):
+            runner = GroupRunner(config, pool=pool, rewards=rewards, tokenizer=tokenizer, stop_token_ids=_stop_tokens(model_dir, tokenizer))
+            canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
+            weights = WeightPublisher(config, train=group, pool=pool, canary_prompts=canary)
+            algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
+            await loop.run(config, algorithm, prompts, runner, group, weights, observe)
+
+
+@asynccontextmanager
+async def _processes(
+    config: RunConfig, model_dir: Path, observe: Observer
+) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
+    """Rollout servers, verifiers and train ranks, started together and ended in any case."""
+    pool = RolloutPool(build_engines(config, model_dir, config.run_dir / "logs"), request_seconds=config.rollout.request_seconds)
+    rewards = RewardPool(config.reward)
+    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints")
+    async with AsyncExitStack() as stack:
+        for part in (pool, rewards, group):
+            stack.push_async_callback(part.close)
+        with observe.phase("start"):
+            await _together(pool.start(), rewards.start(), group.start())
+        yield pool, rewards, group
+
+
+async def _together(*starts: Any) -> None:
+    """All of them, or the first failure after every one has ended."""
+    tasks = [asyncio.ensure_future(start) for start in starts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextmanager
+def _claimed(config: RunConfig) -> Iterator[None]:
+    """The run's directory, for this process alone, with the configuration it started from."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with (config.run_dir / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise MoerlError(f"{config.run_dir}: another process is training this run; wait for it, or choose another name=") from error
+        saved = config.run_dir / "config.yaml"
+        if saved.exists() and (problems := resume_differences(saved.read_text(), config)):
+            raise ConfigError(problems)
+        temporary = saved.with_suffix(".tmp")
+        temporary.write_text(to_yaml(config))
+        os.replace(temporary, saved)
+        yield
+
+
+def _model_dir(config: RunConfig) -> Path:
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.scratch is not None
+    directory = config.run_dir / "model"
+    if not directory.exists():
+        write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
+    return directory
+
+
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
+    return PromptSource(
+        load_dataset(config.data, seed=config.seed),
+        tokenizer,
+        config.data,
+        seed=config.seed,
+        max_context=config.model.max_context,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+
+
+def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Of generation_config.json where there is one: chat models list more than the tokenizer's eos there."""
+    eos = tokenizer.eos_token_id
+    if (model_dir / "generation_config.json").exists():
+        listed = GenerationConfig.from_pretrained(model_dir).eos_token_id
+        eos = eos if listed is None else listed
+    if eos is None:
+        problem = Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason="a response would never end",
+                          fix="eos_token_id in generation_config.json")  # fmt: skip
+        raise ConfigError([problem])
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+@contextmanager
+def _local_ray() -> Iterator[None]:
+    """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _cancel_on(signal_number: signal.Signals) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(NotImplementedError):  # not the main thread: its owner stops it
+        asyncio.get_running_loop().add_signal_handler(signal_number, task.cancel)

@@ -1,0 +1,91 @@
+"""A trainer without a model: it counts versions, answers uniform log-probs, and pushes tensors whose values are the version.
+
+For tests of everything around the trainer; checkpoints hold the driver's state only.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from moerl.algorithms.base import Objective
+from moerl.train import checkpoint
+from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
+from moerl.weights.send import WeightSender
+
+
+class FakeTrainGroup:
+    def __init__(self, *, vocab_size: int, tensors: tuple[TensorSpec, ...], checkpoint_dir: Path, keep: int = 2):
+        self._logprob = -float(np.log(vocab_size))
+        self._tensors, self._checkpoint_dir, self._keep = tensors, checkpoint_dir, keep
+        self._sender: WeightSender | None = None
+        self.version = 0
+        self.batches: list[TrainBatch] = []
+
+    async def start(self) -> None: ...
+
+    async def load(self) -> tuple[int, dict[str, Any]]:
+        directory = checkpoint.newest(self._checkpoint_dir)
+        if directory is None:
+            return 0, {}
+        checkpoint.verify(directory, part=0, num_parts=1)
+        state = checkpoint.read_state(directory)
+        self.version = state["version"]
+        return self.version, state
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        temporary = checkpoint.begin(self._checkpoint_dir, version)
+        (temporary / "weights.json").write_text(json.dumps(self.version))
+        files = checkpoint.digest_files(temporary, ["weights.json"])
+        checkpoint.commit(temporary, files, {"version": version, **state}, keep=self._keep)
+
+    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return np.full(len(batch.token_ids_T), self._logprob, dtype=np.float32)
+
+    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return await self.logprobs(batch)
+
+    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
+        self.version += 1
+        self.batches.append(batch)
+        mismatch_T = np.abs(self._logprob - batch.rollout_logprobs_T[batch.response_mask_T])
+        return StepStats(
+            loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(batch.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
+            kl_reference=None, clip_fraction=0.0, mismatch_mean=float(mismatch_T.mean()), mismatch_max=float(mismatch_T.max()),
+            mismatch_kl=0.0, padding_fraction=0.0,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
+    async def host(self) -> str:
+        return "localhost"
+
+    async def manifest(self, version: int) -> Manifest:
+        return Manifest(version=version, tensors=self._tensors)
+
+    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str:
+        self._sender = WeightSender(transport, bucket_bytes=2**20)
+        return self._sender.listen(num_receivers)
+
+    async def connect(self) -> None:
+        assert self._sender is not None
+        self._sender.connect()
+
+    async def next_bucket(self, index: int) -> Bucket | None:
+        if index == 0:
+            self._export = self._values()
+        assert self._sender is not None
+        return self._sender.pack(index, self._export)
+
+    async def transmit(self, bucket: Bucket) -> None:
+        assert self._sender is not None
+        self._sender.transmit(bucket)
+
+    def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self._tensors:
+            yield spec.name, torch.full(spec.shape, float(self.version), dtype=getattr(torch, spec.dtype))

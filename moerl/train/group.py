@@ -1,0 +1,199 @@
+"""All ranks of one model, seen from the driver: verbs that run on every rank, one cause when a rank fails."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import ray
+
+from moerl.algorithms.base import Objective
+from moerl.config.schema import RunConfig
+from moerl.train import checkpoint
+from moerl.types import Bucket, Manifest, MoerlError, StepStats, TrainBatch, TrainError
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_SECONDS = 5.0
+"""After the first failure, how long the other ranks get to report theirs: the first to notice is often not the cause."""
+_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed")
+"""What gloo and NCCL say on ranks that only lost a peer."""
+
+
+class TrainGroup(Protocol):
+    """What the loop needs of a trainer. Implementations: MegatronTrainGroup, FakeTrainGroup."""
+
+    async def start(self) -> None: ...
+
+    async def load(self) -> tuple[int, dict[str, Any]]:
+        """(version, the state saved with it) of the newest checkpoint; (0, {}) without one."""
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None: ...
+
+    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """float32 [T] aligned with token_ids_T, under the current weights."""
+
+    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """The same under the initial weights."""
+
+    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats: ...
+
+    async def close(self) -> None:
+        """End every rank; safe to call twice."""
+
+    # weights.sync.WeightSource
+
+    async def host(self) -> str: ...
+    async def manifest(self, version: int) -> Manifest: ...
+    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str: ...
+    async def connect(self) -> None: ...
+    async def next_bucket(self, index: int) -> Bucket | None: ...
+    async def transmit(self, bucket: Bucket) -> None: ...
+
+
+class MegatronTrainGroup:
+    """Ray actors running moerl.train.worker.TrainWorker, one per rank. Ray must be initialised."""
+
+    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path):
+        self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
+        self._workers: list[Any] = []
+        self._joining_export: asyncio.Task[list[Any]] | None = None
+
+    async def start(self) -> None:
+        from moerl.train.worker import TrainWorker
+
+        config, num_ranks = self._config, self._config.train.layout.ranks
+        num_gpus = 1 if ray.cluster_resources().get("GPU", 0) >= num_ranks else 0
+        actor = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=0)(TrainWorker)
+        self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
+        host = await self._rank0("host")
+        port = await self._rank0("open_store")
+        settings = self._settings()
+        deadline = config.train.start_seconds
+        patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
+        logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
+
+    async def load(self) -> tuple[int, dict[str, Any]]:
+        directory = checkpoint.newest(self._checkpoint_dir)
+        if directory is None:
+            return 0, {}
+        state = checkpoint.read_state(directory)
+        await self._all("load", directory)
+        return state["version"], state
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        temporary = checkpoint.begin(self._checkpoint_dir, version)
+        shares = await self._all("save", temporary)
+        files = {name: entry for share in shares for name, entry in share.items()}
+        keep = self._config.keep_checkpoints
+        await asyncio.to_thread(checkpoint.commit, temporary, files, {"version": version, **state}, keep=keep)
+
+    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return (await self._all("logprobs", ray.put(batch)))[0]
+
+    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return (await self._all("reference_logprobs", ray.put(batch)))[0]
+
+    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
+        return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
+
+    async def export_hf(self, directory: Path) -> None:
+        """The weights as safetensors of at most about 5 GB each, with their index."""
+        await self._all("export_hf", directory.resolve(), 5 * 10**9)
+
+    async def close(self) -> None:
+        if self._joining_export is not None:
+            self._joining_export.cancel()
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+    # -- WeightSource ------------------------------------------------------------------------------------------
+
+    async def host(self) -> str:
+        return await self._rank0("host")
+
+    async def manifest(self, version: int) -> Manifest:
+        return await self._rank0("manifest", version)
+
+    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str:
+        return await self._rank0("listen", transport, num_receivers, self._config.weights.bucket_bytes, await self.host())
+
+    async def connect(self) -> None:
+        await self._rank0("connect")
+
+    async def next_bucket(self, index: int) -> Bucket | None:
+        if index == 0:
+            self._joining_export = asyncio.create_task(self._call("join_export", self._workers[1:], (), first_rank=1))
+        bucket: Bucket | None = await self._rank0("next_bucket", index)
+        if bucket is None and self._joining_export is not None:
+            await self._joining_export
+        return bucket
+
+    async def transmit(self, bucket: Bucket) -> None:
+        await self._rank0("transmit", bucket)
+
+    # -- calls -------------------------------------------------------------------------------------------------
+
+    def _settings(self) -> Any:
+        """Not imported at the top: the engine imports Megatron, which only patched processes may."""
+        from moerl.train.settings import EngineSettings
+
+        config = self._config
+        return EngineSettings(
+            train=config.train,
+            model_dir=self._model_dir,
+            max_context=config.model.max_context,
+            temperature=config.rollout.temperature,
+            uses_reference=config.uses_reference,
+            export_dtype=config.rollout_dtype,
+        )
+
+    async def _rank0(self, verb: str, *args: Any) -> Any:
+        return (await self._call(verb, self._workers[:1], args))[0]
+
+    async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
+        return await self._call(verb, self._workers, args, deadline=deadline)
+
+    async def _call(self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0) -> Any:
+        """Every worker's answer. On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
+        if not workers:
+            return []
+        seconds = self._config.train.phase_seconds if deadline is None else deadline
+        calls = [asyncio.ensure_future(_await(getattr(worker, verb).remote(*args))) for worker in workers]
+        _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        if any(call.done() and call.exception() for call in calls):
+            if pending:
+                await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
+            failures = {rank: e for rank, call in enumerate(calls, first_rank) if call.done() and (e := call.exception())}
+            _cancel(calls)
+            raise _cause(verb, failures)
+        if pending:
+            silent = [rank for rank, call in enumerate(calls, first_rank) if not call.done()]
+            _cancel(calls)
+            raise TrainError(f"{verb}: ranks {silent} of {len(workers)} did not answer within {seconds:g} s; the others have finished")
+        return [call.result() for call in calls]
+
+
+async def _await(reference: Any) -> Any:
+    return await reference
+
+
+def _cancel(calls: list[asyncio.Future[Any]]) -> None:
+    for call in calls:
+        call.cancel()
+
+
+def _cause(verb: str, failures: Mapping[int, BaseException]) -> BaseException:
+    """The failure that is not an echo of another; a MoerlError of a rank as it is."""
+    rank, error = min(failures.items(), key=lambda item: (any(echo in str(item[1]) for echo in _ECHOES), item[0]))
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, MoerlError):
+        return cause
+    others = [other for other in failures if other != rank]
+    also = f"\nranks {others} failed after it" if others else ""
+    wrapped = TrainError(f"rank {rank} failed in {verb}:\n{error}{also}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -1,0 +1,19 @@
+"""What a training rank needs of the run's configuration. Apart from the engine, so that the driver can build it without Megatron."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.schema import TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a rank needs of the run's configuration."""
+
+    train: TrainConfig
+    model_dir: Path
+    max_context: int
+    temperature: float
+    uses_reference: bool
+    export_dtype: str
+    """Of the tensors that leave for the rollout servers."""

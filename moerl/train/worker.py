@@ -1,0 +1,120 @@
+"""One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights (rank 0).
+
+Every method but `host`, `open_store` and rank 0's bucket verbs is collective: the controller calls it on all ranks.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+from moerl.algorithms.base import Objective
+from moerl.train import checkpoint
+from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
+
+if TYPE_CHECKING:
+    from moerl.train.engine import EngineSettings
+
+
+class TrainWorker:
+    def __init__(self, rank: int, num_ranks: int):
+        self._rank, self._num_ranks = rank, num_ranks
+        self._store: dist.TCPStore | None = None
+        torch.set_num_threads(1)
+
+    def host(self) -> str:
+        return socket.gethostname()
+
+    def open_store(self) -> int:
+        """Rank 0: the port of the store at which the ranks meet. Bound here, so that nobody can take it in between."""
+        self._store = dist.TCPStore("0.0.0.0", 0, self._num_ranks, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
+        """Join the others and build the engine; returns the names of the active patches."""
+        megatron_patches.activate()
+        from moerl.train.engine import MegatronEngine
+        from moerl.train.model import initialize_groups
+
+        timeout = timedelta(seconds=timeout_seconds)
+        store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
+        initialize_groups(settings.train.layout, seed)
+        self._engine = MegatronEngine(settings)
+        megatron_patches.assert_active()
+        return megatron_patches.active_names()
+
+    def logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return self._engine.logprobs(batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return self._engine.reference_logprobs(batch)
+
+    def update(self, batch: TrainBatch, objective: Objective, lr: float, num_updates: int) -> StepStats:
+        return self._engine.update(batch, objective, lr=lr, num_updates=num_updates)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> checkpoint.FileDigests:
+        """Write this rank's shards into `directory`; returns its share of the files with their digests."""
+        self._engine.save(directory)
+        dist.barrier()
+        names = sorted(path.name for path in directory.iterdir())
+        return checkpoint.digest_files(directory, names[self._rank :: self._num_ranks])
+
+    def load(self, directory: Path) -> None:
+        checkpoint.verify(directory, part=self._rank, num_parts=self._num_ranks)
+        dist.barrier()
+        self._engine.load(directory)
+
+    def export_hf(self, directory: Path, shard_bytes: int) -> None:
+        """Rank 0 writes the weights as Hugging Face safetensors."""
+        from moerl.models.checkpoint import write_shards
+
+        tensors = self._engine.export()
+        if self._rank == 0:
+            write_shards(tensors, directory, shard_bytes=shard_bytes)
+        for _ in tensors:
+            raise AssertionError("only rank 0 receives exported tensors, and it has read them all")
+
+    # -- weight push -------------------------------------------------------------------------------------------
+
+    def manifest(self, version: int) -> Manifest:
+        return Manifest(version=version, tensors=tuple(self._engine.tensor_specs()))
+
+    def tensor_specs(self) -> list[TensorSpec]:
+        return self._engine.tensor_specs()
+
+    def listen(self, transport: Literal["shm", "gloo"], num_receivers: int, bucket_bytes: int, host: str) -> str:
+        from moerl.weights.send import WeightSender
+
+        self._sender = WeightSender(transport, bucket_bytes=bucket_bytes, host=host)
+        return self._sender.listen(num_receivers)
+
+    def connect(self) -> None:
+        self._sender.connect()
+
+    def next_bucket(self, index: int) -> Bucket | None:
+        """Rank 0. The others run `join_export` meanwhile: packing pulls tensors from them."""
+        if index == 0:
+            self._export: Iterator[tuple[str, torch.Tensor]] = self._engine.export()
+        return self._sender.pack(index, self._export)
+
+    def join_export(self) -> None:
+        """Ranks other than 0: take part in one whole export."""
+        for _ in self._engine.export():
+            raise AssertionError("only rank 0 receives exported tensors")
+
+    def transmit(self, bucket: Bucket) -> None:
+        self._sender.transmit(bucket)
+
+    def process_id(self) -> int:
+        return os.getpid()
