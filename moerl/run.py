@@ -131,9 +131,9 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
         listed = GenerationConfig.from_pretrained(model_dir).eos_token_id
         eos = eos if listed is None else listed
     if eos is None:
-        problem = Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason="a response would never end",
-                          fix="eos_token_id in generation_config.json")  # fmt: skip
-        raise ConfigError([problem])
+        reason = "a response would never end"
+        fix = "eos_token_id in generation_config.json"
+        raise ConfigError([Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason=reason, fix=fix)])
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 

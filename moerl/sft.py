@@ -57,5 +57,5 @@ async def _write(group: MegatronTrainGroup, model_dir: Path, directory: Path) ->
     temporary = directory.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(model_dir, temporary, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
-    await group.export_hf(temporary)
+    await group.export_hf(temporary.absolute())
     os.rename(temporary, directory)

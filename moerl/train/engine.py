@@ -115,7 +115,7 @@ class MegatronEngine:
         loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch))
         outputs = self._run(packed, loss, forward_only=False)
         _, grad_norm, _ = self.optimizer.step()
-        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.cuda.current_device()))
+        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
         counts = total.sums.new_tensor([sum(micro.num_padding for micro in packed), sum(len(micro.token_ids_T) for micro in packed)])
         group = parallel_state.get_data_parallel_group()
         for summed in (total.sums, counts):
@@ -197,9 +197,7 @@ def _loss(
     return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
 
 
-def _keep_logprobs(
-    token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _keep_logprobs(token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     logp_T, _ = token_logprobs(logits, micro)
     return logp_T.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {"logprobs_T": logp_T.detach().cpu()}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -100,8 +100,8 @@ class MegatronTrainGroup:
         return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
 
     async def export_hf(self, directory: Path) -> None:
-        """The weights as safetensors of at most about 5 GB each, with their index."""
-        await self._all("export_hf", directory.resolve(), 5 * 10**9)
+        """The weights as safetensors of at most about 5 GB each, with their index, into an absolute path."""
+        await self._all("export_hf", directory, 5 * 10**9)
 
     async def close(self) -> None:
         if self._joining_export is not None:
@@ -157,7 +157,9 @@ class MegatronTrainGroup:
     async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
         return await self._call(verb, self._workers, args, deadline=deadline)
 
-    async def _call(self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0) -> Any:
+    async def _call(
+        self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0
+    ) -> list[Any]:
         """Every worker's answer. On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
         if not workers:
             return []
@@ -181,7 +183,7 @@ async def _await(reference: Any) -> Any:
     return await reference
 
 
-def _cancel(calls: list[asyncio.Future[Any]]) -> None:
+def _cancel(calls: Sequence[asyncio.Future[Any]]) -> None:
     for call in calls:
         call.cancel()
 
