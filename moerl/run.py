@@ -141,7 +141,7 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
 def _local_ray() -> Iterator[None]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """What every rollout server can do, whichever engine it runs. Implementations: hf, fake; tests/rollout/test_contract.py holds for each.
 
-A server is STALE until a verified push and never serves then; `generate` on a STALE server raises EngineError.
+A server is STALE until a verified push and never serves then: `generate` raises EngineError, or waits if the server is paused, which
+is how a push holds requests back.
 """
 
 from dataclasses import dataclass
