@@ -1,5 +1,6 @@
 """Attention for padded (sbhd) and packed (thd) sequences, causal or full, with grouped queries."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class DotProductAttention(nn.Module):
     def _attend_packed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], causal: bool) -> torch.Tensor:
         """q [t, heads, d]: sequences of one length go through attention together, which keeps short ones cheap."""
         starts_of: dict[int, list[int]] = {}
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for start, end in pairwise(bounds):
             starts_of.setdefault(end - start, []).append(start)
         pieces, rows = [], []
         for length, starts in starts_of.items():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+
 from transformer_engine.pytorch.norm import normalize
 
 
