@@ -12,7 +12,7 @@ LEVELS = [
     {"types", "config"},
     {"algorithms", "models", "rewards"},
     {"rollout", "train", "weights", "planner", "cluster", "observe"},
-    {"loop"},
+    {"loop", "sft"},
     {"run", "check"},
     {"__main__"},
 ]
