@@ -31,7 +31,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
-    run.train(config)
+    typer.echo(f"report: {run.train(config)}")
 
 
 @app.command()

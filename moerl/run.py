@@ -35,11 +35,15 @@ from moerl.weights.publish import WeightPublisher
 _NUM_CANARY_PROMPTS = 4
 
 
-def train(config: RunConfig) -> None:
-    """Run to the end, or from where the newest checkpoint left off. Raises MoerlError; leaves no process and no shared memory."""
-    with _claimed(config), Observer(config) as observe:
-        asyncio.run(_train(config, observe))
-        observe.notice(f"report: {write_report(config.run_dir)}")
+def train(config: RunConfig) -> Path:
+    """Run to the end, or from where the newest checkpoint left off; the path of its report.
+
+    Raises MoerlError; leaves no process and no shared memory.
+    """
+    with _claimed(config):
+        with Observer(config) as observe:
+            asyncio.run(_train(config, observe))
+        return write_report(config.run_dir)
 
 
 async def _train(config: RunConfig, observe: Observer) -> None:
