@@ -96,6 +96,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the others refuse variable lengths, for dense models too
         # The loss is scaled once, in moerl/train/loss.py: Megatron must neither average over micro-batches nor over ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
