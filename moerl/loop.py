@@ -32,6 +32,8 @@ async def run(
     """Train from the newest checkpoint, or from the start, to `num_steps`."""
     with observe.phase("load"):
         first_version, state = await train.load()
+        if state:
+            prompts.seek(state)  # refuses other data than the checkpoint was made with
     with observe.phase("push"):
         await weights.push(first_version)
     buffer = _buffer(config, algorithm, state)
@@ -51,7 +53,7 @@ async def run(
             buffer.release(config.groups_per_step)  # only now may new groups start
             if version == config.num_steps or (config.save_every and version % config.save_every == 0):
                 with observe.phase("save"):
-                    await train.save(version, {"cursor": cursor, "num_rows": prompts.num_rows})
+                    await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
 
 
 @asynccontextmanager
@@ -86,7 +88,7 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         max_attempts=algorithm.max_attempts,
-        first_ticket=state.get("cursor", 0),
+        first_ticket=state.get("drawn", 0),
     )
 
 

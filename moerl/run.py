@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
 from moerl.config.resume import resume_differences
 from moerl.config.schema import RunConfig
@@ -146,10 +147,11 @@ def _local_ray() -> Iterator[None]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with reaping_ray():
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def _cancel_on(signal_number: signal.Signals) -> None:

@@ -20,6 +20,8 @@ import xxhash
 from moerl.types import CheckpointError
 
 MANIFEST, STATE = "manifest.json", "state.json"
+_METADATA = ".metadata"
+"""Of torch.distributed.checkpoint: which file holds which tensor. Pickled, so it is read only after its digest was checked."""
 _CHUNK_BYTES = 8 * 2**20
 
 FileDigests = dict[str, tuple[int, str]]
@@ -32,11 +34,16 @@ def step_dir(root: Path, version: int) -> Path:
 
 def newest(root: Path) -> Path | None:
     """The complete checkpoint of the highest version."""
-    return max(_complete(root), default=None)
+    return next(reversed(_complete(root)), None)
 
 
 def _complete(root: Path) -> list[Path]:
-    return [path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    """Oldest first."""
+    return sorted((path for path in root.glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)), key=_version)
+
+
+def _version(directory: Path) -> int:
+    return int(directory.name.removeprefix("step-"))
 
 
 def begin(root: Path, version: int) -> Path:
@@ -59,7 +66,7 @@ def commit(temporary: Path, files: FileDigests, state: Mapping[str, Any], *, kee
     shutil.rmtree(final, ignore_errors=True)
     os.rename(temporary, final)
     _sync(final.parent)
-    for old in sorted(_complete(final.parent))[:-keep]:
+    for old in _complete(final.parent)[:-keep]:
         shutil.rmtree(old)
     return final
 
@@ -100,16 +107,21 @@ def _check(directory: Path, names: list[str]) -> None:
     manifest = _manifest(directory)
     faults = [fault for name in names if (fault := _fault(directory, name, manifest))]
     if faults:
-        older = sorted(path.name for path in _complete(directory.parent) if path < directory)
-        remedy = f"delete {directory} to continue from {older[-1]}" if older else f"delete {directory} to start the run again"
-        raise CheckpointError("\n".join([f"checkpoint {directory} is damaged; {remedy}", *faults]))
+        raise _damaged(directory, faults)
+
+
+def _damaged(directory: Path, faults: list[str]) -> CheckpointError:
+    older = [path.name for path in _complete(directory.parent) if _version(path) < _version(directory)]
+    remedy = f"delete {directory} to continue from {older[-1]}" if older else f"delete {directory} to start the run again"
+    return CheckpointError("\n".join([f"checkpoint {directory} is damaged; {remedy}", *faults]))
 
 
 def _manifest(directory: Path) -> FileDigests:
     try:
-        return {name: (size, digest) for name, (size, digest) in json.loads((directory / MANIFEST).read_text()).items()}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error}); delete {directory} to use an older checkpoint") from error
+        entries = json.loads((directory / MANIFEST).read_text())
+        return {name: (size, digest) for name, (size, digest) in dict(entries).items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(directory, [f"* {MANIFEST}: cannot be read: {error}"]) from error
 
 
 def _fault(directory: Path, name: str, manifest: FileDigests) -> str:
@@ -118,15 +130,15 @@ def _fault(directory: Path, name: str, manifest: FileDigests) -> str:
     size, digest = manifest[name]
     path = directory / name
     if not path.exists():
-        return f"* {name}: missing{_tensors(directory, name)}"
+        return f"* {name}: missing{_tensors(directory, name, manifest)}"
     if path.stat().st_size != size:
-        return f"* {name}: {path.stat().st_size} bytes, should be {size}{_tensors(directory, name)}"
-    return "" if _digest(path) == digest else f"* {name}: contents differ from what was written{_tensors(directory, name)}"
+        return f"* {name}: {path.stat().st_size} bytes, should be {size}{_tensors(directory, name, manifest)}"
+    return "" if _digest(path) == digest else f"* {name}: contents differ from what was written{_tensors(directory, name, manifest)}"
 
 
-def _tensors(directory: Path, name: str) -> str:
-    """Which tensors a shard file holds, from the checkpoint's own metadata."""
-    if not name.endswith(".distcp") or not (directory / ".metadata").exists():
+def _tensors(directory: Path, name: str, manifest: FileDigests) -> str:
+    """Which tensors a shard file holds, from the checkpoint's own metadata; empty if that is damaged too."""
+    if not name.endswith(".distcp") or _fault(directory, _METADATA, manifest):
         return ""
     from torch.distributed.checkpoint import FileSystemReader
 

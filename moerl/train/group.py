@@ -65,13 +65,14 @@ class MegatronTrainGroup:
         from moerl.train.worker import TrainWorker
 
         config, num_ranks = self._config, self._config.train.layout.ranks
-        num_gpus = 1 if ray.cluster_resources().get("GPU", 0) >= num_ranks else 0
-        actor = ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=0)(TrainWorker)
+        resources = ray.cluster_resources()
+        # Where there are fewer cores than ranks they share them; Ray would never start the last ones.
+        share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
+        actor = ray.remote(max_restarts=0, **share)(TrainWorker)
         self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
-        host = await self._rank0("host")
-        port = await self._rank0("open_store")
-        settings = self._settings()
-        deadline = config.train.start_seconds
+        settings, deadline = self._settings(), config.train.start_seconds
+        host = await self._rank0("host", deadline=deadline)
+        port = await self._rank0("open_store", deadline=deadline)
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
@@ -125,11 +126,20 @@ class MegatronTrainGroup:
         await self._rank0("connect")
 
     async def next_bucket(self, index: int) -> Bucket | None:
+        """Rank 0 packs while the others take part in the export; it may wait for one of them that has failed."""
         if index == 0:
             self._joining_export = asyncio.create_task(self._call("join_export", self._workers[1:], (), first_rank=1))
-        bucket: Bucket | None = await self._rank0("next_bucket", index)
-        if bucket is None and self._joining_export is not None:
-            await self._joining_export
+        assert self._joining_export is not None, "bucket 0 begins a push"
+        packing, joining = asyncio.create_task(self._rank0("next_bucket", index)), self._joining_export
+        while not packing.done() and not _failed(joining):
+            await asyncio.wait([task for task in (packing, joining) if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+        if _failed(packing) or _failed(joining):
+            await asyncio.wait([packing, joining], timeout=_SETTLE_SECONDS)
+            _cancel([packing, joining])
+            raise min((error for task in (packing, joining) if task.done() and (error := task.exception())), key=_is_echo)
+        bucket: Bucket | None = packing.result()
+        if bucket is None:
+            await joining
         return bucket
 
     async def transmit(self, bucket: Bucket) -> None:
@@ -151,8 +161,8 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
         )
 
-    async def _rank0(self, verb: str, *args: Any) -> Any:
-        return (await self._call(verb, self._workers[:1], args))[0]
+    async def _rank0(self, verb: str, *args: Any, deadline: float | None = None) -> Any:
+        return (await self._call(verb, self._workers[:1], args, deadline=deadline))[0]
 
     async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
         return await self._call(verb, self._workers, args, deadline=deadline)
@@ -166,7 +176,7 @@ class MegatronTrainGroup:
         seconds = self._config.train.phase_seconds if deadline is None else deadline
         calls = [asyncio.ensure_future(_await(getattr(worker, verb).remote(*args))) for worker in workers]
         _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        if any(call.done() and call.exception() for call in calls):
+        if any(map(_failed, calls)):
             if pending:
                 await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
             failures = {rank: e for rank, call in enumerate(calls, first_rank) if call.done() and (e := call.exception())}
@@ -175,7 +185,7 @@ class MegatronTrainGroup:
         if pending:
             silent = [rank for rank, call in enumerate(calls, first_rank) if not call.done()]
             _cancel(calls)
-            raise TrainError(f"{verb}: ranks {silent} of {len(workers)} did not answer within {seconds:g} s; the others have finished")
+            raise TrainError(f"{verb}: ranks {silent} of {len(self._workers)} did not answer within {seconds:g} s")
         return [call.result() for call in calls]
 
 
@@ -188,9 +198,17 @@ def _cancel(calls: Sequence[asyncio.Future[Any]]) -> None:
         call.cancel()
 
 
+def _failed(task: asyncio.Future[Any]) -> bool:
+    return task.done() and task.exception() is not None
+
+
+def _is_echo(error: BaseException) -> bool:
+    return any(echo in str(error) for echo in _ECHOES)
+
+
 def _cause(verb: str, failures: Mapping[int, BaseException]) -> BaseException:
     """The failure that is not an echo of another; a MoerlError of a rank as it is."""
-    rank, error = min(failures.items(), key=lambda item: (any(echo in str(item[1]) for echo in _ECHOES), item[0]))
+    rank, error = min(failures.items(), key=lambda item: (_is_echo(item[1]), item[0]))
     cause = getattr(error, "cause", None)
     if isinstance(cause, MoerlError):
         return cause

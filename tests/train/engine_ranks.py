@@ -1,93 +1,155 @@
-"""Real Megatron engines on gloo ranks, one process each, forked from a server that has Megatron loaded and patched.
+"""Runs a job on gloo ranks, one process each, forked from one process that has Megatron loaded: a case costs a second, not eight.
 
-The test process itself is never patched: the patches replace torch.cuda for good.
+The test process itself is never patched, because the patches replace torch.cuda for good. A rank's error reaches the test with
+its traceback. Whatever happens, the processes of a case are gone when `run_ranks` returns.
 """
 
+import atexit
+import functools
 import multiprocessing as mp
+import os
+import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
+DEADLINE_SECONDS = 90.0
+_SPARE_SECONDS = 30.0
+"""What the serving process may need beyond a case's deadline: it loads Megatron before the first one."""
 
-from moerl.config.layout import Layout
-from moerl.config.schema import OptimizerConfig, TrainConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
-
-DEADLINE_SECONDS = 120
+Job = Callable[..., Any]
+"""A function of engine_jobs; it runs on every rank, with the default process group made and the patches active."""
 
 
-def settings(model_dir: Path, layout: Layout, *, micro_batch_tokens: int = 64, dtype: str = "float32", **options: Any) -> EngineSettings:
-    train = TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=layout, dtype=dtype, micro_batch_tokens=micro_batch_tokens)
-    defaults = {"max_context": 32, "temperature": 1.0, "uses_reference": False, "export_dtype": dtype}
-    return EngineSettings(train=train, model_dir=model_dir, **(defaults | options))
+class RankError(Exception):
+    """A rank failed, died or was late; its traceback, as far as it had one."""
 
 
-def random_batch(*, vocab_size: int = 90, num_sequences: int = 13) -> TrainBatch:
-    """Sequences of 4 to 19 tokens whose first two are the prompt; log-probs near uniform."""
-    rng = np.random.default_rng(0)
-    offsets = np.concatenate([[0], np.cumsum(rng.integers(4, 20, size=num_sequences))])
-    total = offsets[-1]
-    mask_T = np.ones(total, dtype=bool)
-    for start in offsets[:-1]:
-        mask_T[start : start + 2] = False
-    return TrainBatch(
-        token_ids_T=rng.integers(5, vocab_size, size=total),
-        response_mask_T=mask_T,
-        rollout_logprobs_T=(rng.normal(size=total) * 0.01 - 4.5).astype(np.float32),
-        advantages_T=rng.normal(size=total).astype(np.float32),
-        offsets=offsets,
-    )
-
-
-def run_ranks(job: Callable[..., Any], chosen: EngineSettings, store: Path, *args: Any, patches: Sequence[str] | None = None) -> Any:
-    """What `job(engine, *args)` returned on rank 0, run on every rank. `patches`: only these, instead of all that are needed."""
-    preload = "engine_preload" if patches is None else "moerl.types"
-    context = mp.get_context("forkserver" if patches is None else "spawn")
-    if patches is None:
-        context.set_forkserver_preload([preload])
-    queue = context.Queue()
-    num_ranks = chosen.train.layout.ranks
-    ranks = [context.Process(target=_rank, args=(rank, chosen, str(store), job, args, patches, queue)) for rank in range(num_ranks)]
-    for process in ranks:
-        process.start()
+def run_ranks(job: Job, num_ranks: int, *args: Any, without: Sequence[str] = (), deadline_seconds: float = DEADLINE_SECONDS) -> Any:
+    """What `job(*args)` returned on rank 0. `without`: names of patches that are left out. Raises RankError."""
+    server = _server()
     try:
-        outcomes = [queue.get(timeout=DEADLINE_SECONDS) for _ in ranks]
-    finally:
-        for process in ranks:
-            process.join(timeout=5)
-            if process.is_alive():
+        succeeded, value = server.ask((job, num_ranks, args, tuple(without), deadline_seconds), deadline_seconds + _SPARE_SECONDS)
+    except BaseException:
+        server.close()
+        _server.cache_clear()
+        raise
+    if not succeeded:
+        raise RankError(value)
+    return value
+
+
+@functools.cache
+def _server() -> "_Server":
+    server = _Server()
+    atexit.register(server.close)
+    return server
+
+
+class _Server:
+    """The process that forks ranks, in a process group of its own with them."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._connection, other_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other_end,), name="engine-ranks")
+        self._process.start()
+        other_end.close()
+
+    def ask(self, request: Any, seconds: float) -> tuple[bool, Any]:
+        self._connection.send(request)
+        if not self._connection.poll(seconds):
+            raise RankError(f"no answer for {seconds:.0f} seconds")
+        return self._connection.recv()
+
+    def close(self) -> None:
+        """Ends the process and every rank it may have. It leads its group from its first line on; before that it has no ranks."""
+        self._connection.close()
+        if self._process.is_alive():
+            is_leader = os.getpgid(self._process.pid) == self._process.pid
+            (os.killpg if is_leader else os.kill)(self._process.pid, signal.SIGKILL)
+        self._process.join()
+
+
+def _serve(connection: Connection) -> None:
+    os.setpgid(0, 0)
+    import torch
+
+    import megatron_patches
+
+    torch.set_num_threads(1)
+    # These two must precede the import of Megatron. Each rank applies the others, so that a case can leave one out.
+    for patch in (megatron_patches.cuda_stand_in, megatron_patches.reference_te):
+        patch.apply()
+    import moerl.train.engine  # noqa: F401
+
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        connection.send(_run_case(*request))
+
+
+def _run_case(job: Job, num_ranks: int, args: Any, without: Sequence[str], seconds: float) -> tuple[bool, Any]:
+    """(True, rank 0's value), or (False, what the first rank that failed said)."""
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        ranks, connections = [], []
+        for rank in range(num_ranks):
+            mine, other_end = context.Pipe(duplex=False)
+            place = (rank, num_ranks, Path(directory) / "store", seconds)
+            ranks.append(context.Process(target=_rank, args=(place, job, args, without, other_end)))
+            ranks[-1].start()
+            other_end.close()
+            connections.append(mine)
+        try:
+            return _first_failure_or_value(connections, monotonic() + seconds)
+        finally:
+            for process in ranks:
                 process.kill()
                 process.join()
-    failures = [text for _, text, _ in sorted(outcomes, key=lambda o: o[0]) if text]
-    if failures:
-        raise RuntimeError(min(failures, key=lambda text: "closed by peer" in text))
-    return next(value for rank, _, value in outcomes if rank == 0)
 
 
-def _rank(rank: int, chosen: EngineSettings, store: str, job: Any, args: Any, patches: Any, queue: Any) -> None:
-    torch.set_num_threads(1)
+def _first_failure_or_value(connections: list[Connection], end: float) -> tuple[bool, Any]:
+    """The first failure in time is the cause of the others: the rest only lost a peer."""
+    silent, value = dict(zip(connections, range(len(connections)), strict=True)), None
+    while silent:
+        ready = wait(list(silent), timeout=max(end - monotonic(), 0))
+        if not ready:
+            return False, f"ranks {sorted(silent.values())} did not finish in time"
+        for connection in ready:
+            rank = silent.pop(connection)
+            try:
+                failure, answer = connection.recv()
+            except EOFError:
+                return False, f"rank {rank} died without a word"
+            if failure:
+                return False, f"rank {rank}:\n{failure}"
+            value = answer if rank == 0 else value
+    return True, value
+
+
+def _rank(place: tuple[int, int, Path, float], job: Job, args: Any, without: Sequence[str], connection: Connection) -> None:
+    import torch.distributed as dist
+
+    import megatron_patches
+
+    rank, num_ranks, store, seconds = place
     try:
-        import megatron_patches
-
-        if patches is not None:
-            megatron_patches.PATCHES = tuple(p for p in megatron_patches.PATCHES if p.NAME in patches)
+        megatron_patches.PATCHES = tuple(patch for patch in megatron_patches.PATCHES if patch.NAME not in without)
         megatron_patches.activate()
-        from moerl.train.engine import MegatronEngine
-        from moerl.train.model import initialize_groups
-
-        num_ranks = chosen.train.layout.ranks
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-        initialize_groups(chosen.train.layout, 1)
-        value = job(MegatronEngine(chosen), *args)
-        megatron_patches.assert_active()
-        queue.put((rank, "", value if rank == 0 else None))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=seconds)
+        )
+        value = job(*args)
+        # No rank leaves while another may still talk to it.
+        dist.barrier()
+        connection.send(("", value if rank == 0 else None))
     except BaseException:
-        queue.put((rank, traceback.format_exc(), None))
-    finally:
-        queue.close()
-        queue.join_thread()
+        connection.send((traceback.format_exc(), None))

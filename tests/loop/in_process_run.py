@@ -1,0 +1,186 @@
+"""A whole run inside one event loop: the real loop, pools, buffer, publisher and observer around the fake trainer and fake engines."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moerl import loop
+from moerl.algorithms import build_algorithm
+from moerl.config.schema import (
+    GRPOConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    ScratchModel,
+    TinyData,
+    TrainConfig,
+)
+from moerl.config.scratch import VOCAB_SIZE
+from moerl.models.scratch import character_tokenizer
+from moerl.observe.observer import Observer
+from moerl.observe.records import metrics_path, read_metrics
+from moerl.rewards.pool import RewardPool
+from moerl.rollout.datasets import load_dataset
+from moerl.rollout.fake import FakeEngine
+from moerl.rollout.limits import Limits
+from moerl.rollout.pool import RolloutPool
+from moerl.rollout.prompts import PromptSource
+from moerl.rollout.runner import GroupRunner
+from moerl.train.fake import FakeTrainGroup
+from moerl.types import Group, Prompt, Score, StepStats, TensorSpec
+from moerl.weights.publish import WeightPublisher
+
+TENSORS = (TensorSpec(name="a", shape=(3, 5), dtype="float32"), TensorSpec(name="b", shape=(7,), dtype="bfloat16"))
+MAX_CONTEXT, SECONDS = 64, 30
+
+
+def make_config(tmp_path: Path, **changes: Any) -> RunConfig:
+    base = RunConfig(
+        name="loop",
+        num_steps=4,
+        groups_per_step=3,
+        group_size=4,
+        model=ModelConfig(scratch=ScratchModel(), max_context=MAX_CONTEXT),
+        data=TinyData(task="repeat", size=25, chat_template=False),
+        reward=RewardConfig(terms={"parity": RewardTerm(kind="exact")}),
+        algorithm=GRPOConfig(),
+        train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3)),
+        rollout=RolloutConfig(engine="fake", max_response_tokens=16),
+        observe=ObserveConfig(terminal=False, tensorboard=False, dump_every=0),
+        output_dir=str(tmp_path),
+        save_every=1,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def parity(prompt: Prompt, text: str) -> Score:
+    """0 or 1, about evenly, as a function of the text."""
+    return Score(reward=float(sum(map(ord, text)) % 2))
+
+
+class InProcessScorer:
+    """Answers like RewardPool, from a function, after a turn of the event loop."""
+
+    def __init__(self, function: Callable[[Prompt, str], Score]):
+        self._function = function
+
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        await asyncio.sleep(0)
+        return self._function(prompt, text)
+
+
+class RecordingTrainer(FakeTrainGroup):
+    """Notes what happens; `while_updating` runs inside every update, `after_save` after every save."""
+
+    events: list[tuple[str, int]]
+    while_updating: Callable[[], Any] | None = None
+    after_save: Callable[[int], None] | None = None
+
+    async def update(self, *args: Any, **kwargs: Any) -> StepStats:
+        if self.while_updating is not None:
+            await self.while_updating()
+        stats = await super().update(*args, **kwargs)
+        self.events.append(("updated", self.version))
+        return stats
+
+    async def save(self, version: int, state: Any) -> None:
+        await super().save(version, state)
+        if self.after_save is not None:
+            self.after_save(version)
+
+
+class RecordingRunner(GroupRunner):
+    events: list[tuple[str, int]]
+
+    async def run(self, prompt: Prompt) -> Group:
+        self.events.append(("drawn", prompt.index))
+        return await super().run(prompt)
+
+
+class RecordingPublisher(WeightPublisher):
+    events: list[tuple[str, int]]
+
+    async def push(self, version: int) -> Any:
+        result = await super().push(version)
+        self.events.append(("pushed", version))
+        return result
+
+
+class RecordingObserver(Observer):
+    groups: dict[int, list[Group]]
+
+    def step(self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0) -> dict[str, float]:
+        self.groups[version] = list(groups)
+        return super().step(version, groups, stats, dropped_groups=dropped_groups)
+
+
+def new_engine(name: str = "fake-0", kind: type[FakeEngine] = FakeEngine, *, vocab_size: int = VOCAB_SIZE) -> FakeEngine:
+    expected = {spec.name: spec for spec in TENSORS}
+    return kind(name, limits=Limits(max_context=MAX_CONTEXT, vocab_size=vocab_size), expected=expected, max_running=64)
+
+
+class InProcessRun:
+    """`play` once; what happened stays readable, also after a failure."""
+
+    def __init__(
+        self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None
+    ):
+        self.config = config
+        self.engines = list(engines) if engines else [new_engine()]
+        self.events: list[tuple[str, int]] = []
+        """("drawn", ticket), ("updated", version), ("pushed", version), in time."""
+        self.groups: dict[int, list[Group]] = {}
+        """Those that trained each version."""
+        self.trainer = RecordingTrainer(vocab_size=VOCAB_SIZE, tensors=TENSORS, checkpoint_dir=config.run_dir / "checkpoints", keep=1000)
+        self._rewards: RewardPool = rewards if rewards is not None else InProcessScorer(score)
+
+    async def play(self) -> None:
+        config = self.config
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        tokenizer = character_tokenizer(MAX_CONTEXT)
+        prompts = PromptSource(
+            load_dataset(config.data, seed=config.seed),
+            tokenizer,
+            config.data,
+            seed=config.seed,
+            max_context=MAX_CONTEXT,
+            max_response_tokens=config.rollout.max_response_tokens,
+        )
+        pool = RolloutPool(self.engines, request_seconds=SECONDS)
+        runner = RecordingRunner(config, pool=pool, rewards=self._rewards, tokenizer=tokenizer, stop_token_ids=())
+        publisher = RecordingPublisher(config, train=self.trainer, pool=pool, canary_prompts=[prompts.prompt_at(0)])
+        algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
+        self.trainer.events = runner.events = publisher.events = self.events
+        try:
+            async with asyncio.timeout(SECONDS):
+                await pool.start()
+                with RecordingObserver(config) as observer:
+                    observer.groups = self.groups
+                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, observer)
+        finally:
+            await pool.close()
+            await self.trainer.close()
+
+    def trained(self) -> dict[int, list[int]]:
+        """Version -> the tickets of the groups that trained it."""
+        return {version: [group.prompt.index for group in groups] for version, groups in self.groups.items()}
+
+    def versions(self, version: int) -> set[int]:
+        """Of the weights that sampled any token which trained `version`."""
+        completions = [sample.completion for group in self.groups[version] for sample in group.samples]
+        return {span.version for completion in completions for span in completion.spans}
+
+    def metrics(self) -> list[dict[str, float]]:
+        return read_metrics(metrics_path(self.config.run_dir))
+
+
+def play(config: RunConfig, **parts: Any) -> InProcessRun:
+    run = InProcessRun(config, **parts)
+    asyncio.run(run.play())
+    return run

@@ -1,0 +1,223 @@
+"""Whatever breaks in a run ends it with that as the cause, before anything is trained or saved on top of it, and leaves no task."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+from in_process_run import InProcessRun, RecordingTrainer, make_config, new_engine, parity
+
+from moerl.config.schema import RewardConfig, RewardTerm, WeightsConfig
+from moerl.config.scratch import VOCAB_SIZE
+from moerl.rewards.pool import RewardPool
+from moerl.rollout.fake import FakeEngine, FakeReceiver
+from moerl.train import checkpoint
+from moerl.types import EngineError, GuardError, MoerlError, TrainError, WeightError
+
+
+def stops(run, error, match):
+    """Plays the run, which must raise; what it raised. The run's own tasks are gone by then."""
+
+    async def scenario():
+        with pytest.raises(error, match=match) as caught:
+            await run.play()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return caught.value
+
+    return asyncio.run(scenario())
+
+
+# -- rollout ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_scorer_that_breaks_is_the_cause(tmp_path, max_staleness):
+    def score(prompt, text):
+        if prompt.index == 7:
+            raise ZeroDivisionError("a bug, not a bad sample")
+        return parity(prompt, text)
+
+    run = InProcessRun(make_config(tmp_path, max_staleness=max_staleness), score=score)
+    error = stops(run, MoerlError, "a group could not be produced: ZeroDivisionError: a bug, not a bad sample")
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert max(run.groups, default=0) < 3
+
+
+def test_a_prompt_without_one_sample_that_could_be_scored_names_the_prompt_and_the_reason(tmp_path):
+    (tmp_path / "rewards.py").write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return float('nan')\n")
+    term = RewardTerm(kind="function", path=f"{tmp_path / 'rewards.py'}:score")
+    config = make_config(tmp_path, reward=RewardConfig(terms={"own": term}))
+
+    async def scenario():
+        async with RewardPool(config.reward) as rewards:
+            await InProcessRun(config, rewards=rewards).play()
+
+    with pytest.raises(MoerlError, match=r"DataError: prompt \d \(tiny/repeat\): none of its 4 samples could be scored.*reward.terms.own"):
+        asyncio.run(scenario())
+
+
+class Dying(FakeEngine):
+    """Ends all its requests at the first request of ticket 7."""
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        if request_id.startswith("7-"):
+            self._end_all("the server died")
+            raise EngineError(f"{self.name}: the server died")
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_server_that_dies_ends_the_run_and_is_named(tmp_path, max_staleness):
+    engines = [new_engine("first", Dying), new_engine("second", Dying)]
+    run = InProcessRun(make_config(tmp_path, max_staleness=max_staleness, num_steps=20), engines=engines)
+    error = stops(run, MoerlError, r"EngineError: (first|second): .*the server died")
+    assert isinstance(error.__cause__, EngineError)
+    assert len(run.groups) < 20
+
+
+# -- weights ---------------------------------------------------------------------------------------------------
+
+
+class Shifted(FakeEngine):
+    """Reports other log-probs than the trainer's weights give, from `since` on."""
+
+    since = 0
+
+    def is_shifted(self, request_id):
+        return self._version is not None and self._version >= self.since
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        completion = await super().generate(prompt_ids, sampling, request_id)
+        if not self.is_shifted(request_id):
+            return completion
+        return replace(completion, logprobs=tuple(logprob - 0.5 for logprob in completion.logprobs))
+
+
+class ShiftedLater(Shifted):
+    since = 2
+
+
+class ShiftedBetweenCanaries(Shifted):
+    def is_shifted(self, request_id):
+        return not request_id.startswith("canary")
+
+
+def test_a_server_with_other_weights_is_named_before_anything_is_drawn(tmp_path):
+    engines = [new_engine("same"), new_engine("other", Shifted)]
+    run = InProcessRun(make_config(tmp_path), engines=engines)
+    error = stops(run, WeightError, r"(?s)canary of version 0: .*\* other: mean 0.5, .*likely causes")
+    assert "* same" not in str(error)
+    assert run.events == []
+
+
+def test_a_server_of_another_model_is_named_before_anything_is_drawn(tmp_path):
+    run = InProcessRun(make_config(tmp_path), engines=[new_engine("larger", vocab_size=2 * VOCAB_SIZE)])
+    stops(run, WeightError, r"(?s)canary of version 0: .*\* larger: mean 0.693")
+    assert run.events == []
+
+
+def test_a_server_that_goes_wrong_later_is_found_by_a_later_canary(tmp_path):
+    config = make_config(tmp_path, num_steps=8, weights=WeightsConfig(canary_every=2))
+    run = InProcessRun(config, engines=[new_engine("other", ShiftedLater)])
+    stops(run, WeightError, r"canary of version 3: ")
+    assert list(run.groups) == [1, 2]
+
+
+def test_a_first_step_whose_log_probs_disagree_is_neither_recorded_nor_saved(tmp_path):
+    run = InProcessRun(make_config(tmp_path), engines=[new_engine("other", ShiftedBetweenCanaries)])
+    stops(run, GuardError, r"first update: mean .* = 0\.5.* weights\.mismatch_limit = 0\.0001")
+    assert run.groups == {}
+    assert checkpoint.newest(tmp_path / "loop" / "checkpoints") is None
+
+
+class OldWeights(FakeEngine):
+    """Confirms pushes after the first one and goes on with the old version."""
+
+    def receiver(self):
+        return KeepsOld(self)
+
+
+class KeepsOld(FakeReceiver):
+    async def finish(self, version):
+        await super().finish(version)
+        self._engine._version = 0
+
+
+def test_a_server_that_goes_on_with_old_weights_is_found_by_the_canary(tmp_path):
+    run = InProcessRun(make_config(tmp_path, weights=WeightsConfig(canary_every=1)), engines=[new_engine("slow", OldWeights)])
+    stops(run, WeightError, "canary on slow: sampled with weights of version 0, must be 1")
+    assert run.groups == {}
+
+
+class RefusesSecond(FakeEngine):
+    def receiver(self):
+        return RefusingReceiver(self)
+
+
+class RefusingReceiver(FakeReceiver):
+    async def finish(self, version):
+        if version == 2:
+            raise WeightError(f"{self._engine.name}: out of memory")
+        await super().finish(version)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_push_that_fails_ends_the_run_before_its_step_is_recorded(tmp_path, max_staleness):
+    engines = [new_engine("first"), new_engine("second", RefusesSecond)]
+    run = InProcessRun(make_config(tmp_path, max_staleness=max_staleness), engines=engines)
+    stops(run, WeightError, "second: out of memory")
+    assert list(run.groups) == [1]
+    assert checkpoint.newest(tmp_path / "loop" / "checkpoints").name == "step-000001"
+
+
+# -- trainer ---------------------------------------------------------------------------------------------------
+
+
+def failing_update(run, outcome):
+    """From the third update on."""
+
+    async def fail():
+        if run.trainer.version == 2:
+            raise outcome
+
+    run.trainer.while_updating = fail
+    return run
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_trainer_that_fails_ends_the_run_with_its_error(tmp_path, max_staleness):
+    run = failing_update(InProcessRun(make_config(tmp_path, max_staleness=max_staleness)), TrainError("rank 1 failed in update"))
+    stops(run, TrainError, "^rank 1 failed in update$")
+    assert list(run.groups) == [1, 2]
+    assert [row["step"] for row in run.metrics()] == [1, 2]
+
+
+class NotANumber(RecordingTrainer):
+    async def update(self, *args, **kwargs):
+        stats = await super().update(*args, **kwargs)
+        return replace(stats, grad_norm=math.nan) if self.version == 3 else stats
+
+
+def test_weights_that_are_lost_are_neither_pushed_nor_saved(tmp_path):
+    run = InProcessRun(make_config(tmp_path))
+    run.trainer.__class__ = NotANumber
+    stops(run, GuardError, "step 3: grad_norm = nan")
+    assert run.events[-1] == ("updated", 3)
+    assert checkpoint.newest(tmp_path / "loop" / "checkpoints").name == "step-000002"
+
+
+def test_a_cancelled_run_ends_its_tasks_and_requests(tmp_path):
+    run = InProcessRun(make_config(tmp_path, max_staleness=1, num_steps=1000))
+    cancelled = asyncio.Event()
+    run.trainer.after_save = lambda version: cancelled.set() if version == 3 else None
+
+    async def scenario():
+        task = asyncio.create_task(run.play())
+        await cancelled.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+    assert list(run.groups) == [1, 2, 3]

@@ -1,0 +1,54 @@
+"""Start, watch and end `moerl train`; compare what two runs wrote; see that nothing is left of one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+SMALL = (
+    "model.scratch.num_layers=2", "model.scratch.hidden_size=32", "model.scratch.num_experts=4", "groups_per_step=4", "group_size=4",
+    "num_steps=6", "save_every=2", "rollout.max_running=16",
+)  # fmt: skip
+SYNC, ASYNC, ADD = "grpo-tiny-moe-1n2g-sync", "dapo-tiny-moe-1n2g-async", "grpo-tiny-add-1n2g-sync"
+
+
+def command(output_dir: Path, *overrides: str, recipe: str = SYNC) -> list[str]:
+    return [sys.executable, "-m", "moerl", "train", f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *overrides]
+
+
+def run(output_dir: Path, *overrides: str, recipe: str = SYNC) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command(output_dir, *overrides, recipe=recipe), capture_output=True, text=True, timeout=180)
+
+
+def start(output_dir: Path, *overrides: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command(output_dir, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(process: "subprocess.Popen[str]", step: int) -> list[psutil.Process]:
+    """Blocks until the row of `step` is printed; every process of the run at that moment."""
+    for line in process.stdout:
+        if line.strip().startswith(f"{step}/"):
+            return psutil.Process(process.pid).children(recursive=True)
+    raise AssertionError(f"the run ended before step {step}: {process.stderr.read()[-3000:]}")
+
+
+def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:
+    """metrics.jsonl without what a clock measured."""
+    lines = (output_dir / recipe / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/") and k != "tokens/per_second"} for line in lines]
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def assert_all_end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive, [process.cmdline() for process in alive]
+
+
+def find(processes: list[psutil.Process], text: str) -> psutil.Process:
+    return next(process for process in processes if text in " ".join(process.cmdline()))

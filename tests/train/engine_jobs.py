@@ -1,0 +1,94 @@
+"""What the ranks of a test do. Every function runs on every rank; rank 0's value goes to the test."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from moerl.algorithms.grpo import GRPO
+from moerl.config.schema import GRPOConfig
+from moerl.models.checkpoint import write_shards
+from moerl.train.settings import EngineSettings
+from moerl.types import StepStats, TensorSpec, TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    before_T: np.ndarray
+    """Log-probs under the initial weights."""
+    after_T: np.ndarray
+    """Log-probs under the trained weights."""
+    reference_T: np.ndarray | None
+    """Log-probs under the reference, asked for at the end."""
+    steps: list[StepStats]
+    weights: dict[str, np.ndarray]
+    """Exported at the end, as float32."""
+
+
+def new_engine(settings: EngineSettings) -> Any:
+    import megatron_patches
+    from moerl.train.engine import MegatronEngine
+    from moerl.train.model import initialize_groups
+
+    initialize_groups(settings.train.layout, 1)
+    engine = MegatronEngine(settings)
+    megatron_patches.assert_active()
+    return engine
+
+
+def train(settings: EngineSettings, batch: TrainBatch, *, num_steps: int = 3, num_updates: int = 2) -> Trained:
+    """GRPO steps, with a penalty on the distance from the reference if there is one."""
+    engine = new_engine(settings)
+    objective = GRPO(GRPOConfig(kl_coefficient=0.1 if settings.uses_reference else 0.0))
+    before_T = engine.logprobs(batch)
+    steps = []
+    for _ in range(num_steps):
+        if settings.uses_reference:
+            batch = batch.with_logprobs(reference_logprobs_T=engine.reference_logprobs(batch))
+        steps.append(engine.update(batch, objective, lr=settings.train.optimizer.lr, num_updates=num_updates))
+    return Trained(
+        before_T=before_T,
+        after_T=engine.logprobs(batch),
+        reference_T=engine.reference_logprobs(batch) if settings.uses_reference else None,
+        steps=steps,
+        weights={name: tensor.float().numpy() for name, tensor in engine.export()},
+    )
+
+
+def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:
+    return train(settings, batch, num_steps=1, num_updates=1).steps[0]
+
+
+def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepStats:
+    """With replicated experts left as Megatron marks them."""
+    import moerl.train.model
+
+    moerl.train.model._reduce_replicated_experts = lambda chunk, layout: None
+    return first_step(settings, batch)
+
+
+def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Any, Any]:
+    """Statistics and log-probs of two steps after a checkpoint, straight on and again from the checkpoint."""
+    engine, objective = new_engine(settings), GRPO(GRPOConfig())
+
+    def two_steps() -> Any:
+        return [engine.update(batch, objective, lr=1e-3, num_updates=1) for _ in range(2)], engine.logprobs(batch)
+
+    engine.update(batch, objective, lr=1e-3, num_updates=2)
+    engine.save(directory)
+    straight = two_steps()
+    engine.load(directory)
+    return straight, two_steps()
+
+
+def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], list[TensorSpec]]:
+    """Write every exported tensor; the bridge's names and the engine's specs of them."""
+    engine = new_engine(settings)
+    names, specs = engine.model.bridge.names(), engine.tensor_specs()
+    if dist.get_rank() == 0:
+        write_shards(engine.export(), directory, shard_bytes=20_000)
+    else:
+        assert list(engine.export()) == []
+    return names, specs

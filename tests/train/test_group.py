@@ -1,0 +1,94 @@
+"""What the driver hears when ranks fail: real ranks as Ray actors, killed and stopped."""
+
+import asyncio
+import itertools
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import ray
+
+from moerl.algorithms.sft import SFT
+from moerl.config.layout import Layout
+from moerl.config.schema import (
+    GRPOConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    TinyData,
+    TrainConfig,
+    WeightsConfig,
+)
+from moerl.train.batch import sft_batch
+from moerl.train.group import MegatronTrainGroup
+from moerl.types import TrainError
+
+BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=2)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def run_with(cluster, checkpoints, tmp_path):
+    """Runs a scenario with a started group of two ranks and their process ids."""
+    config = RunConfig(
+        name="group",
+        num_steps=1,
+        groups_per_step=1,
+        group_size=2,
+        model=ModelConfig(path=str(checkpoints["qwen3_moe"]), max_context=32),
+        data=TinyData(task="repeat"),
+        reward=RewardConfig(terms={"reward": RewardTerm(kind="prefix")}),
+        algorithm=GRPOConfig(),
+        train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
+        rollout=RolloutConfig(max_response_tokens=8),
+        weights=WeightsConfig(bucket_bytes=20_000),
+    )
+
+    def run(scenario):
+        group = MegatronTrainGroup(config, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)
+
+        async def whole():
+            try:
+                await group.start()
+                await scenario(group, [await worker.process_id.remote() for worker in group._workers])
+            finally:
+                await group.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_a_rank_that_dies_during_a_push_is_named_although_another_one_sends(run_with):
+    async def scenario(group, pids):
+        await group.listen("shm", 1)
+        assert (await group.next_bucket(0)).index == 0
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(TrainError, match=r"^rank 1 failed in join_export:\n.*actor died"):
+            for index in itertools.count(1):
+                assert await group.next_bucket(index) is not None
+
+    run_with(scenario)
+
+
+def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
+    async def scenario(group, pids):
+        stats = await group.update(BATCH, SFT(), lr=1e-3)
+        assert stats.num_tokens == 5
+        os.kill(pids[1], signal.SIGSTOP)
+        group._config = replace(group._config, train=replace(group._config.train, phase_seconds=2))
+        with pytest.raises(TrainError, match=r"^update: ranks \[0, 1\] of 2 did not answer within 2 s$"):
+            await group.update(BATCH, SFT(), lr=1e-3)
+
+    run_with(scenario)
