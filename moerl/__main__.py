@@ -1,5 +1,7 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
+import asyncio
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -55,9 +57,11 @@ def report(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 the configuration or the data cannot be used, 1 any other failure."""
+    """Exit codes: 0 done, 2 the configuration or the data cannot be used, 130 SIGINT, 143 SIGTERM, 1 any other failure."""
     try:
         app()
+    except asyncio.CancelledError:  # at SIGTERM, once everything is closed
+        sys.exit(128 + signal.SIGTERM)
     except MoerlError as error:
         sys.stderr.write(f"moerl: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)

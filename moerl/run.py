@@ -39,7 +39,7 @@ _NUM_CANARY_PROMPTS = 4
 def train(config: RunConfig) -> Path:
     """Run to the end, or from where the newest checkpoint left off; the path of its report.
 
-    Raises MoerlError; leaves no process and no shared memory.
+    Raises MoerlError, and asyncio.CancelledError at SIGTERM; leaves no process and no shared memory.
     """
     with _claimed(config):
         with Observer(config) as observe:
@@ -48,11 +48,11 @@ def train(config: RunConfig) -> Path:
 
 
 async def _train(config: RunConfig, observe: Observer) -> None:
-    _cancel_on(signal.SIGTERM)
     model_dir = _model_dir(config)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompts = _prompts(config, tokenizer)
     with _local_ray():
+        _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
         async with _processes(config, model_dir, observe) as (pool, rewards, group):

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-
 DAEMON_SECONDS = 20.0
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Rule, Sizes, merge, split
+from moerl.types import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +43,14 @@ class Bridge:
         self._owners = self._find_owners()
 
     def load(self, checkpoint: HFCheckpoint) -> None:
-        """Fill every parameter of this rank. Raises CheckpointError for a missing tensor, ValueError for a wrong shape."""
+        """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
         for item in self._owned.values():
-            tensors = [checkpoint.read(name) for name in self._hf_names(item.rule, item.numbers)]
-            group = self._shard_group(item.rule)
+            names, group = self._hf_names(item.rule, item.numbers), self._shard_group(item.rule)
+            tensors = [checkpoint.read(name) for name in names]
+            whole = merge(item.rule, [torch.empty_like(item.parameter, device="meta")] * group.size(), sizes=self._sizes)
+            for name, tensor, expected in zip(names, tensors, whole, strict=True):
+                _check_shape(name, tensor, expected)
             shard = split(item.rule, tensors, rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)
-            if shard.shape != item.parameter.shape:
-                raise ValueError(f"{item.name}: the checkpoint gives {tuple(shard.shape)}, the model has {tuple(item.parameter.shape)}")
             with torch.no_grad():
                 item.parameter.copy_(shard)
 
@@ -122,6 +124,14 @@ class Bridge:
 
     def _shard_group(self, rule: Rule) -> dist.ProcessGroup:
         return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
+
+
+def _check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
+    if tensor.shape != expected.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(tensor.shape)}, but by its config.json it must have {tuple(expected.shape)}: "
+            "weights and config.json are of different models; fetch both again"
+        )
 
 
 def _send(tensor: Tensor) -> None:

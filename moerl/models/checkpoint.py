@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -14,12 +15,14 @@ from torch import Tensor
 from moerl.types import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+_WEIGHT_MAP = TypeAdapter(dict[str, str])
 
 
 class HFCheckpoint:
     """Reads tensors by name, whichever file holds them. A context manager: files stay mapped until it ends."""
 
     def __init__(self, directory: Path):
+        """Raises CheckpointError naming the index or the single file if it cannot be read."""
         self._directory = directory
         self._files = _file_of_each(directory)
         self._stack = ExitStack()
@@ -60,13 +63,20 @@ class HFCheckpoint:
 def _file_of_each(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if index.exists():
-        return dict(json.loads(index.read_text())["weight_map"])
+        return _weight_map(index)
     single = directory / "model.safetensors"
     try:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single.name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{single}: cannot be read ({error}); write or fetch the checkpoint again") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return _WEIGHT_MAP.validate_python(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{index}: cannot be read as an index of safetensors files ({error!r}); fetch this file again") from error
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], directory: Path, *, shard_bytes: int) -> None:

@@ -67,6 +67,8 @@ class MegatronEngine:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
+            group["weight_decay"] = self._train.optimizer.weight_decay * group.get("wd_mult", 1.0)
         results = [self._mini_batch(batch.select(part), objective) for part in split_mini_batches(batch, num_updates)]
         return StepStats(
             **step_statistics([result.sums for result in results], uses_reference=objective.uses_reference),  # type: ignore[arg-type]

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+
+from moerl.train.checkpoint import newest
 
 SMALL = (
     "model.scratch.num_layers=2", "model.scratch.hidden_size=32", "model.scratch.num_experts=4", "groups_per_step=4", "group_size=4",
@@ -52,3 +56,12 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
 
 def find(processes: list[psutil.Process], text: str) -> psutil.Process:
     return next(process for process in processes if text in " ".join(process.cmdline()))
+
+
+def checkpoint_tensors(run_dir: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint, weights and optimizer, as bytes."""
+    directory = newest(run_dir / "checkpoints")
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items() if hasattr(entry, "size")}
+    dcp.load(tensors, checkpoint_id=directory, no_dist=True)
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

@@ -31,8 +31,8 @@ DENSE_LAYOUTS = ("dp2", "tp2")
 
 _SCRATCH = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 16}
 _TRANSFORMERS = {
-    "vocab_size": ODD_VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 24, "max_position_embeddings": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    "vocab_size": ODD_VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "intermediate_size": 24, "max_position_embeddings": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False, "decoder_sparse_step": 1}

@@ -1,5 +1,7 @@
 """What the ranks of a test do. Every function runs on every rank; rank 0's value goes to the test."""
 
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def new_engine(settings: EngineSettings) -> Any:
     return engine
 
 
-def train(settings: EngineSettings, batch: TrainBatch, *, num_steps: int = 3, num_updates: int = 2) -> Trained:
+def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_updates: int = 2) -> Trained:
     """GRPO steps, with a penalty on the distance from the reference if there is one."""
     engine = new_engine(settings)
     objective = GRPO(GRPOConfig(kl_coefficient=0.1 if settings.uses_reference else 0.0))
@@ -58,7 +60,7 @@ def train(settings: EngineSettings, batch: TrainBatch, *, num_steps: int = 3, nu
 
 
 def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:
-    return train(settings, batch, num_steps=1, num_updates=1).steps[0]
+    return train(settings, batch, 1, 1).steps[0]
 
 
 def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepStats:
@@ -70,17 +72,25 @@ def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepSta
 
 
 def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Any, Any]:
-    """Statistics and log-probs of two steps after a checkpoint, straight on and again from the checkpoint."""
-    engine, objective = new_engine(settings), GRPO(GRPOConfig())
-
-    def two_steps() -> Any:
-        return [engine.update(batch, objective, lr=1e-3, num_updates=1) for _ in range(2)], engine.logprobs(batch)
-
-    engine.update(batch, objective, lr=1e-3, num_updates=2)
+    """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
     engine.save(directory)
-    straight = two_steps()
+    straight = _two_steps(engine, batch)
     engine.load(directory)
-    return straight, two_steps()
+    return straight, _two_steps(engine, batch)
+
+
+def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Any:
+    """The same two steps in a new engine."""
+    engine = new_engine(settings)
+    engine.load(directory)
+    return _two_steps(engine, batch)
+
+
+def _two_steps(engine: Any, batch: TrainBatch) -> tuple[list[StepStats], np.ndarray]:
+    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
+    return steps, engine.logprobs(batch)
 
 
 def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], list[TensorSpec]]:
@@ -92,3 +102,27 @@ def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], lis
     else:
         assert list(engine.export()) == []
     return names, specs
+
+
+# -- for the tests of engine_ranks itself --------------------------------------------------------------------------
+
+
+def process_group() -> int:
+    return os.getpgrp()
+
+
+def fail_on_rank(rank: int) -> None:
+    if dist.get_rank() == rank:
+        _ = 1 / 0
+    dist.barrier()
+
+
+def die_on_rank(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(1)
+    threading.Event().wait()
+
+
+def wait_for_ever_on_rank(rank: int) -> None:
+    if dist.get_rank() == rank:
+        threading.Event().wait()

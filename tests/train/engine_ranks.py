@@ -6,11 +6,13 @@ its traceback. Whatever happens, the processes of a case are gone when `run_rank
 
 import atexit
 import functools
+import gc
 import multiprocessing as mp
 import os
 import signal
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -68,12 +70,12 @@ class _Server:
         return self._connection.recv()
 
     def close(self) -> None:
-        """Ends the process and every rank it may have. It leads its group from its first line on; before that it has no ranks."""
-        self._connection.close()
+        """Ends the process and every rank it may have. Until it leads a group it has none."""
         if self._process.is_alive():
             is_leader = os.getpgid(self._process.pid) == self._process.pid
             (os.killpg if is_leader else os.kill)(self._process.pid, signal.SIGKILL)
         self._process.join()
+        self._connection.close()
 
 
 def _serve(connection: Connection) -> None:
@@ -82,12 +84,17 @@ def _serve(connection: Connection) -> None:
 
     import megatron_patches
 
+    warnings.simplefilter("ignore")  # Megatron warns about CUDA by the page, which would bury an error
     torch.set_num_threads(1)
     # These two must precede the import of Megatron. Each rank applies the others, so that a case can leave one out.
     for patch in (megatron_patches.cuda_stand_in, megatron_patches.reference_te):
         patch.apply()
+    # The optimizer would import dynamo on its first use, in every rank.
+    import torch._dynamo
+
     import moerl.train.engine  # noqa: F401
 
+    gc.freeze()
     while True:
         try:
             request = connection.recv()
@@ -144,9 +151,7 @@ def _rank(place: tuple[int, int, Path, float], job: Job, args: Any, without: Seq
     try:
         megatron_patches.PATCHES = tuple(patch for patch in megatron_patches.PATCHES if patch.NAME not in without)
         megatron_patches.activate()
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=seconds)
-        )
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=seconds))
         value = job(*args)
         # No rank leaves while another may still talk to it.
         dist.barrier()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from engine_cases import DENSE_LAYOUTS, LAYOUTS, random_batch, settings
-from engine_jobs import first_step, first_step_unpatched, save_and_continue, train
+from engine_jobs import first_step, first_step_unpatched, load_and_continue, save_and_continue, train
 from engine_ranks import run_ranks
 
 from moerl.config.layout import Layout
@@ -87,20 +87,26 @@ def test_a_rank_without_sequences_changes_nothing(name, checkpoints):
 
 @pytest.mark.parametrize("name", ["ep2", "tp2-etp2"])
 def test_bfloat16_stays_close_to_float32(name, checkpoints, one_process):
+    """On average: a router that rounds to another expert changes a single token by much more."""
     chosen = settings(checkpoints["qwen3_moe"], LAYOUTS[name], dtype="bfloat16", uses_reference=True)
-    result = run_ranks(train, 2, chosen, random_batch())
-    expected = one_process["qwen3_moe"]
-    np.testing.assert_allclose(result.before_T, expected.before_T, atol=0.02, rtol=0)
-    np.testing.assert_allclose(result.after_T, expected.after_T, atol=0.1, rtol=0)
+    result, expected = run_ranks(train, 2, chosen, random_batch()), one_process["qwen3_moe"]
+    for logprobs_T, expected_T in ((result.before_T, expected.before_T), (result.after_T, expected.after_T)):
+        assert np.abs(logprobs_T - expected_T).mean() < 0.04
     for step, wanted in zip(result.steps, expected.steps, strict=True):
-        assert (step.grad_norm, step.entropy) == pytest.approx((wanted.grad_norm, wanted.entropy), rel=0.05)
+        assert (step.loss, step.grad_norm, step.entropy) == pytest.approx((wanted.loss, wanted.grad_norm, wanted.entropy), rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["ep2", "tp2-ep2"])
-def test_training_from_a_checkpoint_is_bitwise_what_it_was(name, checkpoints, tmp_path):
-    straight, again = run_ranks(save_and_continue, 2, settings(checkpoints["qwen3_moe"], LAYOUTS[name]), random_batch(), tmp_path)
+@pytest.mark.parametrize(("saved", "loaded"), [("ep2", "ep2"), ("tp2-ep2", "ep2"), ("dp2", "tp2-etp2")])
+def test_a_checkpoint_continues_as_if_nothing_had_happened_under_its_own_and_another_layout(saved, loaded, checkpoints, tmp_path):
+    directory, batch = checkpoints["qwen3_moe"], random_batch()
+    straight, again = run_ranks(save_and_continue, 2, settings(directory, LAYOUTS[saved]), batch, tmp_path)
     assert straight[0] == again[0]
     np.testing.assert_array_equal(straight[1], again[1])
+
+    elsewhere = run_ranks(load_and_continue, 2, settings(directory, LAYOUTS[loaded]), batch, tmp_path)
+    np.testing.assert_allclose(elsewhere[1], straight[1], atol=1e-5, rtol=0)
+    for step, expected in zip(elsewhere[0], straight[0], strict=True):
+        assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
 
 
 def test_replicated_experts_get_the_gradient_of_every_tensor_parallel_rank(checkpoints):

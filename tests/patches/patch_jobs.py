@@ -1,0 +1,105 @@
+"""What patched processes do for the tests of the patches; rank 0's value goes to the test."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def activate_again() -> tuple[bool, tuple[str, ...]]:
+    """Whether a second activation leaves every replaced function as it is, and the names of the active patches."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    import megatron_patches
+
+    def functions() -> list[Any]:
+        places = (torch, torch.cuda, torch.Tensor, torch.nn.Module, mappings, moe_utils, token_dispatcher)
+        return [vars(place)[name] for place in places for name in sorted(vars(place)) if callable(vars(place)[name])]
+
+    before = functions()
+    names = megatron_patches.activate()
+    after = functions()
+    return all(a is b for a, b in zip(before, after, strict=True)), names
+
+
+def undo(name: str) -> None:
+    """Put the upstream function back, then ask whether all is in force."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import token_dispatcher
+
+    import megatron_patches
+
+    megatron_patches.assert_active()
+    if name == "alltoall_splits":
+        token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **_: tensor
+    elif name == "uneven_gloo":
+        mappings._gather_along_first_dim = lambda tensor, *_: tensor
+    else:
+        torch.cuda.current_device = lambda: 0
+    megatron_patches.assert_active()
+
+
+def patch_changed_source(name: str) -> None:
+    """Apply a patch whose target is not what it was written for."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_patches import alltoall_splits, uneven_gloo
+
+    if name == "alltoall_splits":
+        moe_utils.maybe_move_tensor_to_cpu = _another
+        alltoall_splits.apply()
+    else:
+        setattr(mappings, name, _another)
+        uneven_gloo.apply()
+
+
+def _another() -> None: ...
+
+
+def gather_and_scatter(sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each rank gathers pieces of `sizes` rows and reduces them back; (gathered, scattered) of every rank."""
+    from megatron.core.tensor_parallel import mappings
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    mine = torch.full((sizes[rank], 2), float(rank))
+    gathered = mappings._gather_along_first_dim(mine, group, sizes)
+    scattered = mappings._reduce_scatter_along_first_dim(gathered * (rank + 1), group, sizes)
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (gathered, scattered))
+    return answers
+
+
+def use_cuda_names() -> dict[str, Any]:
+    """What the ways to ask for CUDA give."""
+    module = torch.nn.Linear(2, 2).to("cuda").cuda()
+    event, stream = torch.cuda.Event(), torch.cuda.Stream()
+    event.record()
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
+    tensors = [
+        torch.zeros(2, device="cuda"),
+        torch.arange(3, device=torch.device("cuda", 0)),
+        torch.empty(2, device=torch.cuda.current_device(), pin_memory=True),
+        torch.ones(2).to("cuda:0"),
+        torch.ones(2).to(device="cuda", dtype=torch.float64),
+        torch.ones(2).cuda(non_blocking=True),
+        module.weight,
+    ]
+    return {
+        "devices": {str(tensor.device) for tensor in tensors},
+        "dtype": tensors[4].dtype,
+        "event": event.query(),
+        "is_available": torch.cuda.is_available(),
+        "type": torch.ones(1).type(),
+        "type_in_megatron": eval(compile("torch.ones(1).type()", "/x/megatron/core/y.py", "eval"), {"torch": torch}),
+    }
+
+
+def rng_round_trip() -> bool:
+    torch.cuda.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(4, device="cuda")
+    torch.cuda.set_rng_state(state)
+    return torch.rand(4, device="cuda").equal(first)

@@ -1,0 +1,151 @@
+"""Whole runs inside the test process: other layouts, transports, algorithms and starts, and what a run refuses to continue."""
+
+import fcntl
+import math
+import shutil
+import socket
+import sys
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from whole_runs import ADD, ASYNC, SMALL, SYNC, checkpoint_tensors, rows, shared_memory
+
+from moerl import run
+from moerl.__main__ import main
+from moerl.check import load_checked
+from moerl.train.checkpoint import newest
+from moerl.types import CheckpointError, EngineError, MoerlError
+
+TP_GLOO = (
+    "num_steps=2",
+    "train.layout.ep=1",
+    "train.layout.tp=2",
+    "train.layout.etp=2",
+    "train.updates_per_step=2",
+    "weights.transport=gloo",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Of every run in this file, also of those that fail."""
+    children, shared = set(psutil.Process().children(recursive=True)), shared_memory()
+    yield
+    _, alive = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in children], timeout=30)
+    assert [" ".join(process.cmdline()) for process in alive] == []
+    assert shared_memory() == shared
+
+
+def train(output_dir, *overrides, recipe=SYNC):
+    run.train(load_checked([f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *overrides]))
+    return rows(output_dir, recipe)
+
+
+@pytest.fixture(scope="module")
+def tp_gloo(tmp_path_factory):
+    """The directory of a run of two steps, and its rows."""
+    output_dir = tmp_path_factory.mktemp("tp-gloo")
+    return output_dir, train(output_dir, *TP_GLOO)
+
+
+@pytest.fixture
+def copied(tp_gloo, tmp_path):
+    """The same run, to be changed."""
+    shutil.copytree(tp_gloo[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def test_tensor_parallel_ranks_push_over_gloo_and_take_two_updates_per_step(tp_gloo):
+    rows = tp_gloo[1]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["train/kl_old"] == 0.0 for row in rows)
+    assert all(row["mismatch/mean"] < 1e-6 for row in rows)
+    assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)
+
+
+# -- what cannot be continued ----------------------------------------------------------------------------------
+
+
+def test_another_seed_model_or_layout_is_refused_with_exit_code_2_and_every_field(copied, monkeypatch, capsys):
+    overrides = [*SMALL, *TP_GLOO, "seed=1", "model.scratch.num_layers=3", "train.layout.etp=1"]
+    monkeypatch.setattr(sys, "argv", ["moerl", "train", f"recipe={SYNC}", f"output_dir={copied}", *overrides])
+    before = (copied / SYNC / "config.yaml").read_text()
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert exited.value.code == 2
+    message = capsys.readouterr().err
+    assert "3 problems in the configuration" in message
+    for line in ("seed = 1: was 0 and", "model.scratch.num_layers = 3: was 2 and", "train.layout.etp = 1: was 2 and"):
+        assert line in message
+    assert (copied / SYNC / "config.yaml").read_text() == before
+
+
+def test_a_second_process_on_the_same_run_is_refused(copied):
+    with (copied / SYNC / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(MoerlError, match=rf"{SYNC}: another process is training this run; wait for it, or choose another name="):
+            train(copied, *TP_GLOO)
+
+
+def test_a_damaged_shard_is_named_with_its_tensors_and_stops_every_process(copied):
+    directory = newest(copied / SYNC / "checkpoints")
+    shard = max(directory.glob("__1_*.distcp"))
+    contents = bytearray(shard.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    shard.write_bytes(contents)
+    with pytest.raises(CheckpointError, match=rf"(?s)delete {directory} .*\n\* {shard.name}: contents differ.*; holds \w+"):
+        train(copied, *TP_GLOO, "num_steps=3")
+
+
+def test_a_port_in_use_is_named_and_stops_every_process(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=rf"rollout\.port = {port}: port is in use"):
+            train(tmp_path, f"rollout.port={port}")
+
+
+# -- other starts ----------------------------------------------------------------------------------------------
+
+WARM = ("sft.num_steps=4", "sft.batch_size=16")
+
+
+@pytest.fixture(scope="module")
+def dapo(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("dapo")
+    return output_dir, train(output_dir, *WARM, "num_steps=4", "group_size=8", "save_every=0", recipe=ASYNC)
+
+
+def test_dapo_trains_on_samples_at_most_one_step_old(dapo):
+    rows = dapo[1]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["staleness/max"] for row in rows) == 1
+    assert rows[0]["staleness/max"] == 0
+    assert rows[0]["mismatch/mean"] < 1e-6
+    assert sum(row["groups/dropped"] for row in rows) > 0
+    assert all(row["groups/uniform"] == 0 for row in rows)
+
+
+def test_a_continued_run_skips_the_warm_start(dapo, capsys):
+    output_dir, before = dapo
+    weights = output_dir / ASYNC / "warm_start" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    after = train(output_dir, *WARM, "num_steps=5", "group_size=8", "save_every=0", recipe=ASYNC)
+    assert after[:4] == before
+    assert len(after) == 5
+    assert weights.stat().st_mtime_ns == written
+    assert "warm start" not in capsys.readouterr().out
+
+
+def test_grpo_starts_from_the_weights_of_the_warm_start(tmp_path, capsys):
+    """With a learning rate too small to change a float32, so that the checkpoint holds what the first step started from."""
+    constant = ("train.optimizer.lr=1e-30", "train.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.1")
+    first = train(tmp_path, *WARM, *constant, "num_steps=1", recipe=ADD)[0]
+    assert "warm start 4/4: loss" in capsys.readouterr().out
+    assert first["train/kl_reference"] == 0.0
+    names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "decoder.final_layernorm.weight": "model.norm.weight"}
+    model, warm = (load_file(tmp_path / ADD / name / "model.safetensors") for name in ("model", "warm_start"))
+    trained = checkpoint_tensors(tmp_path / ADD)
+    for ours, theirs in names.items():
+        assert trained[ours] == warm[theirs].numpy().tobytes()
+        assert trained[ours] != model[theirs].numpy().tobytes()

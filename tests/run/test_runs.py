@@ -1,0 +1,175 @@
+"""One run that is stopped in every way a run can be, beside the same run never stopped: the same bits, and nothing left behind.
+
+The stopped run is a chain of processes of one command, each ended at the first row from step 3 on, that is after a checkpoint and
+before the end: kill -9, SIGTERM, Ctrl-C, a killed train rank, a killed rollout server. The last process runs to the end.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from whole_runs import SYNC, checkpoint_tensors, command, find, rows, shared_memory
+
+OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05")
+STEPS = list(range(1, 11))
+SECONDS = 120
+
+Stop = Callable[[psutil.Process, list[psutil.Process]], None]
+"""Gets the driver's process and every one below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What one process of the command left."""
+
+    exit_code: int
+    family: list[str]
+    """Command lines of the run's processes."""
+    alive: list[str]
+    """Those that outlived the driver by half a minute."""
+    shared_memory: set[str]
+    """New entries of /dev/shm."""
+    stdout: str
+    stderr: str
+    rows: list[dict[str, float]]
+    """Of metrics.jsonl at that time, without what a clock measured."""
+
+
+def go(output_dir: Path, stop: Stop | None = None) -> Ended:
+    before = shared_memory()
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(output_dir, *OVERRIDES), **pipes, start_new_session=True)
+    printed, family = [], []
+    for line in process.stdout:
+        printed.append(line)
+        if (row := re.match(r" *(\d+)/", line)) and int(row[1]) >= 3 and not family:
+            family = psutil.Process(process.pid).children(recursive=True)
+            names = [" ".join(child.cmdline()) for child in family]
+            if stop is not None:
+                stop(psutil.Process(process.pid), family)
+    exit_code = process.wait(SECONDS)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    return Ended(
+        exit_code=exit_code,
+        family=names,
+        alive=[" ".join(child.cmdline()) for child in alive],
+        shared_memory=shared_memory() - before,
+        stdout="".join(printed),
+        stderr=process.communicate()[1],
+        rows=rows(output_dir),
+    )
+
+
+STOPS: dict[str, Stop] = {
+    "kill -9": lambda driver, family: driver.kill(),
+    "SIGTERM": lambda driver, family: driver.terminate(),
+    "Ctrl-C": lambda driver, family: os.killpg(driver.pid, signal.SIGINT),  # a terminal sends it to the whole group
+    "rank": lambda driver, family: find(family, "ray::TrainWorker").kill(),
+    "server": lambda driver, family: find(family, "moerl.rollout.hf").kill(),
+}
+every_stop = pytest.mark.parametrize("how", [*STOPS, "end"])
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("never-stopped")
+    return output_dir, go(output_dir)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("stopped")
+    return output_dir, {how: go(output_dir, stop) for how, stop in STOPS.items()} | {"end": go(output_dir)}
+
+
+# -- bits ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_with_one_row_per_step_and_the_path_of_its_report(never_stopped):
+    output_dir, ended = never_stopped
+    assert ended.exit_code == 0, ended.stderr
+    assert [row["step"] for row in ended.rows] == STEPS
+    assert ended.stdout.splitlines()[-1] == f"report: {output_dir / SYNC / 'report.html'}"
+
+
+def test_trainer_and_server_agree_and_the_first_step_has_no_kl(never_stopped):
+    first, *_, last = never_stopped[1].rows
+    assert first["mismatch/mean"] < 1e-6
+    assert first["train/kl_old"] == first["train/kl_reference"] == 0.0
+    assert last["train/kl_reference"] > 0.0
+
+
+@every_stop
+def test_the_same_command_gives_the_same_bits_however_often_it_was_stopped(never_stopped, stopped, how):
+    rows = stopped[1][how].rows
+    assert len(rows) >= 3
+    assert rows == never_stopped[1].rows[: len(rows)]
+
+
+def test_a_stopped_run_ends_with_each_step_once_and_the_same_weights_and_optimizer(never_stopped, stopped):
+    assert [row["step"] for row in stopped[1]["end"].rows] == STEPS
+    tensors, expected = (checkpoint_tensors(output_dir / SYNC) for output_dir in (stopped[0], never_stopped[0]))
+    assert tensors.keys() == expected.keys()
+    assert {name for name, bits in tensors.items() if bits != expected[name]} == set()
+    assert any("exp_avg" in name for name in tensors)
+    assert any(name.startswith("embedding") for name in tensors)
+
+
+# -- what is left ----------------------------------------------------------------------------------------------
+
+
+@every_stop
+def test_no_process_and_no_shared_memory_is_left(stopped, how):
+    ended = stopped[1][how]
+    for part in ("ray::TrainWorker", "moerl.rollout.hf", "moerl.rewards.worker", "raylet", "gcs_server"):
+        assert any(part in line for line in ended.family), part
+    assert ended.alive == []
+    assert ended.shared_memory == set()
+
+
+def test_no_process_and_no_shared_memory_is_left_by_a_run_that_was_not_stopped(never_stopped):
+    assert never_stopped[1].alive == []
+    assert never_stopped[1].shared_memory == set()
+
+
+# -- what is said ----------------------------------------------------------------------------------------------
+
+
+def test_every_way_to_stop_has_its_exit_code(stopped):
+    assert {how: ended.exit_code for how, ended in stopped[1].items()} == {
+        "kill -9": -signal.SIGKILL, "SIGTERM": 143, "Ctrl-C": 130, "rank": 1, "server": 1, "end": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "word"), [("SIGTERM", "interrupted"), ("Ctrl-C", "interrupted"), ("rank", "failed"), ("end", "finished")])
+def test_the_summary_says_how_the_run_ended(stopped, how, word):
+    assert re.search(rf"(?m)^{word}$", stopped[1][how].stdout)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "end"])
+def test_an_interrupted_run_complains_about_nothing(stopped, how):
+    noise = [line for line in stopped[1][how].stderr.splitlines() if line and "Writing model shards" not in line]
+    assert noise == []
+
+
+def test_a_killed_rank_is_named_with_what_it_did(stopped):
+    assert re.search(r"(?m)^moerl: rank [01] failed in \w+:$", stopped[1]["rank"].stderr)
+    assert "The actor died" in stopped[1]["rank"].stderr
+
+
+def test_a_killed_server_is_named_with_its_end_and_its_last_log_lines(stopped):
+    message = stopped[1]["server"].stderr
+    assert re.search(r"(?s)\nmoerl: .*127\.0\.0\.1:\d+: the server ended by signal 9 \(Killed\)\n", "\n" + message)
+    assert re.search(r"last lines of .*rollout-0\.log:\n    .*INFO moerl\.rollout\.hf: serving on port", message)
+
+
+@pytest.mark.parametrize("how", ["rank", "server"])
+def test_a_failure_is_one_message_without_a_traceback_of_the_driver(stopped, how):
+    assert stopped[1][how].stderr.count("moerl: ") == 1
+    assert "in main" not in stopped[1][how].stderr
