@@ -1,19 +1,26 @@
 """Every patch is needed, is in force, refuses code it was not written for, and says so when it comes too late."""
 
 import os
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_jobs import first_step
 from engine_ranks import RankError, run_ranks
+from patch_jobs import activate_again, gather_and_scatter, patch_changed_source, rng_round_trip, undo, use_cuda_names
 
 import megatron_patches
+from megatron_patches import reference_te
+from megatron_patches.errors import PatchError, require_source
 
-ROOT = Path(megatron_patches.__file__).parent.parent
-BUILD = """
+ROOT = Path(megatron_patches.__file__).resolve().parent.parent
+
+BUILD_AN_ENGINE = """
 import sys, megatron_patches
 megatron_patches.PATCHES = tuple(patch for patch in megatron_patches.PATCHES if patch.NAME != sys.argv[1])
 megatron_patches.activate()
@@ -25,32 +32,126 @@ from moerl.config.layout import Layout
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=0, world_size=1)
 new_engine(settings(Path(sys.argv[2]), Layout()))
 """
+ACTIVATE_TOO_LATE = """
+import megatron.core, megatron_patches
+try:
+    megatron_patches.assert_active()
+finally:
+    megatron_patches.activate()
+"""
 
 
-def last_line_of(program, *args):
-    """Of the traceback with which a new interpreter ended, without its class's module; empty if it ended well."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/train")])
+def last_error(program, *args):
+    """What a new interpreter said last, or nothing if it ended well; and all it said."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "train")])
     command = [sys.executable, "-W", "ignore", "-c", program, *map(str, args)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": path})
-    return "" if ended.returncode == 0 else ended.stderr.strip().splitlines()[-1]
+    return ("" if ended.returncode == 0 else ended.stderr.strip().splitlines()[-1]), ended.stderr
 
 
-# -- needed ------------------------------------------------------------------------------------------------------
+# -- needed --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("patch", "error"), [("none", ""), ("cuda_stand_in", "CUDA|NVIDIA"), ("reference_te", "[Tt]ransformer.?[Ee]ngine|TE|NoneType")]
+    ("without", "error"), [("cuda_stand_in", "CUDA|NVIDIA"), ("reference_te", "NameError: name 'TE.*' is not defined")]
 )
-def test_an_engine_needs_what_stands_in_for_cuda_and_transformer_engine(patch, error, checkpoints, tmp_path):
-    line = last_line_of(BUILD, patch, checkpoints["qwen3_moe"], tmp_path / "store")
-    print(line)
-    assert line == "" if patch == "none" else __import__("re").search(error, line)
+def test_an_engine_needs_a_stand_in_for_cuda_and_for_transformer_engine(without, error, checkpoints, tmp_path):
+    last, everything = last_error(BUILD_AN_ENGINE, without, checkpoints["qwen3_moe"], tmp_path / "store")
+    assert re.search(error, last), everything
 
 
-@pytest.mark.parametrize(("patch", "layout"), [("alltoall_splits", "ep2"), ("uneven_gloo", "tp2-etp2")])
-def test_a_layout_needs_its_patch(patch, layout, checkpoints):
+@pytest.mark.parametrize(
+    ("patch", "layout", "error"),
+    [
+        ("alltoall_splits", "ep2", r"TypeError: all_to_all_single\(\): incompatible function arguments"),
+        ("uneven_gloo", "tp2-ep2-etp2-dp2", "RuntimeError: ProcessGroupGloo.*invalid tensor size"),
+    ],
+)
+def test_a_layout_fails_without_its_patch(patch, layout, error, checkpoints):
     chosen = settings(checkpoints["qwen3_moe"], LAYOUTS[layout])
-    with pytest.raises(RankError) as error:
-        run_ranks(first_step, 2, chosen, random_batch(), without=[patch], deadline_seconds=20)
-    print(str(error.value))
-    assert run_ranks(first_step, 2, chosen, random_batch()).num_tokens > 0
+    with pytest.raises(RankError, match=error):
+        run_ranks(first_step, chosen.train.layout.ranks, chosen, random_batch(), without=[patch], deadline_seconds=30)
+
+
+# -- in force ------------------------------------------------------------------------------------------------------
+
+
+def test_activating_again_changes_nothing():
+    is_same, names = run_ranks(activate_again, 1)
+    assert is_same
+    assert names == tuple(patch.NAME for patch in megatron_patches.PATCHES)
+
+
+@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo"])
+def test_a_patch_that_was_undone_is_named(patch):
+    with pytest.raises(RankError, match=rf"in undo\n(?s:.*)PatchError: patches not in force: {patch};"):
+        run_ranks(undo, 1, patch)
+
+
+def test_activating_after_megatron_was_imported_is_an_error():
+    last, everything = last_error(ACTIVATE_TOO_LATE)
+    assert "PatchError: patches not in force: cuda_stand_in, reference_te" in everything
+    assert last.startswith("RuntimeError: megatron_patches.activate() must run before megatron.core is imported")
+
+
+def test_a_transformer_engine_that_was_imported_before_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    with pytest.raises(RuntimeError, match="transformer_engine was imported before"):
+        reference_te.apply()
+
+
+# -- for the code they were written for ------------------------------------------------------------------------------
+
+
+def test_a_function_with_another_source_is_refused_with_its_name_and_the_known_versions():
+    with pytest.raises(PatchError) as error:
+        require_source(last_error, {"0123456789abcdef": "megatron-core 0.16.1"}, "some_patch")
+    message = str(error.value)
+    assert f"some_patch: {__name__}.last_error has changed (source digest " in message
+    assert "this patch knows megatron-core 0.16.1" in message
+    digest = re.search(r"digest ([0-9a-f]{16});", message).group(1)
+    require_source(last_error, {"0123456789abcdef": "1.0", digest: "2.0"}, "some_patch")
+
+
+@pytest.mark.parametrize(
+    ("patch", "target"),
+    [
+        ("alltoall_splits", "alltoall_splits"),
+        ("uneven_gloo", "_gather_along_first_dim"),
+        ("uneven_gloo", "_reduce_scatter_along_first_dim"),
+    ],
+)
+def test_a_patch_refuses_a_target_that_has_changed(patch, target):
+    with pytest.raises(RankError, match=rf"PatchError: {patch}: patch_jobs._another has changed .*megatron_patches/{patch}.py"):
+        run_ranks(patch_changed_source, 1, target, without=["alltoall_splits", "uneven_gloo"])
+
+
+# -- right ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[1, 3], [2, 0, 5], [2, 2]])
+def test_uneven_pieces_are_gathered_in_order_and_reduced_to_their_owners(sizes):
+    num_ranks = len(sizes)
+    whole = torch.cat([torch.full((size, 2), float(rank)) for rank, size in enumerate(sizes)])
+    factor = sum(range(1, num_ranks + 1))
+    for rank, (gathered, scattered) in enumerate(run_ranks(gather_and_scatter, num_ranks, sizes)):
+        assert gathered.equal(whole)
+        assert scattered.equal(whole.split(sizes)[rank] * factor)
+
+
+def test_everything_that_asks_for_cuda_gets_the_cpu():
+    answer = run_ranks(use_cuda_names, 1)
+    assert answer["devices"] == {"cpu"}
+    assert answer["dtype"] == torch.float64
+    assert answer["event"] is True
+    assert answer["is_available"] is False
+    assert (answer["type"], answer["type_in_megatron"]) == ("torch.FloatTensor", "torch.cuda.FloatTensor")
+
+
+def test_the_random_state_of_cuda_is_that_of_the_cpu():
+    assert run_ranks(rng_round_trip, 1)
+
+
+def test_this_process_is_not_patched():
+    assert not megatron_patches.cuda_stand_in.active()
+    assert "transformer_engine" not in sys.modules

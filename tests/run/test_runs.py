@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import SYNC, checkpoint_tensors, command, find, rows, shared_memory
+from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, rows, shared_memory
 
-OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05")
+OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05", DIGIT)
 STEPS = list(range(1, 11))
 SECONDS = 120
 
@@ -103,6 +103,7 @@ def test_trainer_and_server_agree_and_the_first_step_has_no_kl(never_stopped):
     assert first["mismatch/mean"] < 1e-6
     assert first["train/kl_old"] == first["train/kl_reference"] == 0.0
     assert last["train/kl_reference"] > 0.0
+    assert all(row["train/grad_norm"] > 0.1 for row in never_stopped[1].rows)
 
 
 @every_stop

@@ -16,6 +16,8 @@ SMALL = (
     "model.scratch.num_layers=2", "model.scratch.hidden_size=32", "model.scratch.num_experts=4", "groups_per_step=4", "group_size=4",
     "num_steps=6", "save_every=2", "rollout.max_running=16",
 )  # fmt: skip
+DIGIT = 'reward.terms.repeat={kind: format, pattern: ".*[0-9].*"}'
+"""Random completions score 0 and 1 about equally often, so that every step has a gradient."""
 SYNC, ASYNC, ADD = "grpo-tiny-moe-1n2g-sync", "dapo-tiny-moe-1n2g-async", "grpo-tiny-add-1n2g-sync"
 
 

@@ -1,6 +1,8 @@
 """What the ranks of a test do. Every function runs on every rank; rank 0's value goes to the test."""
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +109,14 @@ def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], lis
 # -- for the tests of engine_ranks itself --------------------------------------------------------------------------
 
 
-def process_group() -> int:
-    return os.getpgrp()
+def session() -> int:
+    return os.getsid(0)
+
+
+def leave_a_child_behind(rank: int) -> None:
+    """A child that would live for ever, and an error."""
+    subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    fail_on_rank(rank)
 
 
 def fail_on_rank(rank: int) -> None:

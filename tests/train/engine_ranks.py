@@ -9,11 +9,14 @@ import functools
 import gc
 import multiprocessing as mp
 import os
+import pickle
 import signal
+import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,7 +46,7 @@ def run_ranks(job: Job, num_ranks: int, *args: Any, without: Sequence[str] = (),
         raise
     if not succeeded:
         raise RankError(value)
-    return value
+    return pickle.loads(value)
 
 
 @functools.cache
@@ -54,7 +57,7 @@ def _server() -> "_Server":
 
 
 class _Server:
-    """The process that forks ranks, in a process group of its own with them."""
+    """The process that forks ranks. It has a session of its own; each rank has a process group, with whatever Megatron starts there."""
 
     def __init__(self) -> None:
         context = mp.get_context("spawn")
@@ -70,16 +73,18 @@ class _Server:
         return self._connection.recv()
 
     def close(self) -> None:
-        """Ends the process and every rank it may have. Until it leads a group it has none."""
-        if self._process.is_alive():
-            is_leader = os.getpgid(self._process.pid) == self._process.pid
-            (os.killpg if is_leader else os.kill)(self._process.pid, signal.SIGKILL)
+        """Ends the process, which ends the ranks it may have."""
+        self._process.terminate()
+        self._process.join(_SPARE_SECONDS)
+        self._process.kill()
         self._process.join()
         self._connection.close()
 
 
 def _serve(connection: Connection) -> None:
-    os.setpgid(0, 0)
+    # Not the terminal's: Ctrl-C is for the test process, which then ends this one.
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     import torch
 
     import megatron_patches
@@ -104,23 +109,30 @@ def _serve(connection: Connection) -> None:
 
 
 def _run_case(job: Job, num_ranks: int, args: Any, without: Sequence[str], seconds: float) -> tuple[bool, Any]:
-    """(True, rank 0's value), or (False, what the first rank that failed said)."""
+    """(True, rank 0's value pickled), or (False, what the first rank that failed said)."""
     context = mp.get_context("fork")
+    ranks, connections = [], []
     with tempfile.TemporaryDirectory() as directory:
-        ranks, connections = [], []
-        for rank in range(num_ranks):
-            mine, other_end = context.Pipe(duplex=False)
-            place = (rank, num_ranks, Path(directory) / "store", seconds)
-            ranks.append(context.Process(target=_rank, args=(place, job, args, without, other_end)))
-            ranks[-1].start()
-            other_end.close()
-            connections.append(mine)
         try:
+            for rank in range(num_ranks):
+                mine, other_end = context.Pipe(duplex=False)
+                place = (rank, num_ranks, Path(directory) / "store", seconds)
+                ranks.append(context.Process(target=_rank, args=(place, job, args, without, other_end)))
+                ranks[-1].start()
+                os.setpgid(ranks[-1].pid, ranks[-1].pid)
+                other_end.close()
+                connections.append(mine)
             return _first_failure_or_value(connections, monotonic() + seconds)
         finally:
             for process in ranks:
-                process.kill()
-                process.join()
+                _end(process)
+
+
+def _end(process: Any) -> None:
+    """With its group: saving a checkpoint starts a process that would outlive a killed rank."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
 
 
 def _first_failure_or_value(connections: list[Connection], end: float) -> tuple[bool, Any]:
@@ -155,6 +167,7 @@ def _rank(place: tuple[int, int, Path, float], job: Job, args: Any, without: Seq
         value = job(*args)
         # No rank leaves while another may still talk to it.
         dist.barrier()
-        connection.send(("", value if rank == 0 else None))
+        # As plain bytes: the pickles that processes exchange by default leave a tensor's memory with the sender, which ends.
+        connection.send(("", pickle.dumps(value if rank == 0 else None)))
     except BaseException:
         connection.send((traceback.format_exc(), None))

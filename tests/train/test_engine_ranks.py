@@ -4,18 +4,20 @@ import subprocess
 import time
 
 import pytest
-from engine_jobs import die_on_rank, fail_on_rank, process_group, wait_for_ever_on_rank
+import torch
+from engine_jobs import die_on_rank, fail_on_rank, leave_a_child_behind, session, wait_for_ever_on_rank
 from engine_ranks import RankError, run_ranks
 
 
-def processes_of_group(group):
-    listing = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    return sum(int(pgid) == group and not state.startswith("Z") for pgid, state in rows)
+def processes_of_session(session):
+    listing = subprocess.run(["ps", "-eo", "sess=,stat=,args="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+    return [args for sid, state, args in rows if int(sid) == session and not state.startswith("Z")]
 
 
 def assert_only_the_server_is_left():
-    assert processes_of_group(run_ranks(process_group, 2)) == 1
+    left = processes_of_session(run_ranks(session, 2))
+    assert len(left) == 1, left
 
 
 def test_the_traceback_of_the_failing_rank_arrives_although_another_rank_waits_for_it():
@@ -36,3 +38,13 @@ def test_ranks_that_do_not_finish_are_named_and_ended():
         run_ranks(wait_for_ever_on_rank, 2, 0, deadline_seconds=1.5)
     assert time.monotonic() - started < 30
     assert_only_the_server_is_left()
+
+
+def test_what_a_rank_started_ends_with_it():
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        run_ranks(leave_a_child_behind, 2, 0)
+    assert_only_the_server_is_left()
+
+
+def test_a_tensor_arrives_although_its_rank_is_gone():
+    assert run_ranks(torch.zeros, 2, 3).equal(torch.zeros(3))

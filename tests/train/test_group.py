@@ -33,7 +33,7 @@ BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 @pytest.fixture(scope="module")
 def cluster():
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=2)
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1)  # fewer cores than ranks, as on a laptop
     yield
     ray.shutdown()
 
@@ -70,14 +70,19 @@ def run_with(cluster, checkpoints, tmp_path):
     return run
 
 
+async def pack_the_rest(group):
+    for index in itertools.count(1):
+        if await group.next_bucket(index) is None:
+            return
+
+
 def test_a_rank_that_dies_during_a_push_is_named_although_another_one_sends(run_with):
     async def scenario(group, pids):
         await group.listen("shm", 1)
         assert (await group.next_bucket(0)).index == 0
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(TrainError, match=r"^rank 1 failed in join_export:\n.*actor died"):
-            for index in itertools.count(1):
-                assert await group.next_bucket(index) is not None
+            await pack_the_rest(group)
 
     run_with(scenario)
 

@@ -1,0 +1,140 @@
+"""The plain reference of Transformer Engine: attention, norms and Adam against PyTorch's own."""
+
+import importlib.util
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+import megatron_patches
+
+CLASSES = Path(megatron_patches.__file__).parent / "reference" / "transformer_engine" / "pytorch"
+
+
+def load(name):
+    """One file of the reference, without making it importable as transformer_engine."""
+    spec = importlib.util.spec_from_file_location(f"reference_{name}", CLASSES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+attention, norm, optimizers = load("attention"), load("norm"), load("optimizers")
+
+
+def random_tensors(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def naive(q, k, v, scale, causal):
+    """[s, heads, d] each, head by head."""
+    per_group = q.shape[1] // k.shape[1]
+    heads = []
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // per_group].T * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ v[:, head // per_group])
+    return torch.cat(heads, dim=-1)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    groups=st.integers(1, 3),
+    queries=st.integers(1, 3),
+    scale=st.sampled_from([None, 0.3]),
+    causal=st.booleans(),
+)
+def test_packed_attention_equals_each_sequence_alone_forward_and_backward(lengths, groups, queries, scale, causal):
+    total, width = sum(lengths), 4
+    q, k, v = random_tensors((total, groups * queries, width), (total, groups, width), (total, groups, width))
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    layer = attention.DotProductAttention(groups * queries, width, groups, softmax_scale=scale)
+    kind = "padding_causal" if causal else "padding"
+    out = layer(q, k, v, None, "thd", kind, cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
+    used = 1 / math.sqrt(width) if scale is None else scale
+    expected = torch.cat([naive(q[a:b], k[a:b], v[a:b], used, causal) for a, b in pairwise(bounds)])
+    torch.testing.assert_close(out, expected)
+    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape)
+    for got, wanted in zip(
+        torch.autograd.grad((out * weights).sum(), (q, k, v)), torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_over_a_batch_of_equal_lengths_is_causal(groups):
+    q, k, v = random_tensors((5, 2, 4, 8), (5, 2, groups, 8), (5, 2, groups, 8))
+    out = attention.DotProductAttention(4, 8, groups)(q, k, v, None, "sbhd", "causal")
+    for column in range(2):
+        torch.testing.assert_close(out[:, column], naive(q[:, column], k[:, column], v[:, column], 1 / math.sqrt(8), True))
+
+
+def test_a_padding_mask_hides_keys():
+    """Megatron's masks are True where nothing may be seen."""
+    q, k, v = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
+    hidden = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
+    hidden[..., 3] = True
+    out = attention.DotProductAttention(2, 8, 2)(q, k, v, hidden, "sbhd", "padding")
+    torch.testing.assert_close(out[:3, 0], naive(q[:, 0], k[:3, 0], v[:3, 0], 1 / math.sqrt(8), False)[:3])
+
+
+@pytest.mark.parametrize(("option", "value"), [("cp_group", object()), ("window_size", (128, 0))])
+def test_attention_that_the_reference_lacks_is_an_error(option, value):
+    with pytest.raises(RuntimeError, match="not in the reference"):
+        attention.DotProductAttention(2, 8, **{option: value})
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_equal_pytorch(zero_centered):
+    (x,) = random_tensors((3, 16))
+    x = x.detach().float()
+    layers = norm.RMSNorm(16, eps=1e-3, zero_centered_gamma=zero_centered), norm.LayerNorm(16, eps=1e-3, zero_centered_gamma=zero_centered)
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight.add_(torch.linspace(-1, 1, 16))
+    scale = layers[0].weight + 1 if zero_centered else layers[0].weight
+    torch.testing.assert_close(layers[0](x), functional.rms_norm(x, (16,), scale, 1e-3))
+    torch.testing.assert_close(layers[1](x), functional.layer_norm(x, (16,), scale, layers[1].bias, 1e-3))
+    torch.testing.assert_close(layers[0](x.bfloat16()), functional.rms_norm(x.bfloat16().float(), (16,), scale, 1e-3).bfloat16())
+
+
+@pytest.mark.parametrize(("decoupled", "weight_decay"), [(True, 0.1), (True, 0.0), (False, 0.1)])
+def test_adam_equals_pytorch_over_many_steps(decoupled, weight_decay):
+    start = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
+    pytorch_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+    fused, reference = optimizers.FusedAdam([ours], adam_w_mode=decoupled, **options), pytorch_class([theirs], **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        gradient = torch.randn(50, generator=generator)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        fused.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    assert (ours - start).abs().mean() > 1e-2
+    assert ours.grad.equal(gradient)
+
+
+def test_adam_counts_steps_in_the_group_where_distributed_checkpoints_look_for_it():
+    with_gradient, without = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    adam = optimizers.FusedAdam([with_gradient, without])
+    for _ in range(3):
+        with_gradient.grad = torch.ones(2)
+        adam.step()
+    assert adam.param_groups[0]["step"] == 3
+    assert adam.state[with_gradient].keys() == {"exp_avg", "exp_avg_sq"}
+    assert without not in adam.state
+    assert without.equal(torch.ones(2))
+
+
+def test_adam_options_that_the_reference_lacks_are_an_error():
+    with pytest.raises(RuntimeError, match="master_weights"):
+        optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], master_weights=True)
