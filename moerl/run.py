@@ -146,7 +146,8 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
 def _local_ray() -> Iterator[None]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    # Without an address Ray would also join a cluster that somebody else started on this machine.
+    ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with reaping_ray():
         try:
             yield

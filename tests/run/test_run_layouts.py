@@ -1,13 +1,15 @@
 """Whole runs of other layouts and dtypes, and on a Ray cluster that was there before."""
 
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SMALL, SYNC, rows
+from whole_runs import DIGIT, SMALL, SYNC, command, rows
 
 from moerl import run
 from moerl.check import load_checked
@@ -47,24 +49,36 @@ def test_bfloat16_trains_within_its_own_mismatch_limit(tmp_path):
 
 
 @pytest.fixture
-def cluster(monkeypatch):
-    """The processes of a Ray cluster with another owner."""
+def cluster():
+    """The environment variables of a Ray cluster with another owner, and its processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    start = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
-    command = [*start, "--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
-    assert any("Ray runtime started" in line for line in process.stdout)
-    family = psutil.Process(process.pid).children(recursive=True)
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    yield [psutil.Process(process.pid), *family]
-    process.terminate()
-    process.communicate(timeout=60)
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert not alive
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as temp_dir:  # short: its sockets' paths have a limit
+        start = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
+        options = [*start, "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={temp_dir}"]
+        process = subprocess.Popen(
+            options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
+        assert any("Ray runtime started" in line for line in process.stdout)
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, [psutil.Process(process.pid), *family]
+        process.terminate()
+        process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=60)
+        assert not alive
 
 
 def test_a_run_uses_the_cluster_of_ray_address_and_leaves_it_running(tmp_path, cluster):
-    assert len(train(tmp_path)) == 3
-    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in cluster)
-    assert not any("TrainWorker" in child.name() for process in cluster for child in process.children())
+    environment, processes = cluster
+    before = set(psutil.Process(processes[0].pid).children(recursive=True))
+    process = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    workers = []
+    for line in process.stdout:
+        if line.strip().startswith("1/6"):
+            started = set(psutil.Process(processes[0].pid).children(recursive=True)) - before
+            workers = [child for child in started if "ray::TrainWorker" in child.cmdline()]
+    assert process.wait() == 0
+    assert len(workers) == 2
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+    assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)
