@@ -34,7 +34,6 @@ BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 def cluster():
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
-        address="local",
         "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1
     )  # fewer cores than ranks, as on a laptop
     yield
