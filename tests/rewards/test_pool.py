@@ -188,12 +188,13 @@ def test_a_kill_reaches_what_the_function_started(misbehaving, tmp_path):
 def test_a_function_that_cannot_be_imported_stops_the_run_before_it_starts(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name\ndef score(**given): return 1.0\n")
     terms = {"fine": RewardTerm(kind="exact"), "own": RewardTerm(kind="function", path=f"{tmp_path}/broken.py:score")}
+    before = children()
     with pytest.raises(ConfigError) as caught:
         score_all(RewardConfig(terms=terms, num_workers=2), "x")
     [problem] = caught.value.problems
     assert problem.path == "reward.terms.own"
     assert "No module named 'nothing_of_this_name'" in problem.reason
-    assert not children()
+    assert children() <= before
 
 
 def test_a_relative_file_is_found_by_workers_started_after_a_change_of_directory(functions, tmp_path, monkeypatch):
@@ -228,7 +229,7 @@ def test_nothing_is_left_after_close_and_scoring_then_is_an_error(misbehaving):
             await pool.score(prompt(), "fine")
 
     asyncio.run(main())
-    assert children() == before
+    assert children() <= before
 
 
 DRIVER = """
