@@ -157,7 +157,8 @@ def _redirect_tensors() -> None:
         answer = real_type(self, dtype, *args, **kwargs)
         # Megatron's optimizer and DDP sort parameters by the names of CUDA tensor types; nobody else may see them.
         if dtype is None and "/megatron/core/" in sys._getframe(1).f_code.co_filename:
-            return answer.replace("torch.", "torch.cuda.", 1)
+            # Its distributed optimizer knows full precision under one name only; float64 parameters are handled like float32 ones.
+            return answer.replace("torch.", "torch.cuda.", 1).replace("Double", "Float")
         return answer
 
     tensor.to, tensor.type = to, type_

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from moerl.config.model_shape import ModelShape
+from moerl.config.pipeline import contradictions, pipeline_problems
 from moerl.types import Problem
 
 Size = Annotated[int, Field(gt=0)]
@@ -29,6 +30,14 @@ class Layout:
     """Pipeline stages."""
     vpp: Size = 1
     """Model chunks per pipeline stage (interleaved schedule)."""
+    first_stage_layers: Size | None = None
+    """Transformer layers of the first stage; None: its even share. The first stage also holds the embedding."""
+    last_stage_layers: Size | None = None
+    """Transformer layers of the last stage; None: its even share. The last stage also holds the output layer and the loss."""
+    embedding_as_layer: bool = False
+    """Count the embedding as one layer when layers are shared out evenly, so that the first chunk gets one layer fewer."""
+    loss_as_layer: bool = False
+    """Count output layer and loss as one layer, so that the last chunk gets one layer fewer."""
     cp: Size = 1
     """Context parallel."""
     ep: Size = 1
@@ -45,9 +54,19 @@ class Layout:
         return self.ranks // (self.ep * self.etp * self.pp)
 
     @property
+    def sequence_multiple(self) -> int:
+        """Every packed sequence is padded to a multiple of this: context parallelism cuts it into 2 * cp chunks (zig-zag)."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
     def token_multiple(self) -> int:
-        """Packed tokens of a micro-batch are padded to a multiple of this: tp for sequence parallel, 2 * cp for its zig-zag."""
-        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+        """Packed tokens of a micro-batch are padded to a multiple of this: sequence parallelism cuts each cp slice into tp parts."""
+        return self.tp * self.sequence_multiple
+
+    @property
+    def count_multiple(self) -> int:
+        """A mini-batch has a multiple of this many micro-batches per rank: the interleaved schedule runs them in groups of pp."""
+        return self.pp if self.vpp > 1 else 1
 
     def problems(self, shape: ModelShape | None) -> Iterator[Problem]:
         """Every rule this layout breaks, for a model of `shape` if it is known."""
@@ -73,10 +92,7 @@ class Layout:
                 "what remains after ep, etp and pp replicates the experts, a whole number",
                 _multiples(expert, self.ranks),
             )
-        if self.vpp > 1 and self.pp == 1:
-            yield _problem(
-                "vpp", self.vpp, "needs pp > 1", "chunks are interleaved over pipeline stages, and there is one stage", "vpp=1, or pp >= 2"
-            )
+        yield from contradictions(self)
 
     def _model_problems(self, shape: ModelShape) -> Iterator[Problem]:
         if shape.num_heads % self.tp:
@@ -95,14 +111,7 @@ class Layout:
                 "moerl does not replicate key/value heads",
                 _divisors(shape.num_kv_heads),
             )
-        if shape.num_layers % (self.pp * self.vpp):
-            yield _problem(
-                "pp",
-                self.pp,
-                f"pp * vpp = {self.pp * self.vpp} must divide the model's {shape.num_layers} layers",
-                "every chunk holds the same number of layers",
-                _divisors(shape.num_layers),
-            )
+        yield from pipeline_problems(self, shape.num_layers)
         if shape.num_experts is None:
             for name in ("ep", "etp"):
                 if getattr(self, name) > 1:

@@ -181,8 +181,9 @@ class OptimizerConfig(_Strict):
 class TrainConfig(_Strict):
     optimizer: OptimizerConfig
     layout: Layout = field(default_factory=Layout)
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of parameters and activations; bfloat16 keeps float32 master weights and gradients."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
+    CPU, where rounding then hides nothing."""
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
     updates_per_step: Positive = 1

@@ -13,13 +13,6 @@ from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
 from moerl.config.scratch import scratch_config
 from moerl.types import Problem
 
-# Parallel sizes over 1 that this version does not run, and why. An entry here is the only thing to remove when it does.
-UNSUPPORTED_LAYOUT = {
-    "pp": "training over pipeline stages is not verified against one process in this version",
-    "vpp": "interleaved pipeline schedules are not verified against one process in this version",
-    "cp": "context parallel attention is not verified against one process in this version",
-}
-
 
 def validate(config: RunConfig) -> list[Problem]:
     """Every broken rule of a configuration that satisfies the schema."""
@@ -96,10 +89,13 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
 
 def _micro_batches(config: RunConfig) -> Iterator[Problem]:
     budget, multiple = config.train.micro_batch_tokens, config.train.layout.token_multiple
-    if budget < config.model.max_context:
-        reason = f"a sequence is never split, and one may have model.max_context={config.model.max_context} tokens"
-        fix = f"train.micro_batch_tokens={-(-config.model.max_context // multiple) * multiple}"
-        yield problem("train.micro_batch_tokens", budget, f"must be at least {config.model.max_context}", reason, fix)
+    longest = -(-config.model.max_context // multiple) * multiple
+    if budget < longest:
+        padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout"
+        reason = (
+            f"a sequence is never split over micro-batches, and one may have model.max_context={config.model.max_context} tokens{padded}"
+        )
+        yield problem("train.micro_batch_tokens", budget, f"must be at least {longest}", reason, f"train.micro_batch_tokens={longest}")
     if budget % multiple:
         reason = "micro-batches are padded to it, for sequence and context parallel, and must not grow past the budget"
         fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
@@ -107,11 +103,12 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
-    layout = config.train.layout
+    layout, context = config.train.layout, config.model.max_context
     yield from layout.problems(_shape(config.model))
-    for name, reason in UNSUPPORTED_LAYOUT.items():
-        if getattr(layout, name) > 1:
-            yield problem(f"train.layout.{name}", getattr(layout, name), "must be 1 in this version", reason, f"train.layout.{name}=1")
+    if context < layout.sequence_multiple:
+        rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"
+        reason = "context parallelism cuts every sequence into 2 * cp chunks of at least one token; shorter sequences would be padding"
+        yield problem("train.layout.cp", layout.cp, rule, reason, f"train.layout.cp={max(context // 2, 1)} or less")
 
 
 def _optimizer(config: RunConfig) -> Iterator[Problem]:

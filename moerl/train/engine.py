@@ -46,13 +46,13 @@ class MegatronEngine:
     # -- the two verbs of a step -----------------------------------------------------------------------------
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        """float32 [T] aligned with token_ids_T: the log-prob of every token under the current weights; the same on all ranks."""
+        """float32 (float64 at dtype float64) [T] aligned with token_ids_T: the log-prob of every token; the same on all ranks."""
         packed = self._micro_batches(batch)
         outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
-        pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)]
-        total_T = torch.from_numpy(unpack_logprobs(pieces, batch))
-        dist.all_reduce(total_T, group=parallel_state.get_data_parallel_group_gloo())
-        return total_T.numpy()
+        pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
+        total_T = torch.from_numpy(unpack_logprobs(pieces, batch)).to(torch.cuda.current_device())
+        _reduce_over_micro_batches(total_T)
+        return total_T.cpu().numpy()
 
     def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
@@ -117,26 +117,36 @@ class MegatronEngine:
         loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch))
         outputs = self._run(packed, loss, forward_only=False)
         _, grad_norm, _ = self.optimizer.step()
+        # Only the last stage has outputs.
         total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
-        counts = total.sums.new_tensor([sum(micro.num_padding for micro in packed), sum(len(micro.token_ids_T) for micro in packed)])
-        group = parallel_state.get_data_parallel_group()
-        for summed in (total.sums, counts):
-            dist.all_reduce(summed, group=group)
-        dist.all_reduce(total.mismatch_max, op=dist.ReduceOp.MAX, group=group)
+        _reduce_over_micro_batches(total.sums)
+        _reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
+        counts = total.sums.new_tensor([sum(micro.num_padding for micro in packed), sum(micro.num_positions for micro in packed)])
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         return _MiniBatchResult(sums=total, grad_norm=float(grad_norm), num_padding=int(counts[0]), num_positions=int(counts[1]))
 
     def _micro_batches(self, batch: TrainBatch) -> list[PackedMicroBatch]:
+        """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
         layout = self._train.layout
         plan = plan_micro_batches(
-            batch.lengths, num_ranks=layout.dp, token_budget=self._train.micro_batch_tokens, token_multiple=layout.token_multiple
+            batch.lengths,
+            num_ranks=layout.dp,
+            token_budget=self._train.micro_batch_tokens,
+            token_multiple=layout.token_multiple,
+            sequence_multiple=layout.sequence_multiple,
+            count_multiple=layout.count_multiple,
         )
-        return [pack(batch, members, layout.token_multiple) for members in plan[parallel_state.get_data_parallel_rank()]]
+        cp_rank = parallel_state.get_context_parallel_rank()
+        return [
+            pack(batch, members, layout.token_multiple, layout.sequence_multiple).part_of(cp_rank, layout.cp)
+            for members in plan[parallel_state.get_data_parallel_rank()]
+        ]
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
-        """What `loss` returned for each micro-batch, in order."""
+        """What `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
         return get_forward_backward_func()(
             forward_step_func=partial(_forward, loss),
-            data_iterator=iter(packed),
+            data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
             model=self.model.wrapped,
             num_microbatches=len(packed),
             seq_length=1,  # without effect: variable_seq_lengths
@@ -177,8 +187,14 @@ class _MiniBatchResult:
     num_positions: int
 
 
+def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """In place: over data and context parallel ranks, and from the last pipeline stage (the others hold 0) to all."""
+    dist.all_reduce(values, op=op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
+
+
 def _forward(loss: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
-    """Megatron's forward step: logits [1, T, V / tp] and the function that turns them into a loss."""
+    """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
     micro = next(iterator)
     device = torch.cuda.current_device()
     bounds = torch.from_numpy(micro.cu_seqlens).to(device)

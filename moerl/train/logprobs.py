@@ -5,6 +5,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
+from moerl.train.loss import at_least_float32
+
 
 def logprobs_and_entropy(
     logits_TV: Tensor, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup
@@ -13,11 +15,11 @@ def logprobs_and_entropy(
 
     `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0.
     """
-    scaled_TV = logits_TV.float() / temperature
+    scaled_TV = at_least_float32(logits_TV) / temperature
     first = group.rank() * scaled_TV.shape[1]
     padding_V = torch.arange(first, first + scaled_TV.shape[1], device=scaled_TV.device) >= vocab_size
     if bool(padding_V.any()):
-        scaled_TV = scaled_TV.masked_fill(padding_V, torch.finfo(torch.float32).min / 2)
+        scaled_TV = scaled_TV.masked_fill(padding_V, torch.finfo(scaled_TV.dtype).min / 2)
     entropy_T = _entropy(scaled_TV.detach(), group)
     # Megatron's function works in place on its argument; `scaled_TV` is ours.
     return -vocab_parallel_cross_entropy(scaled_TV[:, None].contiguous(), labels_T[:, None])[:, 0], entropy_T

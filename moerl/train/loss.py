@@ -48,12 +48,9 @@ class LossColumns:
     reference_logprobs_T: Tensor | None = None  # float32
 
     @classmethod
-    def of(cls, packed: PackedMicroBatch, *, device: torch.device | str, positions: Tensor | None = None) -> "LossColumns":
-        """All label positions, or only `positions` (those of one context-parallel rank)."""
-
+    def of(cls, packed: PackedMicroBatch, *, device: torch.device | str) -> "LossColumns":
         def place(array: np.ndarray | None) -> Tensor | None:
-            tensor = None if array is None else torch.from_numpy(array).to(device)
-            return tensor if tensor is None or positions is None else tensor[positions]
+            return None if array is None else torch.from_numpy(array).to(device)
 
         return cls(**{column.name: place(getattr(packed, column.name)) for column in fields(cls)})  # type: ignore[arg-type]
 
@@ -89,7 +86,7 @@ def micro_batch_loss(
     """
     mask_T = columns.response_mask_T
     # Masked before any arithmetic: the gradient of torch.where is 0 there, while NaN * 0 would be NaN.
-    logp_T = torch.where(mask_T, logp_T.float(), 0.0)
+    logp_T = torch.where(mask_T, at_least_float32(logp_T), 0.0)
     rollout_T, advantage_T = _masked(columns.rollout_logprobs_T, mask_T), _masked(columns.advantages_T, mask_T)
     old_T = logp_T.detach() if columns.old_logprobs_T is None else _masked(columns.old_logprobs_T, mask_T)
     reference_T = None if columns.reference_logprobs_T is None else _masked(columns.reference_logprobs_T, mask_T)
@@ -131,8 +128,12 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool) -
     }
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    return torch.where(mask_T, values_T.detach().float(), 0.0)
+    return torch.where(mask_T, at_least_float32(values_T.detach()), 0.0)
 
 
 def _token_weights(response_tokens_T: Tensor, normalize_by: NormalizeBy, denominators: Denominators) -> Tensor | float:

@@ -56,24 +56,31 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
     config = _transformer_config(family, hf, train)
     vocab_size, tied = hf["vocab_size"], hf["tie_word_embeddings"]
     padded_vocab_size = -(-vocab_size // train.layout.tp) * train.layout.tp
-    chunk = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
-        vocab_size=padded_vocab_size,
-        max_sequence_length=max_context,
-        position_embedding_type="rope",
-        rotary_base=_rope_theta(hf),
-        share_embeddings_and_output_weights=tied,
-    )
-    _reduce_replicated_experts(chunk, train.layout)
+    chunks = [
+        GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=max_context,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            position_embedding_type="rope",
+            rotary_base=_rope_theta(hf),
+            share_embeddings_and_output_weights=tied,
+            vp_stage=vp_stage,
+        )
+        for vp_stage in (range(train.layout.vpp) if train.layout.vpp > 1 else [None])
+    ]
+    for chunk in chunks:
+        _reduce_replicated_experts(chunk, train.layout)
     sizes = Sizes(
         num_query_groups=hf["num_key_value_heads"], head_dim=hf["head_dim"], vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
     )
     return Model(
         config=config,
-        chunks=[chunk],
-        wrapped=[_wrap(config, chunk)],
-        bridge=Bridge(family, [chunk], groups=_bridge_groups(), sizes=sizes, tied=tied),
+        chunks=chunks,
+        wrapped=[_wrap(config, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)],
+        bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied),
         vocab_size=vocab_size,
     )
 
@@ -81,7 +88,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
 def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
     layout, dtype = train.layout, getattr(torch, train.dtype)
     config = TransformerConfig(
-        **family.transformer_config(hf),
+        **family.transformer_config(hf) | _router_dtype(dtype),
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -92,6 +99,14 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         sequence_parallel=layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        # Without overlap the interleaved schedule sends an activation and a gradient at once. At pp=2 both go to one peer, which
+        # takes them for each other: silently wrong gradients. With overlap it sends them one after the other.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
+        account_for_loss_in_pipeline_split=layout.loss_as_layer,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
@@ -107,6 +122,11 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
     )
     config.finalize_model_grads_func = _sum_gradients
     return config
+
+
+def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
+    """Megatron casts what the router computes to its own dtype, which must not be the narrower one."""
+    return {"moe_router_dtype": "fp64"} if dtype == torch.float64 else {}
 
 
 def _sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -126,9 +146,11 @@ def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def _wrap(config: TransformerConfig, chunk: nn.Module) -> nn.Module:
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, ddp, Float16Module(config, chunk) if config.bf16 else chunk)
+def _wrap(config: TransformerConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=config.params_dtype != torch.float64)
+    module = Float16Module(config, chunk) if config.bf16 else chunk
+    # The gradients of the other chunks are complete only when those of the first are: their buckets would hide nothing.
+    return DistributedDataParallel(config, ddp, module, disable_bucketing=not is_first)
 
 
 def _bridge_groups() -> Groups:

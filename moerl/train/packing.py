@@ -12,7 +12,8 @@ Invariants, by the names of their tests:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -45,9 +46,36 @@ class PackedMicroBatch:
     advantages_T: np.ndarray  # float32
     old_logprobs_T: np.ndarray | None  # float32
     reference_logprobs_T: np.ndarray | None  # float32
-    cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to T
+    cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
     max_seqlen: int
-    num_padding: int
+    num_padding: int  # of the whole micro-batch
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of the whole micro-batch, padding included."""
+        return int(self.cu_seqlens[-1])
+
+    def part_of(self, rank: int, num_ranks: int) -> "PackedMicroBatch":
+        """The tokens of one context-parallel rank; the bounds and counts stay those of the whole."""
+        if num_ranks == 1:
+            return self
+        mine = zigzag_positions(self.cu_seqlens, rank, num_ranks)
+        columns = {c.name: getattr(self, c.name) for c in fields(self) if c.name.endswith("_T")}
+        return replace(self, **{name: column[mine] for name, column in columns.items() if column is not None})
+
+
+def zigzag_positions(cu_seqlens: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
+    """int64 [T / num_ranks]: of each sequence cut into 2 * num_ranks chunks, chunk `rank` and the one as far from the end.
+
+    Causal attention costs the same on every rank then. Transformer Engine's and Megatron's order: megatron/core/utils.py,
+    get_batch_on_this_cp_rank. Sequences must be multiples of 2 * num_ranks.
+    """
+    pieces = []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        chunk = (end - start) // (2 * num_ranks)
+        for index in (rank, 2 * num_ranks - 1 - rank):
+            pieces.append(np.arange(start + index * chunk, start + (index + 1) * chunk))
+    return np.concatenate(pieces)
 
 
 def plan_micro_batches(
@@ -125,11 +153,12 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
 
 
 def unpack_logprobs(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch: TrainBatch) -> np.ndarray:
-    """Float32 [T] like `batch.token_ids_T`, from log-probs at the label positions of micro-batches packed from `batch`.
+    """[T] like `batch.token_ids_T`, from log-probs at the label positions of micro-batches packed from `batch`, in their precision.
 
     First tokens, which nothing predicts, and sequences in no piece hold 0; the results of different ranks therefore add up.
     """
-    logprobs_T = np.zeros(len(batch.token_ids_T), dtype=np.float32)
+    pieces = list(pieces)
+    logprobs_T = np.zeros(len(batch.token_ids_T), dtype=np.result_type(np.float32, *(values_T for _, values_T in pieces)))
     for packed, values_T in pieces:
         labelled_T = packed.label_index_T >= 0
         logprobs_T[packed.label_index_T[labelled_T]] = values_T[labelled_T]

@@ -37,7 +37,6 @@ def test_an_accepted_layout_cuts_the_model_into_whole_parts(layout: Layout, shap
     if not accepted(layout, shape):
         return
     assert shape.num_heads % layout.tp == shape.num_kv_heads % layout.tp == 0
-    assert shape.num_layers % (layout.pp * layout.vpp) == 0
     if shape.num_experts is None:
         assert layout.ep == layout.etp == 1
     else:

@@ -26,10 +26,21 @@ LAYOUTS = {
     "ep4": Layout(ranks=4, ep=4),
     "tp2-ep2-dp2": Layout(ranks=4, tp=2, ep=2),
     "tp2-ep2-etp2-dp2": Layout(ranks=4, tp=2, ep=2, etp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "pp2-vpp2": Layout(ranks=2, pp=2, vpp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "cp4": Layout(ranks=4, cp=4),
+    "cp2-ep2": Layout(ranks=2, cp=2, ep=2),
+    "tp2-cp2": Layout(ranks=4, tp=2, cp=2),
+    "pp2-first3": Layout(ranks=2, pp=2, first_stage_layers=3),
+    "pp3-first1-last1": Layout(ranks=3, pp=3, first_stage_layers=1, last_stage_layers=1),
+    "pp3-counted": Layout(ranks=3, pp=3, embedding_as_layer=True, loss_as_layer=True),
+    "tp2-pp2-ep2-dp2": Layout(ranks=8, tp=2, pp=2, ep=2),
+    "tp2-pp2-vpp2-cp2-ep4": Layout(ranks=8, tp=2, pp=2, vpp=2, cp=2, ep=4),
 }
-DENSE_LAYOUTS = ("dp2", "tp2")
+DENSE_LAYOUTS = ("dp2", "tp2", "pp2-vpp2", "cp2", "tp2-cp2")
 
-_SCRATCH = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 16}
+_SCRATCH = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 16}
 _TRANSFORMERS = {
     "vocab_size": ODD_VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "intermediate_size": 24, "max_position_embeddings": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,

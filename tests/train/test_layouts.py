@@ -91,7 +91,7 @@ def test_bfloat16_stays_close_to_float32(name, checkpoints, one_process):
     chosen = settings(checkpoints["qwen3_moe"], LAYOUTS[name], dtype="bfloat16", uses_reference=True)
     result, expected = run_ranks(train, 2, chosen, random_batch()), one_process["qwen3_moe"]
     for logprobs_T, expected_T in ((result.before_T, expected.before_T), (result.after_T, expected.after_T)):
-        assert np.abs(logprobs_T - expected_T).mean() < 0.04
+        assert np.abs(logprobs_T - expected_T).mean() < 0.1
     for step, wanted in zip(result.steps, expected.steps, strict=True):
         assert (step.loss, step.grad_norm, step.entropy) == pytest.approx((wanted.loss, wanted.grad_norm, wanted.entropy), rel=0.1)
 

@@ -1,9 +1,10 @@
-"""Attention for padded (sbhd) and packed (thd) sequences, causal or full, with grouped queries."""
+"""Attention for padded (sbhd) and packed (thd) sequences, causal or full, with grouped queries and context parallelism."""
 
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -13,11 +14,30 @@ class DotProductAttention(nn.Module):
                  attn_mask_type: str = "causal", softmax_scale: float | None = None, cp_group: Any = None, window_size: Any = None,
                  **_: Any) -> None:  # fmt: skip
         super().__init__()
-        if cp_group is not None:
-            raise RuntimeError("context parallelism is not in the reference transformer_engine; use cp=1")
         if window_size is not None:
             raise RuntimeError("sliding-window attention is not in the reference transformer_engine")
-        self.softmax_scale, self.attention_dropout = softmax_scale, attention_dropout
+        self.softmax_scale, self.attention_dropout, self.cp_group = softmax_scale, attention_dropout, cp_group
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None,
+                qkv_format: str = "sbhd", attn_mask_type: str = "causal", cu_seqlens_q: torch.Tensor | None = None,
+                core_attention_bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:  # fmt: skip
+        if core_attention_bias is not None:
+            raise RuntimeError("attention bias is not in the reference transformer_engine")
+        causal = "causal" in attn_mask_type
+        if qkv_format == "thd":
+            assert cu_seqlens_q is not None
+            bounds = cu_seqlens_q.tolist()
+            if self._is_context_parallel():
+                return self._attend_over_ranks(query, key, value, bounds, causal)
+            return self._attend_packed(query, key, value, bounds, causal)
+        if self._is_context_parallel():
+            raise RuntimeError("context parallelism of unpacked sequences is not in the reference transformer_engine")
+        mask = ~attention_mask if attention_mask is not None and attn_mask_type in ("padding", "arbitrary", "padding_causal") else None
+        out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), mask, causal)
+        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+
+    def _is_context_parallel(self) -> bool:
+        return self.cp_group is not None and self.cp_group.size() > 1
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
         """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d_v]."""
@@ -39,15 +59,46 @@ class DotProductAttention(nn.Module):
         order = torch.argsort(torch.cat(rows))
         return torch.cat(pieces)[order]
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None,
-                qkv_format: str = "sbhd", attn_mask_type: str = "causal", cu_seqlens_q: torch.Tensor | None = None,
-                core_attention_bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:  # fmt: skip
-        if core_attention_bias is not None:
-            raise RuntimeError("attention bias is not in the reference transformer_engine")
-        causal = "causal" in attn_mask_type
-        if qkv_format == "thd":
-            assert cu_seqlens_q is not None
-            return self._attend_packed(query, key, value, cu_seqlens_q.tolist(), causal)
-        mask = ~attention_mask if attention_mask is not None and attn_mask_type in ("padding", "arbitrary", "padding_causal") else None
-        out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), mask, causal)
-        return out.permute(2, 0, 1, 3).reshape(out.shape[2], out.shape[0], -1)
+    def _attend_over_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], causal: bool) -> torch.Tensor:
+        """q, k, v [t / cp, heads, d] of this rank: its queries, sequence by sequence, against the keys of every rank."""
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+        # Gathered rank after rank; `place` puts each token where it stands in the whole.
+        places = [zigzag(bounds, part, ranks) for part in range(ranks)]
+        order = torch.argsort(torch.cat(places)).to(q.device)
+        k, v = (_GatherRanks.apply(t, self.cp_group)[order] for t in (k, v))
+        pieces, done = [], 0
+        for start, end in pairwise(bounds):
+            mine = slice(done, done := done + (end - start) // ranks)
+            mask = (places[rank][mine][:, None] >= torch.arange(start, end)[None]).to(q.device) if causal else None
+            parts = (t.transpose(0, 1)[None] for t in (q[mine], k[start:end], v[start:end]))
+            out = self._attend(*parts, mask, causal=False)
+            pieces.append(out[0].transpose(0, 1).reshape(out.shape[2], -1))
+        return torch.cat(pieces)
+
+
+def zigzag(bounds: list[int], rank: int, ranks: int) -> torch.Tensor:
+    """Places in the whole of one rank's tokens: chunk `rank` of each sequence and the one as far from its end, of 2 * ranks chunks."""
+    pieces = []
+    for start, end in pairwise(bounds):
+        size = (end - start) // (2 * ranks)
+        if size * 2 * ranks != end - start:
+            raise RuntimeError(f"a sequence of {end - start} tokens cannot be cut into {2 * ranks} chunks; pad it to a multiple")
+        pieces += [torch.arange(start + chunk * size, start + (chunk + 1) * size) for chunk in (rank, 2 * ranks - 1 - rank)]
+    return torch.cat(pieces)
+
+
+class _GatherRanks(torch.autograd.Function):
+    """[t, ...] of each rank -> [ranks * t, ...]; backward sums every rank's gradient of the own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:  # type: ignore[override]
+        ctx.group, ctx.length = group, x.shape[0]
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        summed = grad.contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[ctx.group.rank() * ctx.length :][: ctx.length], None

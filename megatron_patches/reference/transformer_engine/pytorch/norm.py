@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, computed in float32."""
+"""RMSNorm and LayerNorm, computed in float32, or in float64 for float64."""
 
 from typing import Any
 
@@ -8,12 +8,13 @@ from torch.nn import functional
 
 
 def normalize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, kind: str, zero_centered: bool) -> torch.Tensor:
-    scale = weight.float() + 1 if zero_centered else weight.float()
-    wide = x.float()
+    computed = torch.promote_types(x.dtype, torch.float32)
+    scale = weight.to(computed) + 1 if zero_centered else weight.to(computed)
+    wide = x.to(computed)
     if kind == "RMSNorm":
         out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * scale
     else:
-        out = functional.layer_norm(wide, (x.shape[-1],), scale, None if bias is None else bias.float(), eps)
+        out = functional.layer_norm(wide, (x.shape[-1],), scale, None if bias is None else bias.to(computed), eps)
     return out.to(x.dtype)
 
 
