@@ -106,7 +106,7 @@ async def _with_logprobs(config: RunConfig, batch: TrainBatch, train: TrainGroup
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:
-    check_finite(stats, step=step + 1)
+    check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
     if is_first:
         check_first_step(
             stats,

@@ -190,6 +190,9 @@ class TrainConfig(_Strict):
     """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Whose log-probs are the old policy of the ratio. trainer: recomputed before the update (free if updates_per_step=1)."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """When loss or gradient is NaN or infinite no weight is changed, and the rank, micro-batch and samples are named. stop: the
+    run ends with that. skip: it goes on with a warning, and the update is counted in train/skipped_updates."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
     start_seconds: Seconds = 600.0

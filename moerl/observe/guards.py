@@ -4,22 +4,29 @@ Trainer and engine hold the same weights, so their log-probs of the same tokens 
 no KL to itself. slime's debugging guide asks people to look at these numbers; here they are assertions.
 """
 
-import math
+import logging
+from typing import Literal
 
 from moerl.types import GuardError, StepStats
 
+logger = logging.getLogger(__name__)
 
-def check_finite(stats: StepStats, *, step: int) -> None:
-    """GuardError if the step's loss or gradient norm is not a number."""
-    bad = [f"{name} = {value}" for name, value in (("loss", stats.loss), ("grad_norm", stats.grad_norm)) if not math.isfinite(value)]
-    if bad:
-        raise GuardError(
-            f"step {step}: {', '.join(bad)}: must be finite. After such an update the weights are lost, and every later step with them. "
-            "Likely causes: a learning rate that is too high (train.optimizer.lr, warmup_steps), no gradient clipping "
-            "(train.optimizer.clip_grad), a ratio that overflowed because trainer and engine disagree "
-            f"(here mean |d| = {stats.mismatch_mean:.3g}, max |d| = {stats.mismatch_max:.3g}). "
-            "Resume from the last checkpoint with one of them changed."
-        )
+
+def check_finite(stats: StepStats, *, step: int, on_nonfinite: Literal["stop", "skip"]) -> None:
+    """GuardError, or with "skip" a warning, if an update of the step was not applied because loss or gradient were not finite."""
+    if not stats.skipped_updates:
+        return
+    message = f"step {step}: loss or gradient is not finite, so the update was not applied: " + " | ".join(stats.skipped_updates)
+    if on_nonfinite == "skip":
+        logger.warning("%s", message)
+        return
+    raise GuardError(
+        f"{message}. The weights are those of the step before. Likely causes: a learning rate that is too high "
+        "(train.optimizer.lr, warmup_steps), no gradient clipping (train.optimizer.clip_grad), a ratio that overflowed because trainer "
+        "and engine disagree, a sample whose advantage or log-prob is no number (see the dumps for those named). "
+        "Change one of them and run the same command again: it continues from the last checkpoint. "
+        "train.on_nonfinite=skip goes on without such updates."
+    )
 
 
 def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old_logprobs: bool, fresh: bool) -> None:

@@ -3,8 +3,9 @@
 Every rank gets the whole TrainBatch and makes the same plan; it packs and runs the micro-batches of its data-parallel rank.
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from moerl.config.schema import TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
-from moerl.train.model import build_model
+from moerl.train.model import build_model, sum_gradients
+from moerl.train.nonfinite import locate
 from moerl.train.packing import PackedMicroBatch, pack, plan_micro_batches, split_mini_batches, unpack_logprobs
 from moerl.train.settings import EngineSettings
 from moerl.types import StepStats, TensorSpec, TrainBatch
@@ -69,11 +71,15 @@ class MegatronEngine:
             group["lr"] = lr
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
             group["weight_decay"] = self._train.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        results = [self._mini_batch(batch.select(part), objective) for part in split_mini_batches(batch, num_updates)]
+        parts = split_mini_batches(batch, num_updates)
+        results = [self._mini_batch(batch.select(part), objective, samples=part) for part in parts]
+        applied = [result for result in results if result.trouble is None]
+        counted = applied if applied else results  # without any update the statistics say why: they are not finite
         return StepStats(
-            **step_statistics([result.sums for result in results], uses_reference=objective.uses_reference),  # type: ignore[arg-type]
-            grad_norm=max(result.grad_norm for result in results),
+            **step_statistics([result.sums for result in counted], uses_reference=objective.uses_reference),  # type: ignore[arg-type]
+            grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
+            skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
         )
 
@@ -109,21 +115,47 @@ class MegatronEngine:
 
     # -- one mini-batch --------------------------------------------------------------------------------------
 
-    def _mini_batch(self, batch: TrainBatch, objective: Objective) -> "_MiniBatchResult":
+    def _mini_batch(self, batch: TrainBatch, objective: Objective, samples: np.ndarray) -> "_MiniBatchResult":
+        """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
         packed = self._micro_batches(batch)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch))
         outputs = self._run(packed, loss, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
         # Only the last stage has outputs.
         total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
         _reduce_over_micro_batches(total.sums)
         _reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
         counts = total.sums.new_tensor([sum(micro.num_padding for micro in packed), sum(micro.num_positions for micro in packed)])
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        return _MiniBatchResult(sums=total, grad_norm=float(grad_norm), num_padding=int(counts[0]), num_positions=int(counts[1]))
+        trouble = None
+        if math.isfinite(grad_norm) and math.isfinite(total.loss):
+            self.optimizer.step()
+        else:
+            trouble = self._locate_nonfinite(batch, packed, loss, samples)
+        return _MiniBatchResult(sums=total, grad_norm=grad_norm, num_padding=int(counts[0]), num_positions=int(counts[1]), trouble=trouble)
+
+    def _locate_nonfinite(self, batch: TrainBatch, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
+        """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
+
+        def named(micro: PackedMicroBatch) -> PackedMicroBatch:
+            return replace(micro, members=tuple(int(samples[member]) for member in micro.members))
+
+        place = {int(sample): index for index, sample in enumerate(samples)}
+        self.model.config.finalize_model_grads_func = None
+        try:
+            return locate(
+                run=lambda part: self._run(part, loss, forward_only=False),
+                packed=[named(micro) for micro in packed],
+                repack=lambda chosen: named(self._pack(batch, [place[sample] for sample in chosen])),
+                chunks=self.model.wrapped,
+                piece=self._train.layout.count_multiple,
+            )
+        finally:
+            self.model.config.finalize_model_grads_func = sum_gradients
 
     def _micro_batches(self, batch: TrainBatch) -> list[PackedMicroBatch]:
         """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
@@ -136,11 +168,12 @@ class MegatronEngine:
             sequence_multiple=layout.sequence_multiple,
             count_multiple=layout.count_multiple,
         )
-        cp_rank = parallel_state.get_context_parallel_rank()
-        return [
-            pack(batch, members, layout.token_multiple, layout.sequence_multiple).part_of(cp_rank, layout.cp)
-            for members in plan[parallel_state.get_data_parallel_rank()]
-        ]
+        return [self._pack(batch, members) for members in plan[parallel_state.get_data_parallel_rank()]]
+
+    def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
+        layout = self._train.layout
+        whole = pack(batch, members, layout.token_multiple, layout.sequence_multiple)
+        return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
         """What `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
@@ -185,6 +218,8 @@ class _MiniBatchResult:
     grad_norm: float
     num_padding: int
     num_positions: int
+    trouble: str | None
+    """Where loss or gradient was not finite; then nothing was updated."""
 
 
 def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:

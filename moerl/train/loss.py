@@ -69,6 +69,10 @@ class LossSums:
             mismatch_max=torch.zeros((), dtype=torch.float64, device=device),
         )
 
+    @property
+    def loss(self) -> float:
+        return float(self.sums[SUMMED.index("loss")])
+
     def __add__(self, other: "LossSums") -> "LossSums":
         return LossSums(sums=self.sums + other.sums, mismatch_max=torch.maximum(self.mismatch_max, other.mismatch_max))
 

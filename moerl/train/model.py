@@ -120,7 +120,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         apply_rope_fusion=False,
         **train.megatron,
     )
-    config.finalize_model_grads_func = _sum_gradients
+    config.finalize_model_grads_func = sum_gradients
     return config
 
 
@@ -129,7 +129,7 @@ def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
     return {"moe_router_dtype": "fp64"} if dtype == torch.float64 else {}
 
 
-def _sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+def sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron would divide by `num_tokens`; the loss already is."""
     finalize_model_grads(model, None, **kwargs)
 

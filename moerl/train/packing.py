@@ -49,6 +49,7 @@ class PackedMicroBatch:
     cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
     max_seqlen: int
     num_padding: int  # of the whole micro-batch
+    members: tuple[int, ...]  # sequences of the batch, in order
 
     @property
     def num_positions(self) -> int:
@@ -149,6 +150,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
         cu_seqlens=boundaries.astype(np.int32),
         max_seqlen=int(np.diff(boundaries).max()),
         num_padding=int((source_T < 0).sum()),
+        members=tuple(map(int, indices)),
     )
 
 

@@ -8,15 +8,22 @@ from moerl.types import GuardError
 AGREED = dict(limit=1e-4, on_policy=True, own_old_logprobs=True, fresh=True)
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_step_without_a_number_stops_the_run(make_stats, name, value):
-    with pytest.raises(GuardError, match=f"step 7: {name} = {value}"):
-        check_finite(make_stats(**{name: value}), step=7)
+SKIPPED = ("rank 3, micro-batch 1, samples 7: loss is not finite",)
+
+
+def test_an_update_that_was_not_applied_stops_the_run_and_says_where(make_stats):
+    with pytest.raises(GuardError, match=r"step 7: .*rank 3, micro-batch 1, samples 7.*step before[\s\S]*on_nonfinite=skip"):
+        check_finite(make_stats(loss=float("nan"), skipped_updates=SKIPPED), step=7, on_nonfinite="stop")
+
+
+def test_or_is_passed_over_with_a_warning(make_stats, caplog):
+    check_finite(make_stats(loss=float("nan"), skipped_updates=SKIPPED), step=7, on_nonfinite="skip")
+    assert "step 7" in caplog.text
+    assert SKIPPED[0] in caplog.text
 
 
 def test_finite_steps_pass(make_stats):
-    check_finite(make_stats(loss=-3.0, grad_norm=0.0), step=7)
+    check_finite(make_stats(loss=-3.0, grad_norm=0.0), step=7, on_nonfinite="stop")
 
 
 def test_agreement_passes(make_stats):
@@ -49,5 +56,5 @@ def test_the_reference_is_the_policy_only_in_a_fresh_run(make_stats):
 
 def test_a_guard_error_reaches_another_process_whole(make_stats):
     with pytest.raises(GuardError) as caught:
-        check_finite(make_stats(loss=float("nan")), step=1)
+        check_finite(make_stats(skipped_updates=SKIPPED), step=1, on_nonfinite="stop")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

@@ -1,0 +1,60 @@
+"""A loss or gradient that is not finite changes no weight, and the message names the samples that caused it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_cases import LAYOUTS, random_batch, settings
+from engine_jobs import train
+from engine_ranks import run_ranks
+
+from moerl.config.layout import Layout
+
+
+def poisoned(value, *samples):
+    """A batch in which the last token of each named sample has this advantage."""
+    batch = random_batch()
+    advantages_T = batch.advantages_T.copy()
+    for sample in samples:
+        advantages_T[batch.offsets[sample + 1] - 1] = value
+    return replace(batch, advantages_T=advantages_T)
+
+
+@pytest.mark.parametrize("layout", [Layout(), *(LAYOUTS[name] for name in ("tp2-ep2-dp2", "pp2-vpp2", "cp2-ep2"))], ids=str)
+def test_the_samples_at_fault_are_named_and_the_weights_stay(layout, checkpoints):
+    chosen = settings(checkpoints["qwen3_moe"], layout)
+    result = run_ranks(train, layout.ranks, chosen, poisoned(np.nan, 3, 9), 1, 1)
+    untouched = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), random_batch(), 0)
+    [trouble] = result.steps[0].skipped_updates
+    named = {part.split(":")[0].split("samples ")[1] for part in trouble.split("; ")}
+    assert named == {"3", "9"}, trouble
+    assert "loss is not finite" in trouble or "gradient of" in trouble
+    for name, weight in result.weights.items():
+        np.testing.assert_array_equal(weight, untouched.weights[name])
+
+
+def test_a_gradient_that_overflows_is_named_by_its_parameter(checkpoints):
+    batch = poisoned(3e38, 5).select(np.array([5, 6]))
+    result = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), batch, 1, 1)
+    [trouble] = result.steps[0].skipped_updates
+    assert "samples 0: gradient of" in trouble
+
+
+def test_a_norm_that_overflows_is_told_from_a_gradient_that_does(checkpoints):
+    result = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), poisoned(1e30, 5), 1, 1)
+    [trouble] = result.steps[0].skipped_updates
+    assert "sum of squares in the gradient norm" in trouble
+
+
+def test_the_other_mini_batches_are_applied_and_counted_alone(checkpoints):
+    """Two updates; sample 12 is in the second, which changes nothing: the first alone gives the same weights."""
+    chosen = settings(checkpoints["qwen3_moe"], LAYOUTS["ep2"])
+    batch = random_batch()
+    result = run_ranks(train, 2, chosen, poisoned(np.nan, 12), 1, 2)
+    first_half = batch.select(np.arange(7))
+    expected = run_ranks(train, 2, chosen, first_half, 1, 1)
+    assert len(result.steps[0].skipped_updates) == 1
+    assert result.steps[0].loss == pytest.approx(expected.steps[0].loss, rel=1e-6)
+    assert result.steps[0].num_tokens == expected.steps[0].num_tokens
+    for name, weight in result.weights.items():
+        np.testing.assert_allclose(weight, expected.weights[name], atol=1e-7, rtol=0)
