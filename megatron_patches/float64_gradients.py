@@ -1,7 +1,7 @@
 """Hand float64 gradients to the optimizer as they are.
 
 What breaks: the distributed optimizer casts every gradient to float32, which a float64 parameter does not take; training in float64 is
-how layouts are compared without rounding. Versions: 0.16.1 (read); target: megatron/core/optimizer/distrib_optimizer.py.
+how layouts are compared without rounding. Versions: 0.16.1, 0.19.2 (read); target: megatron/core/optimizer/distrib_optimizer.py.
 Can go: when upstream casts only what is narrower. Other dtypes keep the upstream path.
 """
 
@@ -10,7 +10,7 @@ import torch
 from megatron_patches.errors import require_source
 
 NAME = "float64_gradients"
-_KNOWN = {"ffcdecd38d14405a": "megatron-core 0.16.1"}
+_KNOWN = {"ffcdecd38d14405a": "megatron-core 0.16.1", "b14b52f057fb4a96": "megatron-core 0.19.2"}
 _MARK = "_moerl_float64_gradients"
 
 

@@ -35,8 +35,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, **unsupported: Any) -> None:  # fmt: skip
-        if unsupported:
-            raise RuntimeError(f"FusedAdam options {sorted(unsupported)} need Transformer Engine on a GPU")
+        if asked := sorted(name for name, value in unsupported.items() if value):
+            raise RuntimeError(f"FusedAdam options {asked} need Transformer Engine on a GPU")
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 
