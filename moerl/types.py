@@ -173,6 +173,8 @@ class StepStats:
     """k3 estimate of KL(rollout || trainer): mean(exp(d) - d - 1)"""
     padding_fraction: float
     """Share of the micro-batch tokens that are padding."""
+    mtp_loss: float | None = None
+    """Mean cross-entropy of multi-token prediction over depths and response tokens, in nats; None if it is not trained."""
     skipped_updates: tuple[str, ...] = ()
     """Where loss or gradient was not finite, for each mini-batch in which one was: it changed no weight and is in no statistic."""
 

@@ -24,6 +24,7 @@ from moerl.models import FAMILIES
 from moerl.models.bridge import Bridge, Groups
 from moerl.models.family import Family, Sizes, num_mtp_layers
 from moerl.train.mtp_model import MTPModel
+from moerl.train.routers import Routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Model:
     wrapped: list[nn.Module]
     """The same in DistributedDataParallel: what runs."""
     bridge: Bridge
+    routers: Routers
     vocab_size: int
     """Rows of the logits above it are padding."""
 
@@ -74,6 +76,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
         chunks=chunks,
         wrapped=wrapped,
         bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied, source=model_dir),
+        routers=Routers(config, chunks, train.layout),
         vocab_size=vocab_size,
     )
 

@@ -4,7 +4,7 @@ Scaled like every other loss: the cross-entropy of a depth is summed over micro-
 the number of its targets in the whole mini-batch. DeepSeek-V3 (arXiv:2412.19437, equation 25): the mean over the depths, times a weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +35,21 @@ class MTPTargets:
         target_T = np.where(has_target_T, label_index_T + depth, 0)
         return batch.token_ids_T[target_T], has_target_T & batch.response_mask_T[target_T]
 
-    def loss(self, logprobs: Sequence[Tensor], label_index_T: np.ndarray) -> Tensor:
-        """This micro-batch's share of the mini-batch's loss, with gradient; log-probs [T] of `columns`' targets, depth after depth."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPLoss:
+    """The loss of one mini-batch, micro-batch by micro-batch."""
+
+    targets: MTPTargets
+    coefficient: float
+    logprobs: Callable[[Tensor, np.ndarray], tuple[Tensor, Tensor]]
+    """From logits [1, T, V / tp] and targets [T] to their log-probs [T] and entropies."""
+
+    def of(self, logits: Sequence[Tensor], label_index_T: np.ndarray) -> Tensor:
+        """This micro-batch's share, with gradient, before the coefficient. `logits`: of depth 1, 2, ..."""
         shares = []
-        for depth, (logp_T, count) in enumerate(zip(logprobs, self.counts, strict=True), start=1):
-            mask_T = torch.from_numpy(self.columns(label_index_T, depth)[1]).to(logp_T.device)
-            shares.append(torch.where(mask_T, -logp_T, 0.0).sum() / max(count, 1))
+        for depth, (depth_logits, count) in enumerate(zip(logits, self.targets.counts, strict=True), start=1):
+            target_T, mask_T = self.targets.columns(label_index_T, depth)
+            logp_T, _ = self.logprobs(depth_logits, target_T)
+            shares.append(torch.where(torch.from_numpy(mask_T).to(logp_T.device), -logp_T, 0.0).sum() / max(count, 1))
         return torch.stack(shares).mean()
