@@ -22,6 +22,12 @@ def broken_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
     yield from _fixed_values(config)
     yield from _routing(config)
     yield from _rope(config)
+    if config["num_key_value_heads"] != config["num_attention_heads"]:
+        reason = "every head has keys and values of its own, made from the shared latent"
+        yield f"needs num_key_value_heads={config['num_attention_heads']}, as many as heads", reason, "correct config.json"
+    if config.get("head_dim") not in (None, config["qk_rope_head_dim"]):
+        reason = "transformers turns head_dim channels, and the others are not rotary"
+        yield f"needs head_dim={config['qk_rope_head_dim']}, qk_rope_head_dim, or none", reason, "correct config.json"
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         reason = "the last layer must have experts: the layers of multi-token prediction are built like it"
         yield f"needs first_k_dense_replace below num_hidden_layers={config['num_hidden_layers']}", reason, "a model with experts"

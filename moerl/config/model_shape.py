@@ -20,6 +20,10 @@ class ModelShape:
     num_mtp_layers: int = 0
     """Layers of multi-token prediction, which are not among `num_layers`."""
 
+    @property
+    def has_expert_bias(self) -> bool:
+        return self.model_type == "deepseek_v3"
+
 
 def shape_of_config(config: dict[str, Any]) -> ModelShape:
     """Names as in the config.json of Qwen3, Qwen3-MoE and DeepSeek-V3 (transformers, models/*/configuration_*.py)."""
