@@ -187,10 +187,10 @@ class MegatronEngine:
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
         """What `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
-        # Routers count tokens, and multi-token prediction runs, only where gradients are wanted.
+        # Multi-token prediction runs only where gradients are wanted.
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
-                forward_step_func=partial(_forward, loss),
+                forward_step_func=partial(_forward, loss, partial(self.model.routers.counting, trains=not forward_only)),
                 data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
                 model=self.model.wrapped,
                 num_microbatches=len(packed),
@@ -252,7 +252,7 @@ def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> N
     dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
 
 
-def _forward(loss: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
+def _forward(loss: Any, counting: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
     """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
     micro = next(iterator)
     device = torch.cuda.current_device()
@@ -261,7 +261,8 @@ def _forward(loss: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tup
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen
     )
     tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
-    logits = model(tokens, positions, None, packed_seq_params=sequences)
+    with counting(micro.is_token_T):
+        logits = model(tokens, positions, None, packed_seq_params=sequences)
     return logits, partial(loss, micro)
 
 

@@ -7,7 +7,9 @@ divides nothing at the end, so the division goes into the coefficients, mini-bat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -24,7 +26,13 @@ class Routers:
         self._config = config
         # A rank of a tensor or context parallel group has its share of the positions, and Megatron weighs its loss by that share again.
         self._shares = layout.tp * layout.cp
+        self._tp = layout.tp
         self._biased = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter) and m.expert_bias is not None]
+        self._counted: Tensor | None = None
+        for router in self._biased:
+            # Megatron counts padding as well, of which every layout has another amount; its own mask has the wrong shape (0.16.1, 0.19.2).
+            router._apply_expert_bias = lambda *_, **__: None
+            router.register_forward_hook(self._count)
 
     @contextmanager
     def mini_batch(self, num_positions: int) -> Iterator[None]:
@@ -38,6 +46,25 @@ class Routers:
         finally:
             for name, value in given.items():
                 setattr(self._config, name, value)
+
+    @contextmanager
+    def counting(self, is_token_T: np.ndarray, *, trains: bool) -> Iterator[None]:
+        """Inside, tokens are counted for the biases. A layer that is computed again for its backward pass runs outside, and counts once.
+
+        `is_token_T`: bool [T] of this context-parallel rank, True where a token of a sequence stands.
+        """
+        if trains and self._config.moe_router_bias_update_rate > 0:
+            mine = np.split(is_token_T, self._tp)[parallel_state.get_tensor_model_parallel_rank()]  # sequence parallel
+            self._counted = torch.from_numpy(mine).to(torch.cuda.current_device())
+        try:
+            yield
+        finally:
+            self._counted = None
+
+    @torch.no_grad()
+    def _count(self, router: nn.Module, _: object, output: tuple[Tensor, Tensor]) -> None:
+        if self._counted is not None:
+            router.local_tokens_per_expert += output[1][self._counted].sum(dim=0)
 
     def biases(self) -> list[Tensor]:
         """Copies, for `restore`."""

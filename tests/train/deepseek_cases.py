@@ -1,15 +1,18 @@
 """Tiny DeepSeek-V3 checkpoints in the shapes the family has, with experts' biases that matter and layers of multi-token prediction."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import ODD_VOCABULARY
+from engine_cases import ODD_VOCABULARY, settings
 from safetensors.torch import load_file, save_file
 
+from moerl.config.layout import Layout
 from moerl.config.schema import ScratchModel
 from moerl.models.scratch import write_scratch_model
+from moerl.train.settings import EngineSettings
 
 _SCRATCH = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "head_dim": 8, "ffn_size": 16, "num_experts": 8, "experts_per_token": 4}
 _YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1}
@@ -29,6 +32,14 @@ def write_deepseek(root: Path, *, mtp_layers: int = 2) -> dict[str, Path]:
         _change(root / name, changes)
         _disturb(root / name / "model.safetensors")
     return {name: root / name for name in VARIANTS}
+
+
+def deepseek_settings(
+    directory: Path, layout: Layout, *, mtp_loss: float = 0.0, megatron: dict[str, Any] | None = None, **options: Any
+) -> EngineSettings:
+    chosen = settings(directory, layout, **options)
+    given = {} if megatron is None else megatron
+    return dataclasses.replace(chosen, train=dataclasses.replace(chosen.train, mtp_loss=mtp_loss, megatron=given))
 
 
 def _change(directory: Path, changes: dict[str, Any]) -> None:
