@@ -12,12 +12,11 @@ from moerl.types import TrainBatch
 
 
 def biases(settings: EngineSettings, batch: TrainBatch, num_updates: int = 1) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Statistics of a step that log-prob passes surround, and every router's bias before and after it."""
+    """Statistics of a step after a log-prob pass over one sequence many times, and every router's bias before and after it."""
     engine = new_engine(settings)
     before = _biases(engine)
-    engine.logprobs(batch)
+    engine.logprobs(batch.select([0] * 100))
     stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=num_updates)
-    engine.logprobs(batch)
     return stats, before, _biases(engine)
 
 
