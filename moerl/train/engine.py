@@ -127,7 +127,9 @@ class MegatronEngine:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
         loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch), self._mtp_loss(batch))
-        counts = torch.tensor([sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device())
+        counts = torch.tensor(
+            [sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device()
+        )
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         biases = self.model.routers.biases()
         with self.model.routers.mini_batch(num_positions=int(counts[1])):

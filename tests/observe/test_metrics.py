@@ -69,7 +69,7 @@ def test_phases_and_other_add_up_to_the_step(measure, make_group, make_sample):
 
 
 def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, make_sample, make_stats):
-    values = measure(make_group(make_sample(1.0, math=1.0)), stats=make_stats(kl_reference=0.1))
+    values = measure(make_group(make_sample(1.0, math=1.0)), stats=make_stats(kl_reference=0.1, mtp_loss=2.0))
     assert {metric(name).name for name in values} == {entry.name for entry in METRICS}
 
 

@@ -63,6 +63,14 @@ def test_tensor_parallel_ranks_push_over_gloo_and_take_two_updates_per_step(tp_g
     assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)
 
 
+def test_a_deepseek_model_trains_its_multi_token_prediction_and_its_biases(tmp_path):
+    family = ("model.scratch.family=deepseek_v3", "train.mtp_loss=0.1", "train.megatron.moe_router_bias_update_rate=0.001")
+    rows = train(tmp_path, *family, "num_steps=2", DIGIT)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["train/kl_old"] == 0.0 and row["mismatch/mean"] < 1e-6 for row in rows)
+    assert rows[1]["train/mtp_loss"] < rows[0]["train/mtp_loss"]
+
+
 # -- what cannot be continued ----------------------------------------------------------------------------------
 
 
