@@ -280,15 +280,17 @@ def is_clipped(batch, d, t, config):
 
 def test_a_step_of_several_mini_batches_reports_mismatch_and_kl_old_of_the_first():
     def sums_of(**values):
-        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl")
+        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl", "mtp_loss")
         return LossSums(sums=torch.tensor([float(values[n]) for n in names]).double(), mismatch_max=torch.tensor(values["worst"]).double())
 
-    first = sums_of(loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15)
-    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0)
-    assert step_statistics([first, second], uses_reference=False, trains_mtp=False) == pytest.approx(
+    first = sums_of(
+        loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15, mtp_loss=5
+    )
+    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0, mtp_loss=4)
+    assert step_statistics([first, second], uses_reference=False, trains_mtp=True) == pytest.approx(
         {
             "loss": 2, "num_tokens": 8, "entropy": 1, "kl_old": 0, "kl_reference": None, "clip_fraction": 0.5,
-            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01,
+            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01, "mtp_loss": 4.5,
         }
     )  # fmt: skip
 
