@@ -197,6 +197,7 @@ class MegatronEngine:
             temperature=self._settings.temperature,
             vocab_size=self.model.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_tokens=self._train.logprob_chunk_tokens,
         )
 
     # -- reference -------------------------------------------------------------------------------------------
