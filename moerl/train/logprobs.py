@@ -30,7 +30,7 @@ def logprobs_and_entropy(
         chunk_tokens=chunk_tokens,
         group=group,
     )
-    return _ChunkedLogProbs.apply(logits_TV, labels_T, shard)  # type: ignore[no-any-return]
+    return _ChunkedLogProbs.apply(logits_TV, labels_T, shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,7 @@ def of_megatron(case: Case) -> Values:
 
 def _evaluate(case: Case, compute: Callable[[Tensor, Tensor, dist.ProcessGroup], Pair]) -> Values:
     from megatron.core import parallel_state
+
     from moerl.train.model import initialize_groups
 
     initialize_groups(Layout(ranks=case.tp, tp=case.tp), 1)
@@ -107,6 +108,7 @@ def _gather(shard_TV: Any, group: dist.ProcessGroup) -> Tensor:
 def peak_bytes(case: Case) -> tuple[int, int]:
     """Largest number of bytes alive at once, forward and backward, beyond what lived before it (logits; their gradient counts)."""
     from megatron.core import parallel_state
+
     from moerl.train.logprobs import logprobs_and_entropy
     from moerl.train.model import initialize_groups
 
