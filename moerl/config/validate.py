@@ -75,7 +75,9 @@ def _scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
 def _deepseek_scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
     if scratch.num_layers < 2:
         reason = "the first layer is dense, and a layer with experts must follow"
-        yield problem("model.scratch.num_layers", scratch.num_layers, "must be at least 2 for deepseek_v3", reason, "model.scratch.num_layers=2")
+        yield problem(
+            "model.scratch.num_layers", scratch.num_layers, "must be at least 2 for deepseek_v3", reason, "model.scratch.num_layers=2"
+        )
     reasons = {
         "head_dim": (4, "half of its channels are rotary, and those turn in pairs"),
         "hidden_size": (4, "the latents are a half and a quarter as wide"),

@@ -146,7 +146,9 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused_by_the_engine_
 @pytest.mark.parametrize(("saved", "loaded"), [("tp2-ep2", "ep2"), ("pp2", "cp2")])
 def test_a_checkpoint_with_biases_and_multi_token_prediction_continues_under_another_layout(saved, loaded, deepseek, tmp_path):
     options = {"mtp_loss": 0.3, "megatron": {"moe_router_bias_update_rate": 0.05}}
-    straight, again = run_ranks(save_and_continue, 2, deepseek_settings(deepseek["plain"], LAYOUTS[saved], **options), random_batch(), tmp_path)
+    straight, again = run_ranks(
+        save_and_continue, 2, deepseek_settings(deepseek["plain"], LAYOUTS[saved], **options), random_batch(), tmp_path
+    )
     assert straight[0] == again[0]
     np.testing.assert_array_equal(straight[1], again[1])
     elsewhere = run_ranks(load_and_continue, 2, deepseek_settings(deepseek["plain"], LAYOUTS[loaded], **options), random_batch(), tmp_path)
@@ -158,7 +160,9 @@ def test_a_checkpoint_with_biases_and_multi_token_prediction_continues_under_ano
 
 def test_bfloat16_stays_close_to_float32(deepseek):
     batch = random_batch()
-    results = [run_ranks(train, 2, deepseek_settings(deepseek["plain"], LAYOUTS["tp2-ep2"], dtype=d), batch, 1) for d in ("float32", "bfloat16")]
+    results = [
+        run_ranks(train, 2, deepseek_settings(deepseek["plain"], LAYOUTS["tp2-ep2"], dtype=d), batch, 1) for d in ("float32", "bfloat16")
+    ]
     assert np.abs(results[0].before_T - results[1].before_T).mean() < 0.1
     assert results[1].steps[0].grad_norm == pytest.approx(results[0].steps[0].grad_norm, rel=0.1)
     assert torch.isfinite(torch.from_numpy(results[1].after_T)).all()
