@@ -44,4 +44,4 @@ def shape_of_config(config: dict[str, Any]) -> ModelShape:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((path / "config.json").read_text())
