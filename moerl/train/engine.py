@@ -22,12 +22,14 @@ from torch import Tensor
 from moerl.algorithms.base import Objective
 from moerl.config.schema import TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
+from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
+from moerl.train.costs import attention_tokens
 from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
 from moerl.train.model import build_model, sum_gradients
 from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
-from moerl.train.packing import Bins, PackedMicroBatch, pack, plan_micro_batches, split_mini_batches, unpack_logprobs
+from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.settings import EngineSettings
 from moerl.types import StepStats, TensorSpec, TrainBatch
 
@@ -42,6 +44,7 @@ class MegatronEngine:
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
+        self._attention_tokens = attention_tokens(self.model.config, self.model.vocab_size)
         self.optimizer = get_megatron_optimizer(_optimizer_config(settings.train), self.model.wrapped)
         self.optimizer.reload_model_params()
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
@@ -50,7 +53,7 @@ class MegatronEngine:
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
         """float32 (float64 at dtype float64) [T] aligned with token_ids_T: the log-prob of every token; the same on all ranks."""
-        packed = self._micro_batches(batch)
+        packed = self._micro_batches(batch, self._plan(batch))
         outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
         pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
         dtype = "float64" if self._train.dtype == "float64" else "float32"
@@ -76,6 +79,7 @@ class MegatronEngine:
         parts = split_mini_batches(batch, num_updates)
         results = [self._mini_batch(batch.select(part), objective, samples=part) for part in parts]
         applied = [result for result in results if result.trouble is None]
+        balance = sum((result.balance for result in results[1:]), results[0].balance)
         counted = applied if applied else results  # without any update the statistics say why: they are not finite
         return StepStats(
             **step_statistics(  # type: ignore[arg-type]
@@ -85,6 +89,8 @@ class MegatronEngine:
             learning_rate=lr,
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
+            rank_imbalance=balance.rank_imbalance,
+            round_imbalance=balance.round_imbalance,
         )
 
     # -- weights and checkpoints -----------------------------------------------------------------------------
@@ -122,7 +128,8 @@ class MegatronEngine:
 
     def _mini_batch(self, batch: TrainBatch, objective: Objective, samples: np.ndarray) -> "_MiniBatchResult":
         """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
-        packed = self._micro_batches(batch)
+        plan = self._plan(batch)
+        packed = self._micro_batches(batch, plan)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
@@ -146,7 +153,14 @@ class MegatronEngine:
         else:
             trouble = self._locate_nonfinite(batch, packed, loss, samples)
             self.model.routers.restore(biases)
-        return _MiniBatchResult(sums=total, grad_norm=grad_norm, num_padding=int(counts[0]), num_positions=int(counts[1]), trouble=trouble)
+        return _MiniBatchResult(
+            sums=total,
+            grad_norm=grad_norm,
+            num_padding=int(counts[0]),
+            num_positions=int(counts[1]),
+            balance=self._balance(batch, plan),
+            trouble=trouble,
+        )
 
     def _locate_nonfinite(self, batch: TrainBatch, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
         """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
@@ -167,9 +181,9 @@ class MegatronEngine:
         finally:
             self.model.config.finalize_model_grads_func = sum_gradients
 
-    def _micro_batches(self, batch: TrainBatch) -> list[PackedMicroBatch]:
+    def _micro_batches(self, batch: TrainBatch, plan: Sequence[Bins]) -> list[PackedMicroBatch]:
         """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
-        return [self._pack(batch, members) for members in self._plan(batch)[parallel_state.get_data_parallel_rank()]]
+        return [self._pack(batch, members) for members in plan[parallel_state.get_data_parallel_rank()]]
 
     def _plan(self, batch: TrainBatch) -> list[Bins]:
         layout = self._train.layout
@@ -177,14 +191,20 @@ class MegatronEngine:
             batch.lengths,
             num_ranks=layout.dp,
             token_budget=self._train.micro_batch_tokens,
-            token_multiple=layout.token_multiple,
+            token_multiple=self._train.token_multiple,
+            attention_tokens=self._attention_tokens,
             sequence_multiple=layout.sequence_multiple,
             count_multiple=layout.count_multiple,
+            waits_in_rounds=layout.waits_in_rounds,
         )
+
+    def _balance(self, batch: TrainBatch, plan: Sequence[Bins]) -> Balance:
+        multiple = self._train.layout.sequence_multiple
+        return Balance.of(plan, batch.lengths, sequence_multiple=multiple, attention_tokens=self._attention_tokens)
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
         layout = self._train.layout
-        whole = pack(batch, members, layout.token_multiple, layout.sequence_multiple)
+        whole = pack(batch, members, self._train.token_multiple, layout.sequence_multiple)
         return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
@@ -211,6 +231,7 @@ class MegatronEngine:
             temperature=temperature,
             vocab_size=self.model.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_tokens=self._train.logprob_chunk_tokens,
         )
 
     def _mtp_loss(self, batch: TrainBatch) -> "MTPLoss | None":
@@ -244,6 +265,7 @@ class _MiniBatchResult:
     grad_norm: float
     num_padding: int
     num_positions: int
+    balance: Balance
     trouble: str | None
     """Where loss or gradient was not finite; then nothing was updated."""
 
