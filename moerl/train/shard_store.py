@@ -26,7 +26,6 @@ class ShardStore:
         # Weights that data-parallel ranks share are written by one of them each, spread evenly.
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._strategy = FullyParallelSaveStrategyWrapper(self._writer, group, do_cache_distribution=True)
-        self._is_first = True
 
     def stage(self, directory: Path, *, copies: bool) -> int:
         """Collective: fix what `write` will write; rank 0 writes the common part. Returns the bytes of this rank's shards.
@@ -39,10 +38,9 @@ class ShardStore:
             str(directory),
             sharded_strategy=self._strategy,
             async_sharded_save=True,
-            validate_access_integrity=self._is_first,  # of all ranks' metadata, which does not change
+            validate_access_integrity=False,  # the plan is checked, once and on rank 0 alone
             content_metadata=self._content(),
         )
-        self._is_first = False
         return self._writer.num_bytes
 
     def write(self, directory: Path) -> WrittenShards:
@@ -65,7 +63,8 @@ class ShardStore:
             sharded_state.read_from_masters(model, {p for chunk in self._model.chunks for p in chunk.parameters()})
         same_ranks = saved["layout"] == here["layout"]
         rng = {"rng": self._rng()} if same_ranks else {}
-        state = dist_checkpointing.load({"model": model, "optimizer": optimizer.shards, **rng}, str(directory))
+        state = dist_checkpointing.load({"model": model, **rng}, str(directory))
+        dist_checkpointing.load(optimizer.shards, str(directory))  # apart: masters may come from weights that are also read as such
         for index, chunk in enumerate(self._model.chunks):
             chunk.load_state_dict(state["model"][f"chunk{index}"])
         optimizer.install()

@@ -59,3 +59,28 @@ def two_steps(engine: Any, batch: TrainBatch) -> Continued:
     steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
     weights = {name: tensor.double().numpy() for name, tensor in engine.export()}
     return Continued(steps=steps, logprobs_T=engine.logprobs(batch), weights=weights)
+
+
+def save_once(settings: EngineSettings, batch: TrainBatch, directory: Path, copies: bool = True) -> list[Any]:
+    """What each rank wrote, after one step."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    return save(engine, directory, copies=copies)
+
+
+def load_and_save(settings: EngineSettings, before: Path, after: Path) -> None:
+    engine = new_engine(settings)
+    engine.shards.load(before)
+    save(engine, after)
+
+
+def staged_and_held(settings: EngineSettings, batch: TrainBatch, directory: Path) -> list[tuple[int, int, int]]:
+    """By rank, in bytes: what a checkpoint stages; the moments of the rank's optimizer; its weights."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    staged = engine.shards.stage(directory, copies=True)
+    moments = [tensor for each in engine.optimizer.chained_optimizers for state in each.state.values() for tensor in state.values()]
+    weights = [weight for chunk in engine.model.chunks for weight in chunk.parameters()]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (staged, *(sum(t.numel() * t.element_size() for t in tensors) for tensors in (moments, weights))))
+    return every
