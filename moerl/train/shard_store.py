@@ -1,20 +1,23 @@
 """Save and load the state of an engine: a checkpoint of any layout and dtype loads into any other, each rank reading what it needs."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from torch.distributed.checkpoint import CheckpointException
 
 from moerl.config.schema import TrainConfig
 from moerl.train import sharded_state
-from moerl.train.checkpoint import FileDigests
+from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.model import Model
-from moerl.train.shard_writer import ShardWriter, WrittenShards
+from moerl.train.shard_writer import ShardWriter
+from moerl.types import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +66,9 @@ class ShardStore:
             sharded_state.read_from_masters(model, {p for chunk in self._model.chunks for p in chunk.parameters()})
         same_ranks = saved["layout"] == here["layout"]
         rng = {"rng": self._rng()} if same_ranks else {}
-        state = dist_checkpointing.load({"model": model, **rng}, str(directory))
-        dist_checkpointing.load(optimizer.shards, str(directory))  # apart: masters may come from weights that are also read as such
+        with _as_checkpoint_error(directory):
+            state = dist_checkpointing.load({"model": model, **rng}, str(directory))
+            dist_checkpointing.load(optimizer.shards, str(directory))  # apart: masters may come from weights that are also read as such
         for index, chunk in enumerate(self._model.chunks):
             chunk.load_state_dict(state["model"][f"chunk{index}"])
         optimizer.install()
@@ -84,3 +88,12 @@ class ShardStore:
 
     def _content(self) -> dict[str, Any]:
         return {"layout": asdict(self._train.layout), "dtype": self._train.dtype}
+
+
+@contextmanager
+def _as_checkpoint_error(directory: Path) -> Iterator[None]:
+    """PyTorch's own derives from BaseException, which would end a Ray worker instead of reaching the driver."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error

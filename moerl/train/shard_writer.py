@@ -12,7 +12,7 @@ writing and digests leave the interpreter to the training thread.
 import io
 import os
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from moerl.train.checkpoint import FileDigests, digest_files
+from moerl.train.checkpoint import FileDigests, WrittenShards, digest_files, sync
 
 _BACKEND, _VERSION = "torch_dist", 1
 _RANK0_FILES = ("common.pt", "metadata.json", ".metadata")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenShards:
-    """What one rank has written."""
-
-    files: FileDigests
-    index: bytes
-    """Where in its file each tensor lies; for `finish`, opaque to the driver, which needs no torch for it."""
 
 
 class ShardWriter(AsyncSaveShardedStrategy):
@@ -116,7 +107,9 @@ class ShardWriter(AsyncSaveShardedStrategy):
         writer.set_up_storage_writer(True)
         writer.finish(replace(self._metadata), [pickle.loads(index) for index in indices])
         save_config(CheckpointingConfig(_BACKEND, _VERSION), str(directory))
-        return digest_files(directory, list(_RANK0_FILES))
+        for name in _RANK0_FILES:
+            sync(directory / name)
+        return digest_files(directory, _RANK0_FILES)
 
 
 def _write_item(shard: ShardedTensor | ShardedObject) -> WriteItem:
@@ -153,4 +146,3 @@ def _write(file: Any, name: str, item: WriteItem, data: Tensor | bytes) -> Write
 def _alone(tensor: Tensor) -> Tensor:
     """In a storage of its own: torch.save writes whole storages, and a view's is the parameter's or the buffer's."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
-

@@ -50,7 +50,9 @@ def read_from_masters(model: dict[str, Any], parameters: set[Tensor]) -> None:
 
 
 def num_optimizer_steps(optimizer: Any) -> int:
-    steps = {group["step"] for each in _distributed(optimizer) for group in each.state_dict()["optimizer"]["param_groups"] if "step" in group}
+    steps = {
+        group["step"] for each in _distributed(optimizer) for group in each.state_dict()["optimizer"]["param_groups"] if "step" in group
+    }
     assert len(steps) == 1, f"one count of optimizer steps, not {sorted(steps)}"
     return int(steps.pop())
 
@@ -134,7 +136,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, owned: Tensor, start: i
                 global_offset=tuple(a + b for a, b in zip(piece.global_offset, offset, strict=True)),
                 axis_fragmentations=None,  # not a regular grid
                 # The ranges of data-parallel ranks are disjoint: only replicas over other axes remain.
-                replica_id=(*piece.replica_id[:2], 0),  # type: ignore[index]
+                replica_id=(*piece.replica_id[:2], 0),
                 allow_shape_mismatch=piece.allow_shape_mismatch,
             )
             at += size
@@ -158,7 +160,11 @@ def rng_state(rank: int, num_ranks: int) -> ShardedObject:
     Without dropout nothing does, except router jitter (train.megatron.moe_input_jitter_eps) and forced load balancing. Sampling
     seeds and the data order are functions of the run's seed and have no state.
     """
-    states = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(), "megatron": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    states = {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
     return ShardedObject("rng", states, (num_ranks,), (rank,))
 
 

@@ -56,7 +56,9 @@ def saved(checkpoints, tmp_path_factory):
 def test_training_continues_under_another_layout(before, after, checkpoints, saved):
     directory, expected, _ = saved(before)
     layout = Layout() if after == "one" else LAYOUTS[after]
-    assert_continues(run_ranks(load_and_continue, layout.ranks, settings(checkpoints["qwen3_moe"], layout), random_batch(), directory), expected)
+    assert_continues(
+        run_ranks(load_and_continue, layout.ranks, settings(checkpoints["qwen3_moe"], layout), random_batch(), directory), expected
+    )
 
 
 def test_a_vocabulary_padded_for_another_tensor_parallel_size_continues(checkpoints, saved):
@@ -82,7 +84,9 @@ def bfloat16(checkpoints, tmp_path_factory):
 def test_a_bfloat16_checkpoint_continues_under_another_layout(checkpoints, bfloat16):
     """Close, not equal: the sums of another layout round differently in bfloat16."""
     directory, expected = bfloat16
-    result = run_ranks(load_and_continue, 2, settings(checkpoints["qwen3_moe"], LAYOUTS["tp2"], dtype="bfloat16"), random_batch(), directory)
+    result = run_ranks(
+        load_and_continue, 2, settings(checkpoints["qwen3_moe"], LAYOUTS["tp2"], dtype="bfloat16"), random_batch(), directory
+    )
     for step, wanted in zip(result.steps, expected.steps, strict=True):
         assert (step.loss, step.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=0.1)
     for name, weight in result.weights.items():
@@ -158,7 +162,9 @@ def test_ranks_share_the_writing_evenly_and_nothing_is_written_twice(name, saved
 
 def test_a_rank_stages_no_more_than_it_holds(checkpoints, tmp_path):
     layout = LAYOUTS["tp2-ep2-dp2"]
-    for staged, moments, weights in run_ranks(staged_and_held, layout.ranks, settings(checkpoints["qwen3_moe"], layout), random_batch(), tmp_path):
+    for staged, moments, weights in run_ranks(
+        staged_and_held, layout.ranks, settings(checkpoints["qwen3_moe"], layout), random_batch(), tmp_path
+    ):
         assert 0 < staged <= moments + weights
 
 
