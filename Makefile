@@ -3,6 +3,7 @@
 #   TORCH=...        what to install for PyTorch; default: the pin in constraints.txt
 #   TORCH_INDEX=...  package index to take PyTorch from, e.g. PyTorch's own CPU index; default: pip's configuration
 PYTHON ?=
+PYTHON312 ?=
 TORCH ?=
 TORCH_INDEX ?=
 # A recipe of configs/recipe.
@@ -16,10 +17,10 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test lint format clean
+.PHONY: help venv demo test test-py312 lint format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: ## make or update .venv with every dependency
 	@bash scripts/setup.sh
@@ -29,6 +30,10 @@ demo: venv ## train a tiny mixture-of-experts model with GRPO, on CPU
 
 test: venv ## every test that needs neither a GPU, an engine's environment, nor Slurm
 	$(BIN)/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
+
+test-py312: ## the same tests on Python 3.12 with the newest megatron-core, in an environment of their own (PYTHON312=...)
+	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
+	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
@@ -40,5 +45,5 @@ format: venv ## ruff, with fixes
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and every cache; keeps runs/
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-py312 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,7 +25,7 @@ from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
 from moerl.train.model import build_model, sum_gradients
 from moerl.train.nonfinite import locate
-from moerl.train.packing import PackedMicroBatch, pack, plan_micro_batches, split_mini_batches, unpack_logprobs
+from moerl.train.packing import Bins, PackedMicroBatch, pack, plan_micro_batches, split_mini_batches, unpack_logprobs
 from moerl.train.settings import EngineSettings
 from moerl.train.shard_store import ShardStore
 from moerl.types import StepStats, TensorSpec, TrainBatch
@@ -50,7 +50,8 @@ class MegatronEngine:
         packed = self._micro_batches(batch)
         outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
         pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
-        total_T = torch.from_numpy(unpack_logprobs(pieces, batch)).to(torch.cuda.current_device())
+        dtype = "float64" if self._train.dtype == "float64" else "float32"
+        total_T = torch.from_numpy(unpack_logprobs(pieces, batch, dtype=dtype)).to(torch.cuda.current_device())
         _reduce_over_micro_batches(total_T)
         return total_T.cpu().numpy()
 
@@ -141,8 +142,11 @@ class MegatronEngine:
 
     def _micro_batches(self, batch: TrainBatch) -> list[PackedMicroBatch]:
         """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
+        return [self._pack(batch, members) for members in self._plan(batch)[parallel_state.get_data_parallel_rank()]]
+
+    def _plan(self, batch: TrainBatch) -> list[Bins]:
         layout = self._train.layout
-        plan = plan_micro_batches(
+        return plan_micro_batches(
             batch.lengths,
             num_ranks=layout.dp,
             token_budget=self._train.micro_batch_tokens,
@@ -150,7 +154,6 @@ class MegatronEngine:
             sequence_multiple=layout.sequence_multiple,
             count_multiple=layout.count_multiple,
         )
-        return [self._pack(batch, members) for members in plan[parallel_state.get_data_parallel_rank()]]
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
         layout = self._train.layout

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from torch import Tensor
 
 from moerl.train.loss import at_least_float32
@@ -21,6 +21,8 @@ def logprobs_and_entropy(
     if bool(padding_V.any()):
         scaled_TV = scaled_TV.masked_fill(padding_V, torch.finfo(scaled_TV.dtype).min / 2)
     entropy_T = _entropy(scaled_TV.detach(), group)
+    if scaled_TV.dtype == torch.float64:  # Megatron's function computes in float32
+        return gather_from_tensor_model_parallel_region(scaled_TV).log_softmax(-1).gather(1, labels_T[:, None])[:, 0], entropy_T
     # Megatron's function works in place on its argument; `scaled_TV` is ours.
     return -vocab_parallel_cross_entropy(scaled_TV[:, None].contiguous(), labels_T[:, None])[:, 0], entropy_T
 

@@ -82,7 +82,7 @@ def _what(outputs: list[dict[str, Any]], chunks: Sequence[nn.Module]) -> str | N
         return "loss is not finite"
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if not _is_finite(parameter.main_grad):  # type: ignore[arg-type]
+            if not _is_finite(parameter.main_grad):  # type: ignore[attr-defined]
                 return f"gradient of {name.removeprefix('module.')} is not finite"
     return None
 

@@ -154,13 +154,12 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
     )
 
 
-def unpack_logprobs(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch: TrainBatch) -> np.ndarray:
-    """[T] like `batch.token_ids_T`, from log-probs at the label positions of micro-batches packed from `batch`, in their precision.
+def unpack_logprobs(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch: TrainBatch, *, dtype: str = "float32") -> np.ndarray:
+    """`dtype` [T] like `batch.token_ids_T`, from log-probs at the label positions of micro-batches packed from `batch`.
 
     First tokens, which nothing predicts, and sequences in no piece hold 0; the results of different ranks therefore add up.
     """
-    pieces = list(pieces)
-    logprobs_T = np.zeros(len(batch.token_ids_T), dtype=np.result_type(np.float32, *(values_T for _, values_T in pieces)))
+    logprobs_T = np.zeros(len(batch.token_ids_T), dtype=dtype)
     for packed, values_T in pieces:
         labelled_T = packed.label_index_T >= 0
         logprobs_T[packed.label_index_T[labelled_T]] = values_T[labelled_T]

@@ -103,3 +103,26 @@ def rng_round_trip() -> bool:
     first = torch.rand(4, device="cuda")
     torch.cuda.set_rng_state(state)
     return torch.rand(4, device="cuda").equal(first)
+
+
+def attend_over_ranks(bounds: list[int], heads: int, groups: int, channels: int, value_channels: int) -> dict[str, float]:
+    """Largest differences of output and gradients between attention over all ranks and attention of the whole on one."""
+    from transformer_engine.pytorch.attention import DotProductAttention, zigzag
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, channels), (groups, channels), (groups, value_channels), (heads * value_channels,))
+    *qkv, weight = (torch.randn(bounds[-1], *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    cu_seqlens = torch.tensor(bounds)
+
+    def run(inputs: list[torch.Tensor], weight: torch.Tensor, group: Any) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        attention = DotProductAttention(heads, (channels, value_channels), groups, cp_group=group, softmax_scale=0.3)
+        out = attention(*leaves, qkv_format="thd", attn_mask_type="padding_causal", cu_seqlens_q=cu_seqlens)
+        (out * weight).sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    mine = zigzag(bounds, dist.get_rank(), dist.get_world_size())
+    whole = [tensor[mine] for tensor in run(qkv, weight, None)]
+    parts = run([tensor[mine] for tensor in qkv], weight[mine], dist.group.WORLD)
+    names = ("out", "query", "key", "value")
+    return {name: float((a - b).abs().max()) for name, a, b in zip(names, whole, parts, strict=True)}

@@ -17,6 +17,7 @@ from patch_jobs import activate_again, gather_and_scatter, patch_changed_source,
 import megatron_patches
 from megatron_patches import reference_te
 from megatron_patches.errors import PatchError, require_source
+from moerl.config.layout import Layout
 
 ROOT = Path(megatron_patches.__file__).resolve().parent.parent
 
@@ -71,6 +72,12 @@ def test_a_layout_fails_without_its_patch(patch, layout, error, checkpoints):
     chosen = settings(checkpoints["qwen3_moe"], LAYOUTS[layout])
     with pytest.raises(RankError, match=error):
         run_ranks(first_step, chosen.train.layout.ranks, chosen, random_batch(), without=[patch], deadline_seconds=30)
+
+
+def test_float64_fails_without_its_patch(checkpoints):
+    chosen = settings(checkpoints["qwen3_moe"], Layout(), dtype="float64")
+    with pytest.raises(RankError, match="attempting to assign a gradient with dtype 'float'"):
+        run_ranks(first_step, 1, chosen, random_batch(), without=["float64_gradients"])
 
 
 # -- in force ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from patch_jobs import attend_over_ranks
 from torch.nn import functional
 
 import megatron_patches
@@ -85,7 +87,17 @@ def test_a_padding_mask_hides_keys():
     torch.testing.assert_close(out[:3, 0], naive(q[:, 0], k[:3, 0], v[:3, 0], 1 / math.sqrt(8), False)[:3])
 
 
-@pytest.mark.parametrize(("option", "value"), [("cp_group", object()), ("window_size", (128, 0))])
+@pytest.mark.parametrize(
+    ("heads", "groups", "channels", "value_channels"), [(4, 4, 8, 8), (4, 2, 8, 8), (3, 3, 6, 4)], ids=["mha", "gqa", "mla"]
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_attention_over_context_parallel_ranks_equals_attention_of_the_whole(ranks, heads, groups, channels, value_channels):
+    bounds = [0, 2 * ranks, 8 * ranks, 10 * ranks, 22 * ranks]
+    differences = run_ranks(attend_over_ranks, ranks, bounds, heads, groups, channels, value_channels)
+    assert max(differences.values()) < 1e-12, differences
+
+
+@pytest.mark.parametrize(("option", "value"), [("window_size", (128, 0))])
 def test_attention_that_the_reference_lacks_is_an_error(option, value):
     with pytest.raises(RuntimeError, match="not in the reference"):
         attention.DotProductAttention(2, 8, **{option: value})

@@ -1,4 +1,4 @@
-"""Every parallel layout computes what one process computes: log-probs, statistics, gradient norms, weights after three steps."""
+"""Training under a layout gives the statistics, weights and reference of one process; checkpoints move between layouts."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def assert_equals_one_process(checkpoints, one_process):
     return check
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["ep2", "tp2-etp2", "pp2", "cp2", "tp2-ep2-dp2", "tp2-pp2-vpp2-cp2-ep4"])
 def test_a_mixture_of_experts_equals_one_process(name, assert_equals_one_process):
     assert_equals_one_process("qwen3_moe", LAYOUTS[name])
 
@@ -85,15 +85,14 @@ def test_a_rank_without_sequences_changes_nothing(name, checkpoints):
     np.testing.assert_allclose(result.after_T, expected.after_T, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["ep2", "tp2-etp2"])
-def test_bfloat16_stays_close_to_float32(name, checkpoints, one_process):
-    """On average: a router that rounds to another expert changes a single token by much more."""
-    chosen = settings(checkpoints["qwen3_moe"], LAYOUTS[name], dtype="bfloat16", uses_reference=True)
-    result, expected = run_ranks(train, 2, chosen, random_batch()), one_process["qwen3_moe"]
-    for logprobs_T, expected_T in ((result.before_T, expected.before_T), (result.after_T, expected.after_T)):
-        assert np.abs(logprobs_T - expected_T).mean() < 0.1
-    for step, wanted in zip(result.steps, expected.steps, strict=True):
-        assert (step.loss, step.grad_norm, step.entropy) == pytest.approx((wanted.loss, wanted.grad_norm, wanted.entropy), rel=0.1)
+@pytest.mark.parametrize(("model", "name"), [("qwen3", "tp2"), ("qwen3", "pp2-vpp2"), ("qwen3_moe", "ep2"), ("qwen3_moe", "cp2-ep2")])
+def test_bfloat16_stays_close_to_float32(model, name, checkpoints, one_process):
+    """On average, and before training: a router that rounds to another expert changes a single token by much more."""
+    chosen = settings(checkpoints[model], LAYOUTS[name], dtype="bfloat16", uses_reference=True)
+    result, expected = run_ranks(train, chosen.train.layout.ranks, chosen, random_batch()), one_process[model]
+    assert np.abs(result.before_T - expected.before_T).mean() < (0.05 if model == "qwen3" else 0.1)
+    step, wanted = result.steps[0], expected.steps[0]
+    assert (step.loss, step.grad_norm, step.entropy) == pytest.approx((wanted.loss, wanted.grad_norm, wanted.entropy), rel=0.1)
 
 
 def test_replicated_experts_get_the_gradient_of_every_tensor_parallel_rank(checkpoints):

@@ -1,0 +1,63 @@
+"""Every layout computes what one process computes, however the batch is cut into micro-batches, and so do three optimizer steps.
+
+float32 shows what a run sees; in float64 rounding hides no error, and Adam, which divides by the gradient's size, enlarges none.
+"""
+
+import numpy as np
+import pytest
+from engine_cases import LAYOUTS, random_batch, settings
+from engine_ranks import run_ranks
+from gate_jobs import Cut, cuts, measure
+
+from moerl.config.layout import Layout
+
+NUM_SEQUENCES = 16
+TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
+
+
+@pytest.fixture(scope="module")
+def one_process(checkpoints):
+    """By dtype and number of sequences: all of them in one micro-batch of one process."""
+    whole = [Cut(name=str(count), num_sequences=count, count=1) for count in (1, 2, 4, 8, 16)]
+    batch = random_batch(num_sequences=NUM_SEQUENCES)
+    return {
+        dtype: run_ranks(measure, 1, settings(checkpoints["qwen3_moe"], Layout(), dtype=dtype), batch, whole, dtype == "float64")
+        for dtype in TOLERANCE
+    }
+
+
+def assert_close(result, expected, tolerance, name):
+    """Relative to the largest entry of the tensor."""
+    difference, size = np.abs(result - expected).max(), np.abs(expected).max()
+    assert difference <= tolerance * size, f"{name}: off by {difference / size:.2e} of its largest entry"
+
+
+def assert_equal(result, expected, tolerance):
+    assert result.loss == pytest.approx(expected.loss, rel=tolerance)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=max(tolerance, 1e-6))  # Megatron sums it in float32
+    assert_close(result.logprobs_T, expected.logprobs_T, tolerance, "log-probs")
+    assert_close(result.entropy_T, expected.entropy_T, tolerance, "entropy")
+    for kind in ("gradients", "weights"):
+        tensors, wanted = getattr(result, kind), getattr(expected, kind)
+        assert tensors.keys() == wanted.keys()
+        for name, tensor in tensors.items():
+            assert_close(tensor, wanted[name], tolerance, f"{kind} of {name}")
+
+
+IN_FLOAT32 = ("pp2-vpp2", "cp2-ep2", "tp2-pp2-vpp2-cp2-ep4")
+"""Every layout runs in float64; these, and with the slow tests all, in float32 as well."""
+CASES = [
+    pytest.param(name, dtype, marks=[pytest.mark.slow] if dtype == "float32" and name not in IN_FLOAT32 else [])
+    for dtype in TOLERANCE
+    for name in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_a_layout_equals_one_process_for_every_cut_into_micro_batches(name, dtype, one_process, checkpoints):
+    layout, batch = LAYOUTS[name], random_batch(num_sequences=NUM_SEQUENCES)
+    wanted = cuts(layout, NUM_SEQUENCES)
+    chosen = settings(checkpoints["qwen3_moe"], layout, dtype=dtype)
+    results = run_ranks(measure, layout.ranks, chosen, batch, wanted, dtype == "float64")
+    for cut in wanted:
+        assert_equal(results[cut.name], one_process[dtype][str(cut.num_sequences)], TOLERANCE[dtype])
