@@ -97,7 +97,7 @@ class MegatronTrainGroup:
             return 0, {}
         state = read_state(directory)
         if faults := [fault for share in await self._all("faults_of_checkpoint", directory) for fault in share]:
-            raise damaged(directory, faults)
+            raise damaged(directory, sorted(faults))
         await self._all("load", directory)
         return state["version"], state
 
