@@ -103,7 +103,7 @@ def _fault(directory: Path, name: str, files: FileDigests, *, with_contents: boo
 
 def _tensors(directory: Path, name: str, files: FileDigests) -> str:
     """Which tensors a shard file holds, from the checkpoint's own metadata; empty if that is damaged too."""
-    if not name.endswith(".distcp") or _fault(directory, _METADATA, files, with_contents=True):
+    if not name.endswith(".distcp") or _METADATA not in files or _fault(directory, _METADATA, files, with_contents=True):
         return ""
     from torch.distributed.checkpoint import FileSystemReader  # seconds, which only a damaged checkpoint is worth
 
