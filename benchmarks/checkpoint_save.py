@@ -156,7 +156,8 @@ def report(rows: dict[str, list[dict[str, float]]], num_ranks: int) -> None:
         ratio = each["inside"] / middle["at once"]["inside"]
         slower = median(row["after"] / row["before"] for row in rows[name][1:])
         print(
-            f"{name:>10}: {each['inside']:.3f} s inside the save, {ratio:.2f} x at once, {each['inside'] / each['before'] * STEPS:.2f} steps; "
+            f"{name:>10}: {each['inside']:.3f} s inside the save, {ratio:.2f} x at once, "
+            f"{each['inside'] / each['before'] * STEPS:.2f} steps; "
             f"the {STEPS} steps after it take {slower:.2f} x those before; files complete {each['left']:.3f} s later; "
             f"first save {rows[name][0]['inside']:.2f} s"
         )

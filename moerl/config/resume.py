@@ -18,6 +18,7 @@ FIXED: Mapping[str, str] = {
     "algorithm.name": "the checkpoint's steps were taken with it",
     "sft": "the warm start is over",
     "deterministic": "steps already taken cannot become reproducible",
+    "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",
 }
 """Setting or section -> reason. Everything else may differ from step to step."""
 
