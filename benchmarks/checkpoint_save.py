@@ -125,14 +125,14 @@ def save_in_background(engine: Any, directory: Path) -> Any:
     """Returns what waits for the files."""
     import threading
 
-    engine.shards.stage(directory, copies=True)
+    engine.shards.stage(copies=True)
     writing = threading.Thread(target=engine.shards.write, args=(directory,))
     writing.start()
     return writing.join
 
 
 def save_at_once(engine: Any, directory: Path) -> Any:
-    engine.shards.stage(directory, copies=False)
+    engine.shards.stage(copies=False)
     engine.shards.write(directory)
     return lambda: None
 

@@ -34,7 +34,7 @@ class CheckpointSaver:
         begun = time.perf_counter()
         await self._finish()
         temporary = await asyncio.to_thread(checkpoint.begin, self._root, version)
-        num_bytes = sum(await self._all_ranks("stage_checkpoint", temporary, self._in_background))
+        num_bytes = sum(await self._all_ranks("stage_checkpoint", self._in_background))
         staged = time.perf_counter()
         self._in_flight = asyncio.create_task(self._write(temporary, {"version": version, **state}, num_bytes, begun, staged))
         if not self._in_background:

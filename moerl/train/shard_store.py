@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed.checkpoint import CheckpointException
 
 from moerl.config.schema import TrainConfig
@@ -25,25 +24,17 @@ logger = logging.getLogger(__name__)
 class ShardStore:
     def __init__(self, model: Model, optimizer: Any, train: TrainConfig):
         self._model, self._optimizer, self._train = model, optimizer, train
-        self._writer = ShardWriter()
-        # Weights that data-parallel ranks share are written by one of them each, spread evenly.
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._strategy = FullyParallelSaveStrategyWrapper(self._writer, group, do_cache_distribution=True)
+        self._writer = ShardWriter(parallel_state.get_data_parallel_group(with_context_parallel=True))
 
-    def stage(self, directory: Path, *, copies: bool) -> int:
-        """Collective: fix what `write` will write; rank 0 writes the common part. Returns the bytes of this rank's shards.
+    def stage(self, *, copies: bool) -> int:
+        """Collective: fix what `write` will write. Returns the bytes of this rank's shards.
 
         `copies`: to host memory, so that training may go on during `write`; without, it may not.
         """
-        self._writer.copies = copies
-        dist_checkpointing.save(
-            self._state(),
-            str(directory),
-            sharded_strategy=self._strategy,
-            async_sharded_save=True,
-            validate_access_integrity=False,  # the plan is checked, once and on rank 0 alone
-            content_metadata=self._content(),
-        )
+        model = sharded_state.model_state(self._model.chunks)
+        optimizer = sharded_state.optimizer_state(self._optimizer, model)
+        common = {"optimizer_steps": sharded_state.num_optimizer_steps(self._optimizer), "content_metadata": self._content()}
+        self._writer.stage({"model": model, "optimizer": optimizer.shards, "rng": self._rng()}, common, copies=copies)
         return self._writer.num_bytes
 
     def write(self, directory: Path) -> WrittenShards:
@@ -68,7 +59,8 @@ class ShardStore:
         rng = {"rng": self._rng()} if same_ranks else {}
         with _as_checkpoint_error(directory):
             state = dist_checkpointing.load({"model": model, **rng}, str(directory))
-            dist_checkpointing.load(optimizer.shards, str(directory))  # apart: masters may come from weights that are also read as such
+            # Apart: masters may come from weights that are also read as such.
+            dist_checkpointing.load(optimizer.shards, str(directory))
         for index, chunk in enumerate(self._model.chunks):
             chunk.load_state_dict(state["model"][f"chunk{index}"])
         optimizer.install()
@@ -76,12 +68,6 @@ class ShardStore:
             sharded_state.set_rng_state(state["rng"])
         else:
             logger.info("another layout than the checkpoint's: random streams start anew, as no rank of it has a counterpart")
-
-    def _state(self) -> dict[str, Any]:
-        model = sharded_state.model_state(self._model.chunks)
-        optimizer = sharded_state.optimizer_state(self._optimizer, model)
-        steps = sharded_state.num_optimizer_steps(self._optimizer)
-        return {"model": model, "optimizer": optimizer.shards, "rng": self._rng(), "optimizer_steps": steps}
 
     def _rng(self) -> Any:
         return sharded_state.rng_state(dist.get_rank(), dist.get_world_size())

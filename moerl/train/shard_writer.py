@@ -2,11 +2,11 @@
 
     stage     all ranks   who writes what (metadata only, agreed once), then a host copy of this rank's shards
     write     each rank   one file, flushed to disk and read back for its digest; no communication, so it may run beside training
-    finish    rank 0      .metadata, from what every rank has written
+    finish    rank 0      .metadata and common.pt, from what every rank has written
 
 Megatron's own asynchronous writer forks the training process for each save, which with threads, CUDA and a Ray worker in it can
 hang, keeps a process of its own alive, and needs collectives between training steps to notice the end. A thread needs none of it:
-writing and digests leave the interpreter to the training thread.
+writing and digests leave the interpreter to the training thread. Megatron's dist_checkpointing.load reads what is written here.
 """
 
 import io
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import distribute_main_replicas_with_precomputed_distribution
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -33,42 +34,47 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from moerl.train.checkpoint import FileDigests, WrittenShards, digest_files, sync
 
-_BACKEND, _VERSION = "torch_dist", 1
 _RANK0_FILES = ("common.pt", "metadata.json", ".metadata")
 
 
-class ShardWriter(AsyncSaveShardedStrategy):
-    def __init__(self) -> None:
-        super().__init__(_BACKEND, _VERSION)
-        self.copies = True
-        """Stage a host copy, so that training may go on while it is written. The memory is kept for the next save."""
+class ShardWriter:
+    def __init__(self, replicas: dist.ProcessGroup):
+        """`replicas`: ranks that hold the same weights. Each of those is written by one of them, spread evenly."""
+        self._replicas = replicas
+        self._distribution: Any = None
         self._items: list[WriteItem] | None = None
         self._host: list[Tensor] = []
         self._staged: list[Tensor | bytes] = []
+        self._common: dict[str, Any] = {}
         self._metadata: Metadata | None = None
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    def stage(self, sharded_state: dict[str, Any], common: dict[str, Any], *, copies: bool) -> None:
+        """Collective. `common` goes into common.pt: plain values, the same on all ranks.
 
-    # -- stage: what Megatron calls ------------------------------------------------------------------------------
-
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
-        """Stage. The request is empty: `write` and `finish` do the rest."""
-        shards = [shard for shard in nested_values(sharded_state_dict) if is_main_replica(shard.replica_id)]
+        `copies`: of the shards in host memory, so that training may go on. The memory is kept for the next save.
+        """
+        sharded, _ = save_preprocess(sharded_state, validate_access_integrity=False)  # `_plan` does it, on rank 0 alone
+        self._share_out(sharded)
+        shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
         self._plan([_write_item(shard) for shard in shards])
         tensors = [_with_leading_axes(shard) for shard in shards if isinstance(shard, ShardedTensor)]
-        copied = iter(self._to_host(tensors) if self.copies else tensors)
+        copied = iter(self._to_host(tensors) if copies else tensors)
         self._staged = [next(copied) if isinstance(shard, ShardedTensor) else _serialized(shard) for shard in shards]
-        return AsyncRequest(None, (), [])
+        self._common = common
 
     @property
     def num_bytes(self) -> int:
         """Of the staged tensors of this rank."""
         return sum(each.numel() * each.element_size() for each in self._staged if isinstance(each, Tensor))
 
+    def _share_out(self, sharded: dict[str, Any]) -> None:
+        """Make this rank the main replica of its share. Settled once: it depends on model and layout alone."""
+        if self._distribution is None:
+            self._distribution = determine_main_replica_uniform_distribution(sharded, self._replicas)
+        distribute_main_replicas_with_precomputed_distribution(sharded, self._replicas, self._distribution)
+
     def _plan(self, items: list[WriteItem]) -> None:
-        """What is written depends on model and layout alone, so that the ranks exchange it once."""
+        """Tell rank 0 what is written where; once, like the shares."""
         if self._items is not None:
             assert self._items == items, "the shards of a rank changed between two checkpoints"
             return
@@ -106,7 +112,8 @@ class ShardWriter(AsyncSaveShardedStrategy):
         writer = FileSystemWriter(directory)
         writer.set_up_storage_writer(True)
         writer.finish(replace(self._metadata), [pickle.loads(index) for index in indices])
-        save_config(CheckpointingConfig(_BACKEND, _VERSION), str(directory))
+        torch.save(self._common, directory / "common.pt")
+        save_config(CheckpointingConfig("torch_dist", 1), str(directory))
         for name in _RANK0_FILES:
             sync(directory / name)
         return digest_files(directory, _RANK0_FILES)

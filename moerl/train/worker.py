@@ -69,9 +69,9 @@ class TrainWorker:
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def stage_checkpoint(self, directory: Path, copies: bool) -> int:
+    def stage_checkpoint(self, copies: bool) -> int:
         """Fix what the rank will write; returns its bytes. With `copies` training may go on before it is written."""
-        return self._engine.shards.stage(directory, copies=copies)
+        return self._engine.shards.stage(copies=copies)
 
     @ray.method(concurrency_group=SAVE_THREAD)
     def write_checkpoint(self, directory: Path) -> WrittenShards:

@@ -24,7 +24,7 @@ class Continued:
 
 def save(engine: Any, directory: Path, *, copies: bool = True) -> list[Any]:
     """As the driver and the ranks do together; every rank's WrittenShards on rank 0."""
-    engine.shards.stage(directory, copies=copies)
+    engine.shards.stage(copies=copies)
     return write(engine, directory)
 
 
@@ -41,7 +41,7 @@ def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
     """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint; and what each rank wrote."""
     engine = new_engine(settings)
     engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
-    engine.shards.stage(directory, copies=True)
+    engine.shards.stage(copies=True)
     straight = two_steps(engine, batch)
     written = write(engine, directory)  # of the weights before those steps
     engine.shards.load(directory)
@@ -78,7 +78,7 @@ def staged_and_held(settings: EngineSettings, batch: TrainBatch, directory: Path
     """By rank, in bytes: what a checkpoint stages; the moments of the rank's optimizer; its weights."""
     engine = new_engine(settings)
     engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
-    staged = engine.shards.stage(directory, copies=True)
+    staged = engine.shards.stage(copies=True)
     moments = [tensor for each in engine.optimizer.chained_optimizers for state in each.state.values() for tensor in state.values()]
     weights = [weight for chunk in engine.model.chunks for weight in chunk.parameters()]
     every: list[Any] = [None] * dist.get_world_size()

@@ -13,17 +13,20 @@ from moerl.types import CheckpointError, TrainError
 class Ranks:
     """Two ranks that write one small file each; `writing` is awaited in between."""
 
-    def __init__(self):
+    def __init__(self, copies):
+        self.copies = copies
         self.writing = asyncio.Event()
         self.staged = 0
         self.in_flight = 0
         self.error = None
 
-    async def all(self, verb, directory, *args):
+    async def all(self, verb, argument):
         if verb == "stage_checkpoint":
             self.staged += 1
+            assert argument == self.copies
             assert self.in_flight == 0
             return [30, 40]
+        directory = argument
         self.in_flight += 1
         await self.writing.wait()
         self.in_flight -= 1
@@ -43,7 +46,7 @@ class Ranks:
 
 def play(tmp_path, scenario, *, in_background=True):
     async def whole():
-        ranks = Ranks()
+        ranks = Ranks(copies=in_background)
         saver = CheckpointSaver(tmp_path, model={"layers": 1}, keep=2, in_background=in_background, all_ranks=ranks.all, rank0=ranks.rank0)
         await scenario(saver, ranks)
 
