@@ -36,6 +36,15 @@ _LAYOUT = {
     "sequence_parallel": "leave it out: it is on whenever train.layout.tp > 1",
 }
 _DTYPE = dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "set train.dtype instead")
+_FP8 = {
+    "fp8": "set train.fp8 instead",
+    "fp8_recipe": "set train.fp8.recipe instead",
+    "first_last_layers_bf16": "set train.fp8.first_layers_bf16 and last_layers_bf16 instead",
+    "num_layers_at_start_in_bf16": "set train.fp8.first_layers_bf16 instead",
+    "num_layers_at_end_in_bf16": "set train.fp8.last_layers_bf16 instead",
+    "fp8_param": "leave it out: weights stay in bfloat16, because they are exported and reloaded in it",
+    "fp4": "leave it out: FP4 is not supported",
+}
 _MODEL = dict.fromkeys(
     (
         "num_layers",
@@ -84,7 +93,7 @@ _RUN = {
     "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
     "mtp_loss_scaling_factor": "set train.mtp_loss instead",
 }
-OWNED: Mapping[str, str] = {**_LAYOUT, **_DTYPE, **_MODEL, **_RUN}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_DTYPE, **_FP8, **_MODEL, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
 
 

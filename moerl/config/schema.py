@@ -180,12 +180,34 @@ class OptimizerConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FP8Config(_Strict):
+    """Matrix products of the transformer layers on FP8 operands, forward and backward; weights, router, attention, embedding, output
+    layer and optimizer keep their precision. By Transformer Engine; without a GPU the reference rounds operands as the recipe says."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8"]
+    """blockwise: scales of 1 x 128 (activations, gradients) and 128 x 128 (weights) blocks, Hopper. tensorwise: one scale per tensor,
+    from its current maximum, Hopper. mxfp8: scales of 32 values, Blackwell."""
+    format: Literal["e4m3", "hybrid"] = "e4m3"
+    """hybrid: gradients in E5M2, with more range and less precision."""
+    first_layers_bf16: NotNegative = 0
+    last_layers_bf16: NotNegative = 0
+    """So many layers at the start and at the end of the model stay in bfloat16."""
+
+    @property
+    def alignment(self) -> int:
+        """Every dimension of an FP8 operand is a multiple of this. megatron/core/fp8_utils.py, get_fp8_align_size."""
+        return 32 if self.recipe == "mxfp8" else 16
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(_Strict):
     optimizer: OptimizerConfig
     layout: Layout = field(default_factory=Layout)
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
     CPU, where rounding then hides nothing."""
+    fp8: FP8Config | None = None
+    """None: matrix products in `dtype`. Needs bfloat16."""
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
     logprob_chunk_tokens: Positive = 1024
@@ -206,6 +228,13 @@ class TrainConfig(_Strict):
     start_seconds: Seconds = 600.0
     phase_seconds: Seconds = 3600.0
     """Deadline of one training phase; past it the run stops and names the silent ranks."""
+
+    @property
+    def token_multiple(self) -> int:
+        """Micro-batches are padded to it: for sequence and context parallelism, and for FP8 on every rank's part of the tokens."""
+        if self.fp8 is None:
+            return self.layout.token_multiple
+        return self.fp8.alignment * self.layout.tp * self.layout.cp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,12 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from moerl.config.checkpoint_files import checkpoint_problems
+from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
-from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
+from moerl.config.model_shape import ModelShape, read_config, shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
 from moerl.config.scratch import scratch_config
@@ -109,7 +111,7 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
 
 
 def _micro_batches(config: RunConfig) -> Iterator[Problem]:
-    budget, multiple = config.train.micro_batch_tokens, config.train.layout.token_multiple
+    budget, multiple = config.train.micro_batch_tokens, config.train.token_multiple
     longest = -(-config.model.max_context // multiple) * multiple
     if budget < longest:
         padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout"
@@ -118,7 +120,7 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
         )
         yield problem("train.micro_batch_tokens", budget, f"must be at least {longest}", reason, f"train.micro_batch_tokens={longest}")
     if budget % multiple:
-        reason = "micro-batches are padded to it, for sequence and context parallel, and must not grow past the budget"
+        reason = "micro-batches are padded to it, for sequence and context parallelism and FP8, and must not grow past the budget"
         fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
         yield problem("train.micro_batch_tokens", budget, f"must be a multiple of {multiple}", reason, fix)
 
@@ -205,6 +207,10 @@ def _mtp(config: RunConfig) -> Iterator[Problem]:
         yield problem("train.mtp_loss", config.train.mtp_loss, "must be 0 for this model", reason, fix)
 
 
+def _fp8(config: RunConfig) -> Iterator[Problem]:
+    yield from fp8_problems(config.train, _hf_config(config.model))
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run,
     _staleness,
@@ -219,13 +225,19 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _observe,
     _megatron,
     _mtp,
+    _fp8,
 )
 
 
 def _shape(model: ModelConfig) -> ModelShape | None:
-    """None where `_model` has already said why there is none."""
+    hf = _hf_config(model)
+    return None if hf is None else shape_of_config(hf)
+
+
+def _hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """The model's config.json; None where `_model` has already said why there is none."""
     if model.scratch is not None:
-        return shape_of_config(scratch_config(model.scratch, model.max_context))
+        return scratch_config(model.scratch, model.max_context)
     if model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        return shape_of_checkpoint(Path(model.path))
+        return read_config(Path(model.path))
     return None

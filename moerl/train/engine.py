@@ -173,7 +173,7 @@ class MegatronEngine:
             batch.lengths,
             num_ranks=layout.dp,
             token_budget=self._train.micro_batch_tokens,
-            token_multiple=layout.token_multiple,
+            token_multiple=self._train.token_multiple,
             attention_tokens=self._attention_tokens,
             sequence_multiple=layout.sequence_multiple,
             count_multiple=layout.count_multiple,
@@ -186,7 +186,7 @@ class MegatronEngine:
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
         layout = self._train.layout
-        whole = pack(batch, members, layout.token_multiple, layout.sequence_multiple)
+        whole = pack(batch, members, self._train.token_multiple, layout.sequence_multiple)
         return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.model_shape import shape_of_checkpoint, shape_of_config
+from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.schema import ScratchModel
 from moerl.config.scratch import CHARACTERS, VOCAB_SIZE, scratch_config
 from moerl.models.scratch import write_scratch_model
@@ -72,14 +72,14 @@ def test_the_written_model_is_the_one_that_was_checked(checkpoint):
     scratch = ScratchModel(**SMALL)
     assert json.loads((checkpoint / "config.json").read_text()) == scratch_config(scratch, 256)
     assert list(checkpoint_problems(checkpoint)) == []
-    shape = shape_of_checkpoint(checkpoint)
+    shape = shape_of_config(read_config(checkpoint))
     assert shape == shape_of_config(scratch_config(scratch, 256))
     assert (shape.num_experts, shape.expert_ffn_size, shape.max_positions) == (8, 16, 256)
 
 
 def test_a_checkpoint_saved_again_by_transformers_keeps_its_shape(checkpoint, tmp_path):
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path)
-    assert shape_of_checkpoint(tmp_path) == shape_of_checkpoint(checkpoint)
+    assert shape_of_config(read_config(tmp_path)) == shape_of_config(read_config(checkpoint))
 
 
 def test_experts_are_stored_one_by_one_under_published_names(checkpoint):
