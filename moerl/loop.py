@@ -7,6 +7,7 @@ free again only after the weights that its group trained were pushed.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,8 +22,10 @@ from moerl.rollout.runner import GroupRunner
 from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
-from moerl.types import StepStats, TrainBatch
+from moerl.types import MoerlError, StepStats, TrainBatch
 from moerl.weights.publish import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 
 async def run(
@@ -37,7 +40,7 @@ async def run(
     with observe.phase("push"):
         await weights.push(first_version)
     buffer = _buffer(config, algorithm, state)
-    async with _producing(config, algorithm, prompts, runner, buffer):
+    async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             with observe.phase("rollout"):
                 groups = await buffer.take(config.groups_per_step)
@@ -54,6 +57,21 @@ async def run(
             if version == config.num_steps or (config.save_every and version % config.save_every == 0):
                 with observe.phase("save"):
                     await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
+            observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
+
+
+@asynccontextmanager
+async def _saving(train: TrainGroup, observe: Observer) -> AsyncIterator[None]:
+    """Wait at the end for the checkpoint that is being written, however the run ends; what ended it stays the cause."""
+    try:
+        yield
+    except BaseException:
+        try:
+            observe.saved(await train.saved(wait=True))
+        except MoerlError as error:
+            logger.warning("the run was ending when: %s", error)
+        raise
+    observe.saved(await train.saved(wait=True))
 
 
 @asynccontextmanager

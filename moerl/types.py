@@ -183,6 +183,19 @@ class StepStats:
     """Where loss or gradient was not finite, for each mini-batch in which one was: it changed no weight and is in no statistic."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that became visible."""
+
+    version: int
+    num_bytes: int
+    """Tensors of all ranks."""
+    seconds: float
+    """From the request to the rename."""
+    blocked_seconds: float
+    """During which training stood still."""
+
+
 # -- weight push -----------------------------------------------------------------------------------------------
 
 

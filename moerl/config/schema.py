@@ -273,6 +273,13 @@ class WeightsConfig(_Strict):
     bfloat16 mixture-of-experts models differ by about 3e-2."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Strict):
+    async_save: bool = True
+    """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
+    disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
+
+
 # -- observation and the run -----------------------------------------------------------------------------------
 
 
@@ -312,6 +319,7 @@ class RunConfig(_Strict):
     train: TrainConfig
     rollout: RolloutConfig
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.types import Group, Sample, StepStats
+from moerl.types import Group, Sample, SavedCheckpoint, StepStats
 
 
 class Reduction(Enum):
@@ -79,6 +79,9 @@ METRICS = (
     Metric("tokens/padding_fraction", "share", "down", MEAN, "micro-batch tokens that are padding"),
     Metric("balance/ranks", "ratio", "down", MEAN, "work of the busiest data-parallel rank / mean; at least 1"),
     Metric("balance/rounds", "ratio", "down", MEAN, "the same if ranks wait for each other after every micro-batch, as with ep"),
+    Metric("checkpoint/bytes", "bytes", "none", LAST, "tensors of a checkpoint, all ranks; in the step reported after it was complete"),
+    Metric("checkpoint/seconds", "s", "down", MEAN, "from the request of that checkpoint until it was complete"),
+    Metric("checkpoint/blocked_seconds", "s", "down", SUM, "part of it during which training stood still"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
     Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name"),
@@ -135,6 +138,14 @@ def step_metrics(
         "time/step": step_seconds,
         **{f"time/{name}": seconds for name, seconds in phase_seconds.items()},
         "time/other": max(0.0, step_seconds - sum(phase_seconds.values())),
+    }
+
+
+def checkpoint_metrics(saved: SavedCheckpoint) -> dict[str, float]:
+    return {
+        "checkpoint/bytes": float(saved.num_bytes),
+        "checkpoint/seconds": saved.seconds,
+        "checkpoint/blocked_seconds": saved.blocked_seconds,
     }
 
 

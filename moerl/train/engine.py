@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -31,10 +30,8 @@ from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.settings import EngineSettings
+from moerl.train.shard_store import ShardStore
 from moerl.types import StepStats, TensorSpec, TrainBatch
-
-_CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Optimizer state per parameter, as the model's weights: a checkpoint is independent of how data parallelism cut it."""
 
 
 class MegatronEngine:
@@ -47,6 +44,7 @@ class MegatronEngine:
         self._attention_tokens = attention_tokens(self.model.config, self.model.vocab_size)
         self.optimizer = get_megatron_optimizer(_optimizer_config(settings.train), self.model.wrapped)
         self.optimizer.reload_model_params()
+        self.shards = ShardStore(self.model, self.optimizer, settings.train)
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
 
     # -- the two verbs of a step -----------------------------------------------------------------------------
@@ -93,7 +91,7 @@ class MegatronEngine:
             round_imbalance=balance.round_imbalance,
         )
 
-    # -- weights and checkpoints -----------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def export(self, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on rank 0, nothing on the others. `with_mtp` False: what a server holds."""
@@ -107,22 +105,6 @@ class MegatronEngine:
                 TensorSpec(name=name, shape=checkpoint.shape(name), dtype=str(bridge.dtype(name, dtype)).removeprefix("torch."))
                 for name in bridge.names(with_mtp=False)
             ]
-
-    def save(self, directory: Path) -> None:
-        """Model, optimizer and its step count, sharded over the ranks. The learning rate is a function of the step: nothing to save."""
-        dist_checkpointing.save(self._sharded_state(is_loading=False), str(directory), content_metadata=_CHECKPOINT_FORMAT)
-
-    def load(self, directory: Path) -> None:
-        state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
-        for index, chunk in enumerate(self.model.chunks):
-            chunk.load_state_dict(state[f"model{index}"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = {**_CHECKPOINT_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.model.chunks)}  # type: ignore[operator]
-        merged = {name: tensor for chunk in model.values() for name, tensor in chunk.items()}
-        return {**model, "optimizer": self.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)}
 
     # -- one mini-batch --------------------------------------------------------------------------------------
 

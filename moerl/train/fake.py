@@ -13,7 +13,8 @@ import torch
 
 from moerl.algorithms.base import Objective
 from moerl.train import checkpoint
-from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
+from moerl.train.checkpoint_check import read_state
+from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch
 from moerl.weights.send import WeightSender
 
 
@@ -24,6 +25,7 @@ class FakeTrainGroup:
         self._sender: WeightSender | None = None
         self.version = 0
         self.batches: list[TrainBatch] = []
+        self._saved: list[SavedCheckpoint] = []
 
     async def start(self) -> None: ...
 
@@ -31,8 +33,7 @@ class FakeTrainGroup:
         directory = checkpoint.newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
-        checkpoint.verify(directory, part=0, num_parts=1)
-        state = checkpoint.read_state(directory)
+        state = read_state(directory)
         self.version = state["version"]
         return self.version, state
 
@@ -40,7 +41,12 @@ class FakeTrainGroup:
         temporary = checkpoint.begin(self._checkpoint_dir, version)
         (temporary / "weights.json").write_text(json.dumps(self.version))
         files = checkpoint.digest_files(temporary, ["weights.json"])
-        checkpoint.commit(temporary, files, {"version": version, **state}, keep=self._keep)
+        checkpoint.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
+        self._saved.append(SavedCheckpoint(version=version, num_bytes=0, seconds=0.0, blocked_seconds=0.0))
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        saved, self._saved = self._saved, []
+        return saved
 
     async def logprobs(self, batch: TrainBatch) -> np.ndarray:
         return np.full(len(batch.token_ids_T), self._logprob, dtype=np.float32)

@@ -77,28 +77,6 @@ def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepSta
     return first_step(settings, batch)
 
 
-def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Any, Any]:
-    """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint."""
-    engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
-    engine.save(directory)
-    straight = _two_steps(engine, batch)
-    engine.load(directory)
-    return straight, _two_steps(engine, batch)
-
-
-def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Any:
-    """The same two steps in a new engine."""
-    engine = new_engine(settings)
-    engine.load(directory)
-    return _two_steps(engine, batch)
-
-
-def _two_steps(engine: Any, batch: TrainBatch) -> tuple[list[StepStats], np.ndarray]:
-    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
-    return steps, engine.logprobs(batch)
-
-
 def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], list[TensorSpec]]:
     """Write every exported tensor; the bridge's names and the engine's specs of them."""
     engine = new_engine(settings)
