@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.megatron_fields import megatron_problems
+from moerl.config.memory import memory_problems
 from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
@@ -126,6 +127,10 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
 
 
+def _memory(config: RunConfig) -> Iterator[Problem]:
+    yield from memory_problems(config.train, _shape(config.model))
+
+
 def _overlong(config: RunConfig) -> Iterator[Problem]:
     algorithm, limit = config.algorithm, config.rollout.max_response_tokens
     if not isinstance(algorithm, DAPOConfig):
@@ -183,6 +188,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _micro_batches,
     _layout,
     _optimizer,
+    _memory,
     _overlong,
     _gym_reward,
     _rollout,

@@ -5,13 +5,14 @@ Call only after megatron_patches.activate().
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import Float16Module
@@ -23,6 +24,9 @@ from moerl.config.schema import TrainConfig
 from moerl.models import FAMILIES
 from moerl.models.bridge import Bridge, Groups
 from moerl.models.family import Family, Sizes
+from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
+from moerl.train.recompute import recompute_fields
+from moerl.train.reloadable_groups import ReloadableGroups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +41,20 @@ class Model:
     """Rows of the logits above it are padding."""
 
 
-def initialize_groups(layout: Layout, seed: int) -> None:
-    """Megatron's process groups over the default group, and its RNG streams."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
+def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) -> ReloadableGroups | None:
+    """Megatron's process groups over the default group, and its RNG streams. `reloadable`: the groups can be ended and made again."""
+    groups = ReloadableGroups() if reloadable else None
+    with groups.recording() if groups is not None else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return groups
 
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
@@ -76,10 +83,12 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
     sizes = Sizes(
         num_query_groups=hf["num_key_value_heads"], head_dim=hf["head_dim"], vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
     )
+    wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
+    reduce_after_last_micro_batch(config, wrapped)
     return Model(
         config=config,
         chunks=chunks,
-        wrapped=[_wrap(config, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)],
+        wrapped=wrapped,
         bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied),
         vocab_size=vocab_size,
     )
@@ -118,6 +127,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
+        **recompute_fields(train.recompute),
         **train.megatron,
     )
     config.finalize_model_grads_func = sum_gradients
@@ -146,11 +156,10 @@ def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def _wrap(config: TransformerConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=config.params_dtype != torch.float64)
+def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
     module = Float16Module(config, chunk) if config.bf16 else chunk
     # The gradients of the other chunks are complete only when those of the first are: their buckets would hide nothing.
-    return DistributedDataParallel(config, ddp, module, disable_bucketing=not is_first)
+    return DistributedDataParallel(config, data_parallel_config(train), module, disable_bucketing=not is_first)
 
 
 def _bridge_groups() -> Groups:

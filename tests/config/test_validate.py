@@ -30,7 +30,7 @@ def words(overrides: str) -> list[str]:
         "train.layout={ranks:3}",
         "train.layout={ranks:2,tp:2}",
         "train.layout={ranks:4,ep:2,etp:2}",
-        "train.megatron.recompute_granularity=full",
+        "train.recompute.kind=full",
         "train.updates_per_step=256",
         "rollout.port=65534 rollout.num_servers=2",
         "train.micro_batch_tokens=32",
