@@ -130,7 +130,8 @@ class MegatronEngine:
         with self._residency.running("export"):
             gather_parameters(self.model.wrapped)
             for name, tensor in self.model.bridge.export():
-                yield name, tensor.to(dtype)
+                # A copy also where the type is the same: the receiver may keep it, or see it as numpy, past the parameter's own stay.
+                yield name, tensor.to(dtype, copy=True)
 
     def tensor_specs(self) -> list[TensorSpec]:
         """Of `export`, in its order; shapes from the checkpoint the model was loaded from."""
