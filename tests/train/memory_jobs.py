@@ -21,7 +21,7 @@ def with_train(settings: EngineSettings, **changes: Any) -> EngineSettings:
     return replace(settings, train=replace(settings.train, **changes))
 
 
-def train_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool, num_steps: int = 3) -> Trained:
+def train_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool, num_steps: int = 2) -> Trained:
     """The phases of RL steps: old and reference log-probs, update, export, each after a sleep if `sleeps`."""
     engine = new_engine(settings)
     objective = GRPO(GRPOConfig(kl_coefficient=0.1))
@@ -126,6 +126,12 @@ def call_asleep(settings: EngineSettings, batch: TrainBatch) -> dict[str, str]:
     return said
 
 
+def update_asleep(settings: EngineSettings, batch: TrainBatch) -> None:
+    engine = new_engine(settings)
+    engine.sleep()
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+
+
 def groups_asleep(settings: EngineSettings) -> tuple[int, int, int, str]:
     """Real groups torch knows awake, asleep and awake again; what a collective says that is called asleep."""
     from megatron.core import parallel_state
@@ -185,3 +191,8 @@ def equal(first: Trained, second: Trained) -> None:
     assert first.weights.keys() == second.weights.keys()
     for name, weight in first.weights.items():
         np.testing.assert_array_equal(weight, second.weights[name], err_msg=name)
+
+
+def buckets(settings: EngineSettings) -> int:
+    """Bucket groups of the dense parameters, each reduced or gathered by itself."""
+    return len(new_engine(settings).model.wrapped[0].bucket_groups)
