@@ -147,7 +147,7 @@ def sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any)
 def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
     """Experts that tensor-parallel ranks replicate see different tokens there, so their gradients are summed over expert data parallel.
 
-    Megatron marks expert parameters for that only when ep > 1 (extensions/transformer_engine.py, TEGroupedLinear); with ep = 1 and
+    Megatron 0.16 marks expert parameters for that only when ep > 1 (extensions/transformer_engine.py, TEGroupedLinear); with ep = 1 and
     etp < tp their gradients would silently stay partial.
     """
     if layout.ep == 1 and layout.etp != layout.tp:

@@ -54,7 +54,8 @@ def last_error(program, *args):
 
 
 @pytest.mark.parametrize(
-    ("without", "error"), [("cuda_stand_in", "CUDA|NVIDIA"), ("reference_te", "NameError: name 'TE.*' is not defined")]
+    ("without", "error"),
+    [("cuda_stand_in", "CUDA|NVIDIA"), ("reference_te", "NameError: name 'TE.*' is not defined|'NoneType' object is not callable")],
 )
 def test_an_engine_needs_a_stand_in_for_cuda_and_for_transformer_engine(without, error, checkpoints, tmp_path):
     last, everything = last_error(BUILD_AN_ENGINE, without, checkpoints["qwen3_moe"], tmp_path / "store")

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 LAYOUTS = {
     "data parallel": {"ranks": 2, "ep": 1},
     "four ranks, tensor and expert parallel": {"ranks": 4, "tp": 2, "ep": 2},
+    "four ranks, interleaved pipeline and context parallel": {"ranks": 4, "pp": 2, "vpp": 2, "cp": 2, "ep": 2},
     "one rank": {"ranks": 1, "ep": 1},
 }
 

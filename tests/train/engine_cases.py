@@ -42,7 +42,7 @@ DENSE_LAYOUTS = ("dp2", "tp2", "pp2-vpp2", "cp2", "tp2-cp2")
 
 _SCRATCH = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 16}
 _TRANSFORMERS = {
-    "vocab_size": ODD_VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": ODD_VOCABULARY, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 8, "intermediate_size": 24, "max_position_embeddings": 32, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip

@@ -13,6 +13,8 @@ from moerl.config.layout import Layout
 
 NUM_SEQUENCES = 16
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
+CLIPPED = 1e-9
+"""Of weights after three steps: Megatron keeps the gradient norm, by which gradients are clipped, in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,11 @@ def assert_equal(result, expected, tolerance):
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=max(tolerance, 1e-6))  # Megatron sums it in float32
     assert_close(result.logprobs_T, expected.logprobs_T, tolerance, "log-probs")
     assert_close(result.entropy_T, expected.entropy_T, tolerance, "entropy")
-    for kind in ("gradients", "weights"):
+    for kind, allowed in (("gradients", tolerance), ("weights", CLIPPED)):
         tensors, wanted = getattr(result, kind), getattr(expected, kind)
         assert tensors.keys() == wanted.keys()
         for name, tensor in tensors.items():
-            assert_close(tensor, wanted[name], tolerance, f"{kind} of {name}")
+            assert_close(tensor, wanted[name], allowed, f"{kind} of {name}")
 
 
 IN_FLOAT32 = ("pp2-vpp2", "cp2-ep2", "tp2-pp2-vpp2-cp2-ep4")

@@ -1,5 +1,7 @@
 """Training under a layout gives the statistics, weights and reference of one process; checkpoints move between layouts."""
 
+from importlib.metadata import version
+
 import numpy as np
 import pytest
 from engine_cases import DENSE_LAYOUTS, LAYOUTS, random_batch, settings
@@ -109,10 +111,11 @@ def test_a_checkpoint_continues_as_if_nothing_had_happened_under_its_own_and_ano
 
 
 def test_replicated_experts_get_the_gradient_of_every_tensor_parallel_rank(checkpoints):
-    """With ep = etp = 1 and tp = 2 Megatron alone would leave each rank the gradient of its own tokens."""
+    """With ep = etp = 1 and tp = 2 Megatron 0.16 alone would leave each rank the gradient of its own tokens."""
     directory, batch = checkpoints["qwen3_moe"], random_batch()
     whole = run_ranks(first_step, 1, settings(directory, Layout()), batch)
     chosen = settings(directory, LAYOUTS["tp2"])
     assert run_ranks(first_step, 2, chosen, batch).grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     partial = run_ranks(first_step_unpatched, 2, chosen, batch)
-    assert abs(partial.grad_norm / whole.grad_norm - 1) > 1e-4
+    is_partial = abs(partial.grad_norm / whole.grad_norm - 1) > 1e-4
+    assert is_partial == (version("megatron-core") < "0.17")
