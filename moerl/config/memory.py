@@ -135,7 +135,9 @@ def _optimizer_problems(train: "TrainConfig") -> Iterator[Problem]:
     narrow = [f.name for f in fields(memory) if f.name.endswith("_dtype") and getattr(memory, f.name) != "float32"]
     if memory.precision_aware and train.dtype != "bfloat16":
         reason = "it keeps master weights beside parameters of a narrower type"
-        yield problem(f"{path}.precision_aware", True, "needs train.dtype=bfloat16", reason, "train.dtype=bfloat16, or precision_aware=false")
+        yield problem(
+            f"{path}.precision_aware", True, "needs train.dtype=bfloat16", reason, "train.dtype=bfloat16, or precision_aware=false"
+        )
     for name in narrow:
         if not memory.precision_aware:
             reason = "only FusedAdam's precision-aware mode keeps its states in other types than float32"

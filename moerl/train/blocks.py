@@ -44,4 +44,4 @@ class Block:
             self._view().copy_(self._host, non_blocking=True)
 
     def _view(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)

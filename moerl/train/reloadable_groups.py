@@ -22,17 +22,17 @@ class ReloadableGroup(dist.ProcessGroup):
     """Stands for one real group at a time; without one every communication raises ResidencyError."""
 
     def __init__(self, real: dist.ProcessGroup):
-        super().__init__(real.rank(), real.size())
+        super().__init__(real.rank(), real.size())  # type: ignore[call-arg]  # the stub lacks it
         self.real: dist.ProcessGroup | None = real
         self._ranks = dist.get_process_group_ranks(real)
         self._enter_in_torch(real)
 
     def _enter_in_torch(self, real: dist.ProcessGroup) -> None:
         """torch.distributed looks up ranks, backend and store of a group in tables of its own; the name must be another."""
-        world = distributed_c10d._world
+        world: Any = distributed_c10d._world
         for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
-            table[self] = table[real]  # type: ignore[index]
-        world.pg_names[self] = f"reloadable-{world.pg_names[real]}"  # type: ignore[assignment]
+            table[self] = table[real]
+        world.pg_names[self] = f"reloadable-{world.pg_names[real]}"
 
     def behind(self) -> dist.ProcessGroup:
         if self.real is None:
@@ -71,11 +71,11 @@ class ReloadableGroups:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Groups made by dist.new_group inside are reloadable."""
-        dist.new_group = self._record  # type: ignore[assignment]
+        dist.new_group = self._record
         try:
             yield
         finally:
-            dist.new_group = self._new_group  # type: ignore[assignment]
+            dist.new_group = self._new_group
         _batch_on_the_real_group()
 
     def _record(self, *args: Any, **kwargs: Any) -> Any:

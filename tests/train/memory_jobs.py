@@ -160,26 +160,31 @@ def groups_asleep(settings: EngineSettings) -> tuple[int, int, int, str]:
 
 
 def saved_bytes_and_forwards(settings: EngineSettings, batch: TrainBatch) -> tuple[int, Counter[str]]:
-    """Bytes that autograd keeps between the forward and the backward passes of a step; forward passes of some modules."""
-    engine = new_engine(settings)
-    kept: dict[tuple[int, int], int] = {}
+    """Bytes that autograd keeps of the model at the end of the forward pass of one micro-batch; forward passes of some modules."""
+    engine = new_engine(with_train(settings, micro_batch_tokens=4096))
+    kept: list[torch.Tensor] = []
+    answers: list[int] = []
     counts: Counter[str] = Counter()
     for chunk in engine.model.chunks:
-        for name, module in chunk.named_modules():
+        for module in chunk.modules():
             kind = type(module).__name__
-            if kind in ("TransformerLayer", "TEDotProductAttention", "MoELayer", "TEGroupedMLP", "MLP", "TENorm", "RMSNorm"):
-                module.register_forward_hook(lambda *_, kind=kind: counts.update([kind]))
+            module.register_forward_hook(lambda *_, kind=kind: counts.update([kind]))
     parameters = {p.untyped_storage()._cdata for chunk in engine.model.chunks for p in chunk.parameters()}
+    token_logprobs = engine._token_logprobs
+
+    def measure_first(*args: Any) -> Any:
+        if not answers:
+            answers.append(_storage_bytes([tensor for tensor in kept if tensor.untyped_storage()._cdata not in parameters]))
+        return token_logprobs(*args)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+        kept.append(tensor)
         return tensor
 
+    engine._token_logprobs = measure_first
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
-    return sum(kept.values()), counts
+    return answers[0], counts
 
 
 def equal(first: Trained, second: Trained) -> None:
@@ -196,3 +201,55 @@ def equal(first: Trained, second: Trained) -> None:
 def buckets(settings: EngineSettings) -> int:
     """Bucket groups of the dense parameters, each reduced or gathered by itself."""
     return len(new_engine(settings).model.wrapped[0].bucket_groups)
+
+
+def latent_attention(recompute: Any, tp: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits and this rank's gradients of a small model with multi-latent attention, two packed sequences."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from moerl.train.recompute import recompute_fields
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = MLATransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8,
+        qk_pos_emb_head_dim=8, v_head_dim=8, rope_type="rope", multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm",
+        gated_linear_unit=True, add_bias_linear=False, activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
+        tensor_model_parallel_size=tp, sequence_parallel=tp > 1, apply_rope_fusion=False, masked_softmax_fusion=False,
+        bias_activation_fusion=False, gradient_accumulation_fusion=False, **recompute_fields(recompute),
+    )  # fmt: skip
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16, position_embedding_type="rope")
+    tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
+    bounds = torch.tensor([0, 6, 16], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=10, max_seqlen_kv=10)
+    logits = model(tokens, torch.tensor([[*range(6), *range(10)]]), None, packed_seq_params=packed)
+    logits.float().logsumexp(-1).sum().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def optimizer_arguments(train: Any) -> dict[str, Any]:
+    from moerl.train.optimizer import optimizer_config
+
+    return vars(optimizer_config(train))
+
+
+def adam_against_torch() -> float:
+    """Largest difference after some steps with weight decay."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    generator = torch.Generator().manual_seed(0)
+    mine = [torch.randn(5, 3, generator=generator), torch.randn(4, generator=generator)]
+    theirs = [tensor.clone() for tensor in mine]
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+    optimizers = FusedAdam(mine, **options), torch.optim.AdamW(theirs, **options)
+    for _ in range(4):
+        for own, other in zip(mine, theirs, strict=True):
+            own.grad = other.grad = torch.randn(own.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+    return max(float((own - other).abs().max()) for own, other in zip(mine, theirs, strict=True))
