@@ -91,12 +91,12 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
                 grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
-                if not self.state[param]:
-                    self.initialize_state(param)
                 if grad is not None:
                     self._update(param, grad, group)
 
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if param not in self.state:
+            self.initialize_state(param)
         (beta1, beta2), states = group["betas"], {name: self.get_unscaled_state(param, name) for name in self.state[param]}
         weight, grad = states.get("master_param", param), grad.to(states["exp_avg"].dtype)
         if group["weight_decay"] != 0:
