@@ -80,9 +80,7 @@ def test_no_call_begins_while_another_runs_and_one_that_fails_has_ended():
     _, residency = machine("all")
     with pytest.raises(ZeroDivisionError), residency.running("export"):
         for call in ("sleep", "wake"):
-            with pytest.raises(
-                ResidencyError, match=f"^{call}: the trainer is scoring, running export; no call is legal before"
-            ):
+            with pytest.raises(ResidencyError, match=f"^{call}: the trainer is scoring, running export; no call is legal before"):
                 getattr(residency, call)()
         with pytest.raises(ResidencyError, match="^update: the trainer is scoring, running export"), residency.running("update"):
             pass
