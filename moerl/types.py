@@ -185,6 +185,12 @@ class StepStats:
     """k3 estimate of KL(rollout || trainer): mean(exp(d) - d - 1)"""
     padding_fraction: float
     """Share of the micro-batch tokens that are padding."""
+    rank_imbalance: float
+    """Work of the busiest data-parallel rank divided by the mean over ranks; attention's quadratic cost included."""
+    round_imbalance: float
+    """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
+    mtp_loss: float | None = None
+    """Mean cross-entropy of multi-token prediction over depths and response tokens, in nats; None if it is not trained."""
     memory: MemoryStats | None = field(default=None, compare=False)
     """None where there is no model."""
     skipped_updates: tuple[str, ...] = ()

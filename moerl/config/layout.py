@@ -68,6 +68,11 @@ class Layout:
         """A mini-batch has a multiple of this many micro-batches per rank: the interleaved schedule runs them in groups of pp."""
         return self.pp if self.vpp > 1 else 1
 
+    @property
+    def waits_in_rounds(self) -> bool:
+        """Data-parallel ranks exchange tokens in every layer when experts are spread over them, so each waits for the slowest."""
+        return self.ep * self.etp > self.tp * self.cp
+
     def problems(self, shape: ModelShape | None) -> Iterator[Problem]:
         """Every rule this layout breaks, for a model of `shape` if it is known."""
         yield from self._size_problems()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from moerl.config.model_shape import ModelShape
 from moerl.types import Problem
 
 _SOURCES = {
@@ -68,6 +69,21 @@ _MODEL = dict.fromkeys(
         "moe_router_topk",
         "moe_router_pre_softmax",
         "moe_router_score_function",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_router_enable_expert_bias",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "rope_type",
+        "rotary_base",
+        "rotary_scaling_factor",
+        "mscale",
+        "mscale_all_dim",
+        "mtp_num_layers",
     ),
     "leave it out: it follows from the model's config.json (model.path, model.scratch)",
 )
@@ -77,6 +93,7 @@ _RUN = {
     "attention_dropout": "leave it out: log-probs of two passes must agree, so there is no dropout",
     "calculate_per_token_loss": "leave it out: algorithm.normalize_by says how the loss is scaled",
     "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
+    "mtp_loss_scaling_factor": "set train.mtp_loss instead",
 }
 OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_MODEL, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
@@ -110,6 +127,21 @@ def megatron_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
             yield _problem(name, value, "is not a field of Megatron's TransformerConfig", "it would have no effect", fix)
         elif any(word in fields[name] for word in ("Callable", "dtype", "ContextManager")):
             yield _problem(name, value, "cannot be written in a file", f"Megatron wants {fields[name]}", "leave it out")
+
+
+def router_problems(settings: Mapping[str, object], shape: ModelShape | None) -> Iterator[Problem]:
+    """What is wrong with the load-balancing settings under `train.megatron`."""
+    kind = settings.get("moe_router_load_balancing_type", "none")
+    if kind not in ("none", "aux_loss"):
+        reason = "the other kinds count tokens over ranks or sequences as if all were equally long, or route otherwise than the engine"
+        yield _problem("moe_router_load_balancing_type", kind, "must be none or aux_loss", reason, "aux_loss, over each micro-batch")
+    coefficient = settings.get("moe_aux_loss_coeff", 0.0)
+    if coefficient != 0 and kind == "none":
+        reason = "train.megatron.moe_router_load_balancing_type is none, so there is no loss to weigh"
+        yield _problem("moe_aux_loss_coeff", coefficient, "has no effect", reason, "moe_router_load_balancing_type=aux_loss")
+    rate = settings.get("moe_router_bias_update_rate", 0.0)
+    if rate != 0 and shape is not None and not shape.has_expert_bias:
+        yield _problem("moe_router_bias_update_rate", rate, "has no effect", "this model's routers have no bias", "leave it out")
 
 
 def _fields(file: Path, cls: str) -> Iterator[tuple[str, str]]:

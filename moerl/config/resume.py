@@ -19,6 +19,7 @@ FIXED: Mapping[str, str] = {
     "sft": "the warm start is over",
     "deterministic": "steps already taken cannot become reproducible",
     "train.dtype": "the checkpoint's optimizer state belongs to it",
+    "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",
     "train.layout": "the checkpoint's optimizer state is cut that way",
 }
 """Setting or section -> reason. Everything else may differ from step to step."""

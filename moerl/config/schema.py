@@ -30,18 +30,20 @@ class _Strict:
 class ScratchModel(_Strict):
     """A randomly initialised model with a character tokenizer, written as a Hugging Face checkpoint when the run starts."""
 
-    family: Literal["qwen3", "qwen3_moe"] = "qwen3_moe"
+    family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3_moe"
     hidden_size: Positive = 128
     num_layers: Positive = 4
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive = 32
     ffn_size: Positive = 128
-    """Inner size of one expert (qwen3_moe) or of the MLP (qwen3)."""
+    """Inner size of one expert (qwen3_moe, deepseek_v3) or of the MLP (qwen3)."""
     num_experts: Positive = 8
     """Without effect for qwen3."""
     experts_per_token: Positive = 2
-    """Without effect for qwen3."""
+    """Without effect for qwen3. deepseek_v3: even; a token's experts come from half as many of the groups of two experts."""
+    mtp_layers: NotNegative = 1
+    """Layers of multi-token prediction (deepseek_v3); without effect for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,9 @@ class TrainConfig(_Strict):
     CPU, where rounding then hides nothing."""
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
+    logprob_chunk_tokens: Positive = 1024
+    """Tokens whose log-probs are computed at a time: two blocks of this many rows of logits exist in float32, never all rows. Fewer
+    save memory; some hundred keep a GPU busy."""
     updates_per_step: Positive = 1
     """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
@@ -195,6 +200,9 @@ class TrainConfig(_Strict):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When loss or gradient is NaN or infinite no weight is changed, and the rank, micro-batch and samples are named. stop: the
     run ends with that. skip: it goes on with a warning, and the update is counted in train/skipped_updates."""
+    mtp_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
+    and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
     recompute: Recompute = field(default_factory=NoRecompute)
     """Which activations are computed again in the backward pass instead of kept."""
     offload: Literal["none", "optimizer", "all"] = "none"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.megatron_fields import megatron_problems
+from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
 from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
 from moerl.config.problems import problem
@@ -64,11 +64,32 @@ def _scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
     if scratch.head_dim % 2:
         reason = "rotary embeddings turn pairs of channels"
         yield problem("model.scratch.head_dim", scratch.head_dim, "must be even", reason, f"model.scratch.head_dim={scratch.head_dim + 1}")
-    if scratch.family == "qwen3_moe" and scratch.experts_per_token > scratch.num_experts:
+    if scratch.family == "deepseek_v3":
+        yield from _deepseek_scratch_problems(scratch)
+    if scratch.family != "qwen3" and scratch.experts_per_token > scratch.num_experts:
         reason = "a token goes to different experts"
         fix = f"model.scratch.experts_per_token={scratch.num_experts} or fewer"
         rule = f"must be at most num_experts={scratch.num_experts}"
         yield problem("model.scratch.experts_per_token", scratch.experts_per_token, rule, reason, fix)
+
+
+def _deepseek_scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
+    if scratch.num_layers < 2:
+        reason = "the first layer is dense, and a layer with experts must follow"
+        yield problem(
+            "model.scratch.num_layers", scratch.num_layers, "must be at least 2 for deepseek_v3", reason, "model.scratch.num_layers=2"
+        )
+    reasons = {
+        "head_dim": (4, "half of its channels are rotary, and those turn in pairs"),
+        "hidden_size": (4, "the latents are a half and a quarter as wide"),
+        "num_experts": (2, "experts form groups of two"),
+        "experts_per_token": (2, "a token takes two experts of every group it chooses"),
+    }
+    for name, (multiple, reason) in reasons.items():
+        value = getattr(scratch, name)
+        if value % multiple:
+            rule, fix = f"must be a multiple of {multiple} for deepseek_v3", f"model.scratch.{name}={-(-value // multiple) * multiple}"
+            yield problem(f"model.scratch.{name}", value, rule, reason, fix)
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:
@@ -178,6 +199,15 @@ def _observe(config: RunConfig) -> Iterator[Problem]:
 
 def _megatron(config: RunConfig) -> Iterator[Problem]:
     yield from megatron_problems(config.train.megatron)
+    yield from router_problems(config.train.megatron, _shape(config.model))
+
+
+def _mtp(config: RunConfig) -> Iterator[Problem]:
+    shape = _shape(config.model)
+    if config.train.mtp_loss > 0 and shape is not None and shape.num_mtp_layers == 0:
+        reason = "the model's config.json has no num_nextn_predict_layers: there is nothing to train"
+        fix = "train.mtp_loss=0, or a checkpoint with layers of multi-token prediction"
+        yield problem("train.mtp_loss", config.train.mtp_loss, "must be 0 for this model", reason, fix)
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
@@ -194,6 +224,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _rollout,
     _observe,
     _megatron,
+    _mtp,
 )
 
 

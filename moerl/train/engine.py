@@ -20,14 +20,17 @@ from torch import Tensor
 
 from moerl.algorithms.base import Objective
 from moerl.models.checkpoint import HFCheckpoint
+from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
+from moerl.train.costs import attention_tokens
 from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
 from moerl.train.model import build_model, sum_gradients
+from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
 from moerl.train.offload import DeviceMemory, largest_over_ranks
 from moerl.train.optimizer import build_optimizer
 from moerl.train.overlap import gather_parameters, without_grad_reduce
-from moerl.train.packing import Bins, PackedMicroBatch, pack, plan_micro_batches, split_mini_batches, unpack_logprobs
+from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.settings import EngineSettings
@@ -47,9 +50,10 @@ class MegatronEngine:
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
+        self._attention_tokens = attention_tokens(self.model.config, self.model.vocab_size)
         self.optimizer = build_optimizer(settings.train, self.model.wrapped)
         self.optimizer.reload_model_params()
-        self._reference = [p.detach().clone() for p in self._parameters()] if settings.uses_reference else None
+        self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
         self._memory = DeviceMemory(self.model.wrapped, self.optimizer, self._reference)
         self._groups = groups
         self._residency = Residency(self._train.offload, self._move, self._memory.bytes)
@@ -89,9 +93,8 @@ class MegatronEngine:
             finally:
                 self._swap_reference()
 
-    @torch.no_grad()
     def _logprobs(self, batch: TrainBatch) -> np.ndarray:
-        packed = self._micro_batches(batch)
+        packed = self._micro_batches(batch, self._plan(batch))
         outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
         pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
         dtype = "float64" if self._train.dtype == "float64" else "float32"
@@ -112,32 +115,41 @@ class MegatronEngine:
         parts = split_mini_batches(batch, num_updates)
         results = [self._mini_batch(batch.select(part), objective, samples=part) for part in parts]
         applied = [result for result in results if result.trouble is None]
+        balance = sum((result.balance for result in results[1:]), results[0].balance)
         counted = applied if applied else results  # without any update the statistics say why: they are not finite
         return StepStats(
-            **step_statistics([result.sums for result in counted], uses_reference=objective.uses_reference),  # type: ignore[arg-type]
+            **step_statistics(  # type: ignore[arg-type]
+                [result.sums for result in counted], uses_reference=objective.uses_reference, trains_mtp=self._train.mtp_loss > 0
+            ),
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
             memory=largest_over_ranks(self._residency.stats()),
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
+            rank_imbalance=balance.rank_imbalance,
+            round_imbalance=balance.round_imbalance,
         )
 
     # -- weights and checkpoints -----------------------------------------------------------------------------
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective: (Hugging Face name, whole tensor) on rank 0, nothing on the others. No other call may begin before it ends."""
-        dtype = getattr(torch, self._settings.export_dtype)
+    def export(self, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Collective: (Hugging Face name, whole tensor) on rank 0, nothing on the others. `with_mtp` False: what a server holds.
+
+        No other call may begin before it has ended.
+        """
         with self._residency.running("export"):
             gather_parameters(self.model.wrapped)
-            for name, tensor in self.model.bridge.export():
-                # A copy also where the type is the same: the receiver may keep it, or see it as numpy, past the parameter's own stay.
-                yield name, tensor.to(dtype, copy=True)
+            for name, tensor in self.model.bridge.export(getattr(torch, self._settings.export_dtype), with_mtp=with_mtp):
+                # Not the parameter itself: the receiver may keep it, or see it as numpy, past the parameter's own stay.
+                yield name, tensor.clone()
 
     def tensor_specs(self) -> list[TensorSpec]:
-        """Of `export`, in its order; shapes from the checkpoint the model was loaded from."""
+        """Of `export(with_mtp=False)`, in its order; shapes from the checkpoint the model was loaded from."""
+        bridge, dtype = self.model.bridge, getattr(torch, self._settings.export_dtype)
         with HFCheckpoint(self._settings.model_dir) as checkpoint:
             return [
-                TensorSpec(name=name, shape=checkpoint.shape(name), dtype=self._settings.export_dtype) for name in self.model.bridge.names()
+                TensorSpec(name=name, shape=checkpoint.shape(name), dtype=str(bridge.dtype(name, dtype)).removeprefix("torch."))
+                for name in bridge.names(with_mtp=False)
             ]
 
     def save(self, directory: Path) -> None:
@@ -164,26 +176,39 @@ class MegatronEngine:
 
     def _mini_batch(self, batch: TrainBatch, objective: Objective, samples: np.ndarray) -> "_MiniBatchResult":
         """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
-        packed = self._micro_batches(batch)
+        plan = self._plan(batch)
+        packed = self._micro_batches(batch, plan)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch))
-        outputs = self._run(packed, loss, forward_only=False)
+        loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch), self._mtp_loss(batch))
+        counts = torch.tensor(
+            [sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device()
+        )
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        biases = self.model.routers.biases()
+        with self.model.routers.mini_batch(num_positions=int(counts[1])):
+            outputs = self._run(packed, loss, forward_only=False)
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         # Only the last stage has outputs.
         total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
         _reduce_over_micro_batches(total.sums)
         _reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
-        counts = total.sums.new_tensor([sum(micro.num_padding for micro in packed), sum(micro.num_positions for micro in packed)])
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         trouble = None
         if math.isfinite(grad_norm) and math.isfinite(total.loss):
             self.optimizer.step()
         else:
             trouble = self._locate_nonfinite(batch, packed, loss, samples)
-        return _MiniBatchResult(sums=total, grad_norm=grad_norm, num_padding=int(counts[0]), num_positions=int(counts[1]), trouble=trouble)
+            self.model.routers.restore(biases)
+        return _MiniBatchResult(
+            sums=total,
+            grad_norm=grad_norm,
+            num_padding=int(counts[0]),
+            num_positions=int(counts[1]),
+            balance=self._balance(batch, plan),
+            trouble=trouble,
+        )
 
     def _locate_nonfinite(self, batch: TrainBatch, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
         """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
@@ -205,9 +230,9 @@ class MegatronEngine:
         finally:
             self.model.config.finalize_model_grads_func = sum_gradients
 
-    def _micro_batches(self, batch: TrainBatch) -> list[PackedMicroBatch]:
+    def _micro_batches(self, batch: TrainBatch, plan: Sequence[Bins]) -> list[PackedMicroBatch]:
         """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
-        return [self._pack(batch, members) for members in self._plan(batch)[parallel_state.get_data_parallel_rank()]]
+        return [self._pack(batch, members) for members in plan[parallel_state.get_data_parallel_rank()]]
 
     def _plan(self, batch: TrainBatch) -> list[Bins]:
         layout = self._train.layout
@@ -216,9 +241,15 @@ class MegatronEngine:
             num_ranks=layout.dp,
             token_budget=self._train.micro_batch_tokens,
             token_multiple=layout.token_multiple,
+            attention_tokens=self._attention_tokens,
             sequence_multiple=layout.sequence_multiple,
             count_multiple=layout.count_multiple,
+            waits_in_rounds=layout.waits_in_rounds,
         )
+
+    def _balance(self, batch: TrainBatch, plan: Sequence[Bins]) -> Balance:
+        multiple = self._train.layout.sequence_multiple
+        return Balance.of(plan, batch.lengths, sequence_multiple=multiple, attention_tokens=self._attention_tokens)
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
         layout = self._train.layout
@@ -227,36 +258,47 @@ class MegatronEngine:
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
         """What `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
-        return get_forward_backward_func()(
-            forward_step_func=partial(_forward, loss),
-            data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
-            model=self.model.wrapped,
-            num_microbatches=len(packed),
-            seq_length=1,  # without effect: variable_seq_lengths
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
+        # Multi-token prediction runs only where gradients are wanted.
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=partial(_forward, loss, partial(self.model.routers.counting, trains=not forward_only)),
+                data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
+                model=self.model.wrapped,
+                num_microbatches=len(packed),
+                seq_length=1,  # without effect: variable_seq_lengths
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
 
     def _token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+        return self._label_logprobs(logits, micro.labels_T, temperature=self._settings.temperature)
+
+    def _label_logprobs(self, logits: Tensor, labels_T: np.ndarray, *, temperature: float) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropy(
             logits[0],
-            torch.from_numpy(micro.labels_T).to(logits.device),
-            temperature=self._settings.temperature,
+            torch.from_numpy(labels_T).to(logits.device),
+            temperature=temperature,
             vocab_size=self.model.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_tokens=self._train.logprob_chunk_tokens,
         )
 
-    # -- reference -------------------------------------------------------------------------------------------
+    def _mtp_loss(self, batch: TrainBatch) -> "MTPLoss | None":
+        """Of a mini-batch; None where multi-token prediction is not trained."""
+        num_depths = self.model.config.mtp_num_layers
+        if num_depths is None:
+            return None
+        # At temperature 1: draft heads learn the model's distribution, whatever it is sampled with.
+        logprobs = partial(self._label_logprobs, temperature=1.0)
+        return MTPLoss(targets=MTPTargets.of(batch, num_depths), coefficient=self._train.mtp_loss, logprobs=logprobs)
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for chunk in self.model.chunks:
-            yield from chunk.parameters()
+    # -- reference -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _swap_reference(self) -> None:
         """Exchange the contents of the parameters and of their copies; parameters stay where the optimizer put them."""
         assert self._reference is not None
-        for parameter, kept in zip(self._parameters(), self._reference, strict=True):
+        for parameter, kept in zip(self.model.bridge.tensors(), self._reference, strict=True):
             current = parameter.clone()
             parameter.copy_(kept)
             kept.copy_(current)
@@ -268,6 +310,7 @@ class _MiniBatchResult:
     grad_norm: float
     num_padding: int
     num_positions: int
+    balance: Balance
     trouble: str | None
     """Where loss or gradient was not finite; then nothing was updated."""
 
@@ -278,7 +321,7 @@ def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> N
     dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
 
 
-def _forward(loss: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
+def _forward(loss: Any, counting: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
     """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
     micro = next(iterator)
     device = torch.cuda.current_device()
@@ -287,16 +330,27 @@ def _forward(loss: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tup
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen
     )
     tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
-    logits = model(tokens, positions, None, packed_seq_params=sequences)
+    with counting(micro.is_token_T):
+        logits = model(tokens, positions, None, packed_seq_params=sequences)
     return logits, partial(loss, micro)
 
 
 def _loss(
-    token_logprobs: Any, objective: Objective, denominators: Denominators, micro: PackedMicroBatch, logits: Tensor
+    token_logprobs: Any,
+    objective: Objective,
+    denominators: Denominators,
+    mtp: MTPLoss | None,
+    micro: PackedMicroBatch,
+    outputs: Tensor | tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
+    """`outputs` with multi-token prediction: the logits, then those of each depth."""
+    logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
     logp_T, entropy_T = token_logprobs(logits, micro)
     columns = LossColumns.of(micro, device=logits.device)
     loss, sums = micro_batch_loss(logp_T, entropy_T, columns, objective, denominators)
+    if mtp is not None:
+        mtp_loss = mtp.of(deeper, micro.label_index_T)
+        loss, sums = loss + mtp.coefficient * mtp_loss, sums.with_mtp(mtp_loss)
     return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
 
 

@@ -69,7 +69,7 @@ class FakeTrainGroup:
         return StepStats(
             loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(batch.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
             kl_reference=None, clip_fraction=0.0, mismatch_mean=float(mismatch_T.mean()), mismatch_max=float(mismatch_T.max()),
-            mismatch_kl=0.0, padding_fraction=0.0,
+            mismatch_kl=0.0, padding_fraction=0.0, rank_imbalance=1.0, round_imbalance=1.0,
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -1,39 +1,120 @@
-"""Log-probs and entropy of vocabulary-parallel logits."""
+"""Log-probs and entropy of vocabulary-parallel logits, a chunk of tokens at a time.
+
+Logits stay in their own dtype. Only one chunk of them exists in float32, forward and backward, so that the memory of a micro-batch
+does not grow with vocabulary times tokens times four bytes, which is more than the model's own activations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from torch import Tensor
-
-from moerl.train.loss import at_least_float32
 
 
 def logprobs_and_entropy(
-    logits_TV: Tensor, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup
+    logits_TV: Tensor, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """float32 [T] log-prob of each label, with gradient, and entropy in nats, without; both of softmax(logits / temperature).
+    """[T] log-prob of each label, with gradient, and entropy in nats, without (no loss has an entropy term); both of
+    softmax(logits / temperature), in float32, or in float64 for logits in float64.
 
-    `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0.
+    `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0. Collective
+    over `group`: two reductions of a few values per token. Peak memory beyond logits and their gradient: two chunks
+    [chunk_tokens, V / tp] in the result's dtype forward, one backward, and a few values per token.
     """
-    scaled_TV = at_least_float32(logits_TV) / temperature
-    first = group.rank() * scaled_TV.shape[1]
-    padding_V = torch.arange(first, first + scaled_TV.shape[1], device=scaled_TV.device) >= vocab_size
-    if bool(padding_V.any()):
-        scaled_TV = scaled_TV.masked_fill(padding_V, torch.finfo(scaled_TV.dtype).min / 2)
-    entropy_T = _entropy(scaled_TV.detach(), group)
-    if scaled_TV.dtype == torch.float64:  # Megatron's function computes in float32
-        return gather_from_tensor_model_parallel_region(scaled_TV).log_softmax(-1).gather(1, labels_T[:, None])[:, 0], entropy_T
-    # Megatron's function works in place on its argument; `scaled_TV` is ours.
-    return -vocab_parallel_cross_entropy(scaled_TV[:, None].contiguous(), labels_T[:, None])[:, 0], entropy_T
+    shard = _Shard(
+        first=group.rank() * logits_TV.shape[1],
+        num_valid=min(max(vocab_size - group.rank() * logits_TV.shape[1], 0), logits_TV.shape[1]),
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        group=group,
+    )
+    return _ChunkedLogProbs.apply(logits_TV, labels_T, shard)
 
 
-@torch.no_grad()
-def _entropy(logits_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """log Z - E[logit], shifted by the maximum."""
-    maximum_T = logits_TV.max(dim=-1).values
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shard:
+    """This rank's part of the vocabulary, and how to walk over the tokens."""
+
+    first: int
+    num_valid: int
+    """Columns before the padding of the vocabulary."""
+    temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup
+
+    def chunks(self, logits_TV: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Tokens, and their scaled logits in one buffer that every chunk uses again."""
+        num_tokens, width = logits_TV.shape
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        buffer = logits_TV.new_empty(min(self.chunk_tokens, num_tokens), width, dtype=dtype)
+        for start in range(0, num_tokens, self.chunk_tokens):
+            tokens = slice(start, min(start + self.chunk_tokens, num_tokens))
+            scaled_CV = buffer[: tokens.stop - start]
+            scaled_CV.copy_(logits_TV[tokens]).div_(self.temperature)
+            # Finite, unlike -inf: a rank that holds nothing but padding has a maximum too.
+            scaled_CV[:, self.num_valid :] = torch.finfo(dtype).min / 2
+            yield tokens, scaled_CV
+
+    def local(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The column of each label in this shard, 0 for those of other ranks, and whether it is here."""
+        columns_T = labels_T - self.first
+        here_T = (columns_T >= 0) & (columns_T < self.num_valid)
+        return torch.where(here_T, columns_T, 0), here_T
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+        maximum_T, sums_3T = _reduce(*_local_sums(logits_TV, labels_T, shard), shard.group)
+        log_sum_T, mean_T, label_T = sums_3T[0].log(), sums_3T[1] / sums_3T[0], sums_3T[2]
+        entropy_T = log_sum_T - mean_T
+        log_sum_T += maximum_T
+        ctx.save_for_backward(logits_TV, labels_T, log_sum_T)
+        ctx.shard = shard
+        ctx.mark_non_differentiable(entropy_T)
+        return label_T - log_sum_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Of a log-prob over its logits: (1 at the label - probability) / temperature."""
+        logits_TV, labels_T, log_sum_T = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        weight_T = gradients[0] / shard.temperature
+        columns_T, here_T = shard.local(labels_T)
+        gradient_TV = torch.empty_like(logits_TV)
+        for tokens, scaled_CV in shard.chunks(logits_TV):
+            scaled_CV.sub_(log_sum_T[tokens, None]).exp_().mul_(-weight_T[tokens, None])
+            scaled_CV.scatter_add_(1, columns_T[tokens, None], (weight_T * here_T)[tokens, None])
+            gradient_TV[tokens] = scaled_CV
+        return gradient_TV, None, None
+
+
+def _local_sums(logits_TV: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Of this rank's columns [T]: the maximum m; [3, T]: sum of e = exp(x - m), sum of e (x - m), the label's x or 0."""
+    columns_T, here_T = shard.local(labels_T)
+    dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+    maximum_T = logits_TV.new_empty(len(logits_TV), dtype=dtype)
+    sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=dtype)
+    weights = None
+    for tokens, scaled_CV in shard.chunks(logits_TV):
+        sums_3T[2, tokens] = scaled_CV.gather(1, columns_T[tokens, None])[:, 0] * here_T[tokens]
+        maximum_T[tokens] = scaled_CV.amax(-1)
+        scaled_CV.sub_(maximum_T[tokens, None])
+        weights = torch.empty_like(scaled_CV) if weights is None else weights
+        weights_CV = torch.exp(scaled_CV, out=weights[: len(scaled_CV)])
+        sums_3T[0, tokens] = weights_CV.sum(-1)
+        sums_3T[1, tokens] = scaled_CV.mul_(weights_CV).sum(-1)
+    return maximum_T, sums_3T
+
+
+def _reduce(local_maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The same over all ranks: sums of different maxima are made relative to the common one before they are added."""
+    maximum_T = local_maximum_T.clone()
     dist.all_reduce(maximum_T, op=dist.ReduceOp.MAX, group=group)
-    shifted_TV = logits_TV - maximum_T[:, None]
-    weights_TV = shifted_TV.exp()
-    sums_2T = torch.stack([weights_TV.sum(-1), (weights_TV * shifted_TV).sum(-1)])
-    dist.all_reduce(sums_2T, group=group)
-    return sums_2T[0].log() - sums_2T[1] / sums_2T[0]
+    shift_T = local_maximum_T - maximum_T
+    sums_3T[1] += shift_T * sums_3T[0]
+    sums_3T[:2] *= shift_T.exp()
+    dist.all_reduce(sums_3T, group=group)
+    return maximum_T, sums_3T

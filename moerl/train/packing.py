@@ -1,31 +1,18 @@
-"""Sequences to micro-batches and back: pure functions over numpy, the same plan on every rank.
+"""Sequences of a batch to the row of one micro-batch and back: pure functions over numpy. moerl/train/balance.py chooses the sequences.
 
 Invariants, by the names of their tests:
-* covers_once: every sequence is in exactly one micro-batch.
-* within_budget: no micro-batch is longer than the token budget, padding included.
-* equal_counts: every rank has the same number of micro-batches, at least one, a multiple of `count_multiple`.
-* no_needless_empties: a micro-batch is empty only if there are fewer sequences than micro-batches.
-* balanced: round r holds the r-th micro-batch of every rank; costs fall from round to round, and the totals of two ranks differ by at
-  most the largest difference inside one round. (Ranks that share experts wait for each other in every round.)
-* deterministic: the plan is a function of its arguments.
 * round_trip: `unpack_logprobs` puts every label's value at its token.
+* zigzag_is_even: every context-parallel rank has as many tokens of a sequence, and its causal attention costs the same.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 
-from moerl.types import ConfigError, Problem, TrainBatch
-
-Bins = list[list[int]]
-
-Number = TypeVar("Number", int, np.ndarray)
-
-ATTENTION_TOKENS = 24576
-"""Length at which causal attention costs as much as the rest of a layer: 6 * hidden for a dense layer, here hidden 4096."""
+from moerl.train.balance import round_up
+from moerl.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +25,7 @@ class PackedMicroBatch:
 
     token_ids_T: np.ndarray  # int64
     position_ids_T: np.ndarray  # int64, from 0 in every slot
+    is_token_T: np.ndarray  # bool, False for padding
     labels_T: np.ndarray  # int64
     label_index_T: np.ndarray  # int64, where the label stands in the batch's `_T` arrays; -1: no label
     response_mask_T: np.ndarray  # bool, the label is a response token
@@ -79,52 +67,12 @@ def zigzag_positions(cu_seqlens: np.ndarray, rank: int, num_ranks: int) -> np.nd
     return np.concatenate(pieces)
 
 
-def plan_micro_batches(
-    lengths: Sequence[int] | np.ndarray,
-    *,
-    num_ranks: int,
-    token_budget: int,
-    token_multiple: int,
-    sequence_multiple: int = 1,
-    count_multiple: int = 1,
-) -> list[Bins]:
-    """Sequence indices, per data-parallel rank, per micro-batch.
-
-    A micro-batch is padded to `token_multiple` tokens and each of its sequences to `sequence_multiple` (2 * cp: context parallelism
-    cuts every sequence into that many chunks). `count_multiple` is pp for an interleaved pipeline. Raises ConfigError for a sequence
-    over the budget.
-    """
-    assert token_multiple % sequence_multiple == 0, f"{token_multiple=} must be a multiple of {sequence_multiple=}"
-    slots = _round_up(np.asarray(lengths, dtype=np.int64), sequence_multiple)
-    capacity = token_budget // token_multiple * token_multiple
-    _check_fits(slots, token_budget=token_budget, token_multiple=token_multiple)
-    costs = sequence_costs(slots)
-    longest_first = np.argsort(-slots, kind="stable")
-    fitted = _first_fit(slots, longest_first, capacity)
-    num_bins = _round_up(max(len(fitted), 1), num_ranks * count_multiple)
-    bins = _least_cost(slots, costs, longest_first, capacity=capacity, num_bins=num_bins)
-    return _deal(bins if bins is not None else _spread(fitted, num_bins), costs, num_ranks)
-
-
-def sequence_costs(lengths: np.ndarray) -> np.ndarray:
-    """In tokens: the length plus its attention term."""
-    return lengths + lengths.astype(np.float64) ** 2 / ATTENTION_TOKENS
-
-
-def split_mini_batches(batch: TrainBatch, num_updates: int) -> list[np.ndarray]:
-    """Sequence indices of consecutive mini-batches, equal in number of sequences up to one.
-
-    Fewer than `num_updates` if there are fewer sequences: an update on nothing would still move the weights by momentum.
-    """
-    return np.array_split(np.arange(batch.num_sequences), max(min(num_updates, batch.num_sequences), 1))
-
-
 def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequence_multiple: int = 1) -> PackedMicroBatch:
     """The named sequences as one row; no sequences give one dummy sequence of padding, so that the rank still runs."""
     chosen = np.asarray(indices, dtype=np.int64)
     starts, lengths = batch.offsets[chosen], batch.lengths[chosen]
-    slots = _round_up(lengths, sequence_multiple)
-    num_tokens = _round_up(max(int(slots.sum()), 2), token_multiple)
+    slots = round_up(lengths, sequence_multiple)
+    num_tokens = round_up(max(int(slots.sum()), 2), token_multiple)
     boundaries = np.concatenate([[0], np.cumsum(slots)])
     if boundaries[-1] < num_tokens:
         boundaries = np.append(boundaries, num_tokens)
@@ -139,6 +87,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
     return PackedMicroBatch(
         token_ids_T=_gather(batch.token_ids_T, source_T),
         position_ids_T=np.arange(num_tokens) - np.repeat(boundaries[:-1], np.diff(boundaries)),
+        is_token_T=source_T >= 0,
         labels_T=_gather(batch.token_ids_T, label_index_T),
         label_index_T=label_index_T,
         response_mask_T=_gather(batch.response_mask_T, label_index_T),
@@ -170,73 +119,3 @@ def _gather(column: np.ndarray, index_T: np.ndarray) -> np.ndarray:
     gathered_T = np.zeros(len(index_T), dtype=column.dtype)
     gathered_T[index_T >= 0] = column[index_T[index_T >= 0]]
     return gathered_T
-
-
-def _round_up(number: Number, multiple: int) -> Number:
-    return -(-number // multiple) * multiple
-
-
-def _check_fits(slots: np.ndarray, *, token_budget: int, token_multiple: int) -> None:
-    longest = int(slots.max(initial=0))
-    needed = _round_up(longest, token_multiple)
-    if needed > token_budget:
-        problem = Problem(
-            path="train.micro_batch_tokens",
-            value=token_budget,
-            rule=f"must be at least {needed} for the longest sequence, {longest} tokens in multiples of {token_multiple}",
-            reason="a sequence is never split over micro-batches, and a micro-batch is padded to the multiple the layout demands",
-            fix=f"micro_batch_tokens={needed} or more, or a smaller model.max_context",
-        )
-        raise ConfigError([problem])
-
-
-def _first_fit(slots: np.ndarray, longest_first: np.ndarray, capacity: int) -> Bins:
-    """First-fit decreasing: close to the fewest micro-batches (at most 11/9 of them + 1)."""
-    bins: Bins = []
-    room = np.full(len(slots), capacity)  # one bin per sequence at most
-    for index in longest_first:
-        chosen = int(np.argmax(room >= slots[index]))
-        if chosen == len(bins):
-            bins.append([])
-        bins[chosen].append(int(index))
-        room[chosen] -= slots[index]
-    return bins
-
-
-def _least_cost(slots: np.ndarray, costs: np.ndarray, longest_first: np.ndarray, *, capacity: int, num_bins: int) -> Bins | None:
-    """Each sequence, longest first, into the cheapest micro-batch with room; None if one finds no room."""
-    bins: Bins = [[] for _ in range(num_bins)]
-    tokens, bin_costs = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins)
-    for index in longest_first:
-        open_costs = np.where(tokens + slots[index] <= capacity, bin_costs, np.inf)
-        chosen = int(np.argmin(open_costs))
-        if open_costs[chosen] == np.inf:
-            return None
-        bins[chosen].append(int(index))
-        tokens[chosen] += slots[index]
-        bin_costs[chosen] += costs[index]
-    return bins
-
-
-def _spread(bins: Bins, num_bins: int) -> Bins:
-    """The same bins plus new ones, each opened with a sequence from the bin that has most."""
-    spread = [list(members) for members in bins] + [[] for _ in range(num_bins - len(bins))]
-    for new in range(len(bins), num_bins):
-        fullest = max(spread, key=len)
-        if len(fullest) > 1:
-            spread[new].append(fullest.pop())
-    return spread
-
-
-def _deal(bins: Bins, costs: np.ndarray, num_ranks: int) -> list[Bins]:
-    """Rounds of one micro-batch per rank, costliest first; in a round the costliest goes to the rank with the least so far."""
-    bin_costs = [float(costs[members].sum()) if members else 0.0 for members in bins]
-    ordered = sorted(range(len(bins)), key=lambda b: (-bin_costs[b], b))
-    plan: list[Bins] = [[] for _ in range(num_ranks)]
-    totals = [0.0] * num_ranks
-    for first in range(0, len(ordered), num_ranks):
-        ranks = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
-        for rank, chosen in zip(ranks, ordered[first : first + num_ranks], strict=True):
-            plan[rank].append(sorted(bins[chosen]))
-            totals[rank] += bin_costs[chosen]
-    return plan

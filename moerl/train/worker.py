@@ -111,12 +111,12 @@ class TrainWorker:
     def next_bucket(self, index: int) -> Bucket | None:
         """Rank 0. The others run `join_export` meanwhile: packing pulls tensors from them."""
         if index == 0:
-            self._export: Iterator[tuple[str, torch.Tensor]] = self._engine.export()
+            self._export: Iterator[tuple[str, torch.Tensor]] = self._engine.export(with_mtp=False)
         return self._sender.pack(index, self._export)
 
     def join_export(self) -> None:
         """Ranks other than 0: take part in one whole export."""
-        for _ in self._engine.export():
+        for _ in self._engine.export(with_mtp=False):
             raise AssertionError("only rank 0 receives exported tensors")
 
     def transmit(self, bucket: Bucket) -> None:

@@ -49,7 +49,9 @@ def make_stats() -> Callable[..., StepStats]:
         values = dict(
             loss=0.1, grad_norm=0.5, learning_rate=1e-3, num_tokens=16, entropy=2.0, kl_old=0.0, kl_reference=None, clip_fraction=0.0
         )
-        return StepStats(**{**values, **dict(mismatch_mean=1e-6, mismatch_max=1e-5, mismatch_kl=1e-9, padding_fraction=0.25), **changes})
+        mismatch = dict(mismatch_mean=1e-6, mismatch_max=1e-5, mismatch_kl=1e-9)
+        packing = dict(padding_fraction=0.25, rank_imbalance=1.1, round_imbalance=1.2)
+        return StepStats(**{**values, **mismatch, **packing, **changes})
 
     return make
 

@@ -60,6 +60,10 @@ def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_u
     )
 
 
+def attention_tokens_of(settings: EngineSettings) -> float:
+    return new_engine(settings)._attention_tokens
+
+
 def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:
     return train(settings, batch, 1, 1).steps[0]
 

@@ -1,4 +1,4 @@
-"""The invariants listed in moerl/train/packing.py."""
+"""The invariants listed in moerl/train/balance.py and moerl/train/packing.py."""
 
 from itertools import pairwise
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.train.packing import pack, plan_micro_batches, sequence_costs, split_mini_batches, unpack_logprobs
+from moerl.train.balance import Balance, plan_micro_batches, sequence_costs, split_mini_batches
+from moerl.train.packing import pack, unpack_logprobs, zigzag_positions
 from moerl.types import ConfigError, TrainBatch
 
 
@@ -18,10 +19,16 @@ def plan_inputs(draw):
         num_ranks=draw(st.integers(1, 5)),
         token_budget=draw(st.integers(64, 300)),
         token_multiple=sequence_multiple * tp,
+        attention_tokens=draw(st.sampled_from([1e9, 200.0, 10.0])),
         sequence_multiple=sequence_multiple,
         count_multiple=draw(st.sampled_from([1, 1, 2, 3])),
+        waits_in_rounds=draw(st.booleans()),
     )
     return draw(st.lists(st.integers(2, 56), max_size=60)), limits
+
+
+def plan_of(lengths, **limits):
+    return plan_micro_batches(lengths, **({"num_ranks": 1, "token_multiple": 1, "attention_tokens": 1000} | limits))
 
 
 def padded_length(members, lengths, limits):
@@ -30,9 +37,19 @@ def padded_length(members, lengths, limits):
     return -(-tokens // multiple) * multiple
 
 
+def capacity_of(limits):
+    return limits["token_budget"] // limits["token_multiple"] * limits["token_multiple"]
+
+
 def slots_of(lengths, limits):
     multiple = limits["sequence_multiple"]
     return np.array([-(-length // multiple) * multiple for length in lengths], dtype=np.int64)
+
+
+def costs_of(plan, lengths, limits):
+    """Of every micro-batch, per rank."""
+    costs = sequence_costs(slots_of(lengths, limits), limits["attention_tokens"])
+    return [[sum(costs[i] for i in members) for members in rank] for rank in plan]
 
 
 def random_batch(rng, num_sequences, *, columns=True):
@@ -96,34 +113,109 @@ def test_no_needless_empties(inputs):
 
 @SETTINGS
 @given(plan_inputs())
-def test_no_more_rounds_than_the_bound_of_first_fit_decreasing(inputs):
+def test_fewest_rounds(inputs):
     lengths, limits = inputs
     plan = plan_micro_batches(lengths, **limits)
-    capacity = limits["token_budget"] // limits["token_multiple"] * limits["token_multiple"]
     # Two bins of first-fit are together over the capacity, hence fewer than 2 * total / capacity + 1 bins.
-    bins = 2 * slots_of(lengths, limits).sum() / capacity + 1
+    bins = 2 * slots_of(lengths, limits).sum() / capacity_of(limits) + 1
     step = limits["num_ranks"] * limits["count_multiple"]
     assert len(plan[0]) * limits["num_ranks"] <= -(-bins // step) * step
 
 
 @SETTINGS
 @given(plan_inputs())
+def test_costliest_first(inputs):
+    lengths, limits = inputs
+    for rank in costs_of(plan_micro_batches(lengths, **limits), lengths, limits):
+        assert all(earlier >= later - 1e-6 for earlier, later in pairwise(rank))
+
+
+@SETTINGS
+@given(plan_inputs())
 def test_balanced(inputs):
     lengths, limits = inputs
-    costs = sequence_costs(slots_of(lengths, limits))
-    per_rank = [[sum(costs[i] for i in members) for members in rank] for rank in plan_micro_batches(lengths, **limits)]
+    totals = [sum(rank) for rank in costs_of(plan_micro_batches(lengths, **limits), lengths, limits)]
+    full = sequence_costs(np.array([capacity_of(limits)]), limits["attention_tokens"])[0]
+    assert max(totals) <= np.mean(totals) + full + 1e-6
+
+    roomy = limits | {"token_budget": 4000, "count_multiple": 1, "waits_in_rounds": False}
+    totals = [sum(rank) for rank in costs_of(plan_micro_batches(lengths, **roomy), lengths, roomy)]
+    longest = sequence_costs(slots_of(lengths, limits), limits["attention_tokens"]).max(initial=0)
+    assert max(totals) - min(totals) <= longest + 1e-6
+
+
+@SETTINGS
+@given(plan_inputs())
+def test_even_rounds(inputs):
+    lengths, limits = inputs
+    limits = limits | {"waits_in_rounds": True}
+    per_rank = costs_of(plan_micro_batches(lengths, **limits), lengths, limits)
     rounds = list(zip(*per_rank, strict=True))
     assert all(min(earlier) >= max(later) - 1e-6 for earlier, later in pairwise(rounds))
     totals = [sum(rank) for rank in per_rank]
     assert max(totals) - min(totals) <= max(max(costs) - min(costs) for costs in rounds) + 1e-6
 
 
-def test_ranks_are_nearly_equal_on_lengths_like_those_of_a_rollout():
-    lengths = np.random.default_rng(0).lognormal(6, 0.8, 512).astype(int).clip(2, 4096)
-    plan = plan_micro_batches(lengths, num_ranks=8, token_budget=8192, token_multiple=1)
-    totals = [sum(sequence_costs(lengths[members]).sum() for members in rank) for rank in plan]
-    assert max(totals) / np.mean(totals) < 1.01
-    assert len(plan[0]) == -(-lengths.sum() // (8192 * 8))
+@SETTINGS
+@given(plan_inputs())
+def test_neither_imbalance_is_below_one_and_waiting_in_rounds_is_never_cheaper(inputs):
+    lengths, limits = inputs
+    options = {name: limits[name] for name in ("sequence_multiple", "attention_tokens")}
+    balance = Balance.of(plan_micro_batches(lengths, **limits), lengths, **options)
+    assert 1 - 1e-9 <= balance.rank_imbalance <= balance.round_imbalance + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("mu", "sigma"), [(7.0, 1.0), (7.6, 1.2), (8.5, 0.7)])
+def test_a_long_tailed_batch_is_even_over_many_ranks(mu, sigma, seed):
+    """The case of benchmarks/balance.py: 8192 samples of up to 32768 tokens on 32 ranks."""
+    lengths = np.random.default_rng(seed).lognormal(mu, sigma, 8192).astype(int).clip(16, 32768)
+    limits = dict(num_ranks=32, token_budget=32768, token_multiple=8, attention_tokens=24576, sequence_multiple=4)
+    plan = plan_micro_batches(lengths, **limits)
+    assert Balance.of(plan, lengths, sequence_multiple=4, attention_tokens=24576).rank_imbalance < 1.01
+    padded = sum(padded_length(members, lengths, limits) for rank in plan for members in rank)
+    assert 1 - lengths.sum() / padded < 0.02
+
+    waiting = plan_micro_batches(lengths, **limits, waits_in_rounds=True)
+    assert Balance.of(waiting, lengths, sequence_multiple=4, attention_tokens=24576).round_imbalance < 1.04
+
+
+def test_waiting_ranks_get_their_long_sequences_in_the_same_round():
+    lengths = [1000, 900, *[50] * 40]
+    plan = plan_of(lengths, num_ranks=2, token_budget=1000, waits_in_rounds=True)
+    assert [rank[0][0] for rank in plan] == [0, 1]
+
+
+def test_attention_makes_one_long_sequence_cost_more_than_short_ones_of_as_many_tokens():
+    """At length attention_tokens a sequence costs twice its length: it is worth two thousand tokens of short ones."""
+    lengths = [1000, *[10] * 300]
+    plan = plan_of(lengths, num_ranks=2, token_budget=4000, attention_tokens=1000)
+    (alone,) = [rank[0] for rank in plan if 0 in rank[0]]
+    assert sum(lengths[i] for i in alone) == pytest.approx(1500, abs=20)
+
+
+def test_a_plan_without_sequences_is_even():
+    balance = Balance.of([[[]], [[]]], np.array([], dtype=np.int64), sequence_multiple=1, attention_tokens=1000)
+    assert (balance.rank_imbalance, balance.round_imbalance) == (1, 1)
+
+
+def test_mini_batches_add_up():
+    lengths = np.array([4, 2, 3])
+    uneven, even = (Balance.of(plan, lengths, sequence_multiple=1, attention_tokens=1e12) for plan in ([[[0]], [[1]]], [[[2]], [[2]]]))
+    assert (uneven.rank_imbalance, even.rank_imbalance) == pytest.approx((4 / 3, 1))
+    assert (uneven + even).rank_imbalance == pytest.approx(7 / 6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("slots", [[24], [48, 240], [240, 24, 48]])
+def test_zigzag_is_even(slots, num_ranks):
+    """Keys a query attends to are its position in its sequence plus one; every context-parallel rank sums to the same."""
+    bounds = np.concatenate([[0], np.cumsum(slots)]).astype(np.int32)
+    position_T = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+    mine = [zigzag_positions(bounds, rank, num_ranks) for rank in range(num_ranks)]
+    assert sorted(np.concatenate(mine)) == list(range(bounds[-1]))
+    assert len({len(positions) for positions in mine}) == 1
+    assert len({int((position_T[positions] + 1).sum()) for positions in mine}) == 1
 
 
 @SETTINGS
@@ -134,7 +226,7 @@ def test_deterministic(inputs):
 
 
 def test_a_tight_fit_that_cost_balancing_misses_is_still_found():
-    plan = plan_micro_batches([8, 7, 5, 5, 5], num_ranks=1, token_budget=15, token_multiple=1)
+    plan = plan_of([8, 7, 5, 5, 5], num_ranks=1, token_budget=15, token_multiple=1)
     assert sorted(plan[0]) == [[0, 1], [2, 3, 4]]
 
 
@@ -177,20 +269,20 @@ def test_a_tight_fit_is_spread_over_all_micro_batches():
         30,
         30,
     ]
-    plan = plan_micro_batches(lengths, num_ranks=2, token_budget=30, token_multiple=1)
+    plan = plan_of(lengths, num_ranks=2, token_budget=30)
     assert [len(rank) for rank in plan] == [8, 8]
     assert all(members for rank in plan for members in rank)
 
 
 def test_too_few_sequences_leave_empty_micro_batches():
-    assert plan_micro_batches([5], num_ranks=3, token_budget=8, token_multiple=4) == [[[0]], [[]], [[]]]
-    assert plan_micro_batches([], num_ranks=2, token_budget=8, token_multiple=1) == [[[]], [[]]]
+    assert plan_of([5], num_ranks=3, token_budget=8, token_multiple=4) == [[[0]], [[]], [[]]]
+    assert plan_of([], num_ranks=2, token_budget=8, token_multiple=1) == [[[]], [[]]]
 
 
 def test_a_sequence_over_the_budget_is_refused_with_the_value_that_works():
     with pytest.raises(ConfigError, match=r"train.micro_batch_tokens = 11: must be at least 12 for the longest sequence, 9 tokens"):
-        plan_micro_batches([3, 9], num_ranks=1, token_budget=11, token_multiple=4)
-    assert plan_micro_batches([3, 9], num_ranks=1, token_budget=12, token_multiple=4) == [[[0, 1]]]
+        plan_of([3, 9], num_ranks=1, token_budget=11, token_multiple=4)
+    assert plan_of([3, 9], num_ranks=1, token_budget=12, token_multiple=4) == [[[0, 1]]]
 
 
 @SETTINGS
@@ -251,7 +343,7 @@ def test_an_empty_micro_batch_is_one_dummy_sequence(token_multiple, num_tokens):
 def test_round_trip(seed, num_sequences, num_ranks):
     rng = np.random.default_rng(seed)
     batch = random_batch(rng, num_sequences)
-    plan = plan_micro_batches(batch.lengths, num_ranks=num_ranks, token_budget=32, token_multiple=4, sequence_multiple=2)
+    plan = plan_of(batch.lengths, num_ranks=num_ranks, token_budget=32, token_multiple=4, sequence_multiple=2)
     truth = np.arange(1, len(batch.token_ids_T) + 1, dtype=np.float32)
 
     def piece(indices):

@@ -1,0 +1,112 @@
+"""Time and peak memory of chunked log-probs and entropy, forward and backward, against the same of whole logits.
+
+    python benchmarks/logprobs.py --tokens 2048 --vocabulary 32768 --chunk 128
+
+Whole logits: float32 copy, Megatron's vocab_parallel_cross_entropy, and the entropy from a second pass. Runs on a GPU if there is one.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_patches
+
+ON_GPU = torch.cuda.is_available()  # before the patches, which make every process look as if it were
+megatron_patches.activate()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
+
+from moerl.config.layout import Layout  # noqa: E402
+from moerl.train.logprobs import logprobs_and_entropy  # noqa: E402
+from moerl.train.model import initialize_groups  # noqa: E402
+
+Compute = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def whole(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    scaled_TV = logits_TV.float() / 1.0
+    with torch.no_grad():
+        maximum_T = scaled_TV.max(dim=-1).values
+        dist.all_reduce(maximum_T, op=dist.ReduceOp.MAX, group=group)
+        shifted_TV = scaled_TV - maximum_T[:, None]
+        weights_TV = shifted_TV.exp()
+        sums_2T = torch.stack([weights_TV.sum(-1), (weights_TV * shifted_TV).sum(-1)])
+        dist.all_reduce(sums_2T, group=group)
+        entropy_T = sums_2T[0].log() - sums_2T[1] / sums_2T[0]
+    return -vocab_parallel_cross_entropy(scaled_TV[:, None].contiguous(), labels_T[:, None])[:, 0], entropy_T
+
+
+def step(logits_TV: Tensor, compute: Compute) -> None:
+    logits_TV.grad = None
+    compute(logits_TV)[0].sum().backward()
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def seconds_of(logits_TV: Tensor, computes: list[Compute], repeats: int) -> list[float]:
+    """The fastest of `repeats` turns of each, alternating, so that a busy machine disturbs both."""
+    fastest = [float("inf")] * len(computes)
+    for _ in range(repeats):
+        for index, compute in enumerate(computes):
+            start = time.perf_counter()
+            step(logits_TV, compute)
+            fastest[index] = min(fastest[index], time.perf_counter() - start)
+    return fastest
+
+
+def peak_bytes(logits_TV: Tensor, compute: Compute) -> int:
+    """Of one step beyond what was there and the gradient, as the system or the CUDA allocator saw it."""
+    logits_TV.grad = None
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(logits_TV, compute)
+        return torch.cuda.max_memory_allocated() - before - logits_TV.nbytes
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = _status_bytes("VmRSS")
+    step(logits_TV, compute)
+    return _status_bytes("VmHWM") - before - logits_TV.nbytes
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    initialize_groups(Layout(), 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    labels_T = torch.randint(arguments.vocabulary, (arguments.tokens,), device=device)
+    options = {"temperature": 1.0, "vocab_size": arguments.vocabulary, "group": group, "chunk_tokens": arguments.chunk}
+    computes: list[Compute] = [lambda x: whole(x, labels_T, group), lambda x: logprobs_and_entropy(x, labels_T, **options)]
+    chunk_bytes = arguments.chunk * arguments.vocabulary * 4
+    print(f"{arguments.tokens} tokens, vocabulary {arguments.vocabulary}, chunks of {arguments.chunk} tokens = {chunk_bytes / 1e6:.0f} MB")
+    print("logits    way      seconds  ratio   peak beyond logits and gradient")
+    for dtype in (torch.bfloat16, torch.float32):
+        logits_TV = torch.randn(arguments.tokens, arguments.vocabulary, device=device).to(dtype).requires_grad_()
+        for compute in computes:
+            step(logits_TV, compute)
+        peaks = [peak_bytes(logits_TV, compute) for compute in computes]
+        seconds = seconds_of(logits_TV, computes, arguments.repeats)
+        for name, peak, spent in zip(("whole", "chunked"), peaks, seconds, strict=True):
+            kind = str(dtype).removeprefix("torch.")
+            print(f"{kind:9} {name:8} {spent:7.4f} {spent / seconds[0]:6.2f}   {peak / 1e6:7.1f} MB = {peak / chunk_bytes:5.2f} chunks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What the ranks of the log-prob tests do: chunked log-probs beside those of whole logits, and the memory both need."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moerl.config.layout import Layout
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Random logits of `num_tokens` x `vocab_size`, cut over `tp` ranks. `spread`: their standard deviation."""
+
+    tp: int = 1
+    num_tokens: int = 37
+    vocab_size: int = 101
+    dtype: str = "float32"
+    temperature: float = 1.0
+    chunk_tokens: int = 8
+    spread: float = 3.0
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.tp) * self.tp
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [T, V] without padding in the case's dtype, labels, and the weight of each log-prob in a loss."""
+        generator = torch.Generator().manual_seed(0)
+        logits_TV = torch.randn(self.num_tokens, self.vocab_size, generator=generator, dtype=torch.float64) * self.spread
+        labels_T = torch.randint(self.vocab_size, (self.num_tokens,), generator=generator)
+        labels_T[:2] = torch.tensor([0, self.vocab_size - 1])
+        weight_T = torch.randn(self.num_tokens, generator=generator, dtype=torch.float64)
+        return logits_TV.to(getattr(torch, self.dtype)), labels_T, weight_T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    logprobs_T: np.ndarray
+    entropy_T: np.ndarray
+    gradient_TV: np.ndarray
+    """Of the weighted sum of log-probs, whole, padding columns included."""
+    dtypes: tuple[str, str, str]
+
+
+def chunked(case: Case) -> Values:
+    from moerl.train.logprobs import logprobs_and_entropy
+
+    def compute(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> Pair:
+        options = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
+        return logprobs_and_entropy(logits_TV, labels_T, group=group, **options)
+
+    return _evaluate(case, compute)
+
+
+def of_megatron(case: Case) -> Values:
+    """Megatron's own cross-entropy, whose entropy is that of the gathered logits."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    def compute(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> Pair:
+        scaled_TV = logits_TV.float() / case.temperature
+        first = group.rank() * logits_TV.shape[1]
+        padding_V = torch.arange(first, first + logits_TV.shape[1]) >= case.vocab_size
+        scaled_TV = scaled_TV.masked_fill(padding_V, torch.finfo(torch.float32).min / 2)
+        table_TV = _gather(scaled_TV.detach(), group).log_softmax(-1)
+        entropy_T = -(table_TV.exp() * table_TV).sum(-1)
+        return -vocab_parallel_cross_entropy(scaled_TV[:, None].contiguous(), labels_T[:, None])[:, 0], entropy_T
+
+    return _evaluate(case, compute)
+
+
+def _evaluate(case: Case, compute: Callable[[Tensor, Tensor, dist.ProcessGroup], Pair]) -> Values:
+    from megatron.core import parallel_state
+
+    from moerl.train.model import initialize_groups
+
+    initialize_groups(Layout(ranks=case.tp, tp=case.tp), 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    whole_TV, labels_T, weight_T = case.whole()
+    # What stands in the padding must not matter.
+    padded_TV = torch.nn.functional.pad(whole_TV, (0, case.padded_vocab_size - case.vocab_size), value=50.0)
+    logits_TV = padded_TV.chunk(case.tp, dim=1)[group.rank()].clone().requires_grad_()
+    logprobs_T, entropy_T = compute(logits_TV, labels_T, group)
+    assert not entropy_T.requires_grad
+    (logprobs_T * weight_T.to(logprobs_T.dtype)).sum().backward()
+    return Values(
+        logprobs_T=logprobs_T.detach().numpy(),
+        entropy_T=entropy_T.numpy(),
+        gradient_TV=_gather(logits_TV.grad, group).double().numpy(),
+        dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in (logprobs_T, entropy_T, logits_TV.grad)),  # type: ignore[arg-type]
+    )
+
+
+def _gather(shard_TV: Any, group: dist.ProcessGroup) -> Tensor:
+    shards = [torch.empty_like(shard_TV) for _ in range(group.size())]
+    dist.all_gather(shards, shard_TV.contiguous(), group=group)
+    return torch.cat(shards, dim=1)
+
+
+def peak_bytes(case: Case) -> tuple[int, int]:
+    """Largest number of bytes alive at once, forward and backward, beyond what lived before it (logits; their gradient counts)."""
+    from megatron.core import parallel_state
+
+    from moerl.train.logprobs import logprobs_and_entropy
+    from moerl.train.model import initialize_groups
+
+    initialize_groups(Layout(), 1)
+    logits_TV, labels_T, _ = case.whole()
+    logits_TV.requires_grad_()
+    group = parallel_state.get_tensor_model_parallel_group()
+    options = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
+    with LiveBytes() as forward:
+        total = logprobs_and_entropy(logits_TV, labels_T, group=group, **options)[0].sum()
+    with LiveBytes() as backward:
+        total.backward()
+    return forward.peak, backward.peak
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation made and that still lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
+            if id(storage) not in given and id(storage) not in self._known:
+                self._known[id(storage)] = weakref.finalize(storage, self._free, id(storage), storage.nbytes())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+        return result
+
+    def _free(self, identity: int, size: int) -> None:
+        self.now -= size
+        del self._known[identity]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
