@@ -13,6 +13,7 @@ from megatron_patches import (
     cuda_stand_in,
     duplicated_linear,
     float64_gradients,
+    mtp_recompute,
     reference_te,
     uneven_gloo,
 )
@@ -26,6 +27,7 @@ PATCHES: tuple[ModuleType, ...] = (
     float64_gradients,
     duplicated_linear,
     bucket_padding,
+    mtp_recompute,
 )
 """In order of application: the first two must precede the first import of Megatron."""
 

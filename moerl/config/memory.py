@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from moerl.config.schema import TrainConfig
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
-_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
+_OF_EXPERTS = ("moe", "moe_act")
+_OF_DEEPSEEK = ("mla_up_proj", "shared_experts")
 
 
 class _Strict:
@@ -114,6 +115,9 @@ def _full_problems(train: "TrainConfig", recompute: FullRecompute, shape: ModelS
         fits = [n for n in range(1, min(chunks) + 1) if not any(count % n for count in chunks)]
         reason = "method=uniform cuts a chunk into units of as many layers; Megatron would run past the last one"
         yield problem(path, num_layers, rule, reason, "one of " + ", ".join(map(str, fits)))
+    elif recompute.method == "uniform" and num_layers > 1 and train.mtp_loss > 0:
+        reason = "a layer of multi-token prediction is a unit of its own, and Megatron takes one size of unit for all"
+        yield problem(path, num_layers, "must be 1 while train.mtp_loss > 0", reason, f"{path}=1, or train.mtp_loss=0")
 
 
 def _selective_problems(recompute: SelectiveRecompute, shape: ModelShape | None) -> Iterator[Problem]:
@@ -123,11 +127,22 @@ def _selective_problems(recompute: SelectiveRecompute, shape: ModelShape | None)
     if shape is None:
         return
     for index, name in enumerate(recompute.modules):
-        if name in _OF_EXPERTS and shape.num_experts is None:
-            yield problem(f"{path}.{index}", name, "has no effect in a dense model", "there are no experts", "leave it out, or mlp")
+        reason = _why_without_effect(name, shape)
+        if reason is not None:
+            yield problem(f"{path}.{index}", name, f"has no effect in a model of type {shape.model_type}", reason, "leave it out")
     if {"moe", "moe_act"} <= set(recompute.modules):
         reason = "moe runs the whole layer again, the activation function with it"
         yield problem(path, list(recompute.modules), "names moe_act beside moe", reason, "either of them")
+
+
+def _why_without_effect(module: RecomputeModule, shape: ModelShape) -> str | None:
+    if module in _OF_EXPERTS and shape.num_experts is None:
+        return "there are no experts"
+    if module in _OF_DEEPSEEK and shape.model_type != "deepseek_v3":
+        return "it has neither multi-latent attention nor shared experts"
+    if module == "layernorm" and shape.num_experts is None:
+        return "the norms of dense layers are fused with the projections after them"
+    return None
 
 
 def _optimizer_problems(train: "TrainConfig") -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from moerl.types import ConfigError
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 DENSE = "model.scratch.family=qwen3 train.layout={ranks:1}"
 PIPELINE = "train.layout={ranks:2,pp:2}"  # two layers a stage
+DEEPSEEK = "model.scratch.family=deepseek_v3 model.scratch.mtp_layers=1"
 MEMORY = "train.optimizer.memory"
 
 
@@ -27,7 +28,14 @@ def words(overrides):
         ("train.recompute={kind:selective,modules:[attention]}", "train.recompute.modules.0", "must be one of core_attn"),
         ("train.recompute={kind:selective,modules:[moe,moe]}", "train.recompute.modules", "names a module twice"),
         ("train.recompute={kind:selective,modules:[moe_act,moe]}", "train.recompute.modules", "names moe_act beside moe"),
-        (f"{DENSE} train.recompute={{kind:selective,modules:[mlp,moe]}}", "train.recompute.modules.1", "no effect in a dense model"),
+        (
+            f"{DENSE} train.recompute={{kind:selective,modules:[mlp,moe]}}",
+            "train.recompute.modules.1",
+            "has no effect in a model of type qwen3",
+        ),
+        (f"{DENSE} train.recompute={{kind:selective,modules:[layernorm]}}", "train.recompute.modules.0", "norms of dense layers are fused"),
+        ("train.recompute={kind:selective,modules:[mla_up_proj]}", "train.recompute.modules.0", "neither multi-latent attention"),
+        (f"{DEEPSEEK} train.mtp_loss=0.1 train.recompute={{kind:full,num_layers:2}}", "train.recompute.num_layers", "train.mtp_loss=0"),
         ("train.destroy_groups=true", "train.destroy_groups", "needs train.offload=all"),
         ("train.destroy_groups=true train.offload=optimizer", "train.destroy_groups", "needs train.offload=all"),
         ("train.overlap_param_gather=true", "train.overlap_param_gather", "needs train.overlap_grad_reduce=true"),
@@ -61,6 +69,8 @@ def test_what_cannot_work_is_refused_with_what_would(overrides, path, said):
         f"{PIPELINE} train.recompute={{kind:full,num_layers:2}}",
         "train.recompute={kind:selective,modules:[core_attn,layernorm,moe_act]}",
         f"{DENSE} train.recompute={{kind:selective,modules:[mlp]}}",
+        f"{DEEPSEEK} train.recompute={{kind:selective,modules:[mla_up_proj,shared_experts]}}",
+        f"{DEEPSEEK} train.mtp_loss=0.1 train.recompute={{kind:full}}",
         "train.offload=all train.destroy_groups=true",
         "train.overlap_grad_reduce=true train.overlap_param_gather=true train.overlap_bucket_size=1000",
         f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.exp_avg_dtype=bfloat16 {MEMORY}.exp_avg_sq_dtype=float16",

@@ -203,35 +203,6 @@ def buckets(settings: EngineSettings) -> int:
     return len(new_engine(settings).model.wrapped[0].bucket_groups)
 
 
-def latent_attention(recompute: Any, tp: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits and this rank's gradients of a small model with multi-latent attention, two packed sequences."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    from moerl.train.recompute import recompute_fields
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = MLATransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8,
-        qk_pos_emb_head_dim=8, v_head_dim=8, rope_type="rope", multi_latent_attention=True, qk_layernorm=True, normalization="RMSNorm",
-        gated_linear_unit=True, add_bias_linear=False, activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=tp, sequence_parallel=tp > 1, apply_rope_fusion=False, masked_softmax_fusion=False,
-        bias_activation_fusion=False, gradient_accumulation_fusion=False, **recompute_fields(recompute),
-    )  # fmt: skip
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16, position_embedding_type="rope")
-    tokens = torch.randint(0, 64, (1, 16), generator=torch.Generator().manual_seed(0))
-    bounds = torch.tensor([0, 6, 16], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=10, max_seqlen_kv=10)
-    logits = model(tokens, torch.tensor([[*range(6), *range(10)]]), None, packed_seq_params=packed)
-    logits.float().logsumexp(-1).sum().backward()
-    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def optimizer_arguments(train: Any) -> dict[str, Any]:
     from moerl.train.optimizer import optimizer_config
 

@@ -40,7 +40,7 @@ def test_narrower_states_stay_close(memory, checkpoints, wide):
     result = run_ranks(train, 2, case(checkpoints, memory), random_batch())
     assert result.steps != wide.steps
     assert result.steps[-1].grad_norm == pytest.approx(wide.steps[-1].grad_norm, rel=0.1)
-    assert np.abs(result.after_T - wide.after_T).mean() < 0.03
+    assert np.abs(result.after_T - wide.after_T).mean() < 0.06
 
 
 def test_narrower_states_take_the_bytes_they_say(checkpoints):

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
+from deepseek_cases import deepseek_settings, write_deepseek
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_jobs import train
 from engine_ranks import run_ranks
-from memory_jobs import latent_attention, saved_bytes_and_forwards, with_train
+from memory_jobs import saved_bytes_and_forwards, with_train
 
 from moerl.config.layout import Layout
-from moerl.config.memory import FullRecompute, NoRecompute, SelectiveRecompute
+from moerl.config.memory import FullRecompute, SelectiveRecompute
 
 WAYS = {
     "uniform1": FullRecompute(method="uniform", num_layers=1),
@@ -58,16 +58,29 @@ def test_a_dense_mlp_computed_again_changes_no_number(checkpoints):
     assert result.steps[-1].grad_norm == pytest.approx(expected.steps[-1].grad_norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_latent_attention_computed_again_changes_no_number(tp):
-    logits, expected = run_ranks(latent_attention, tp, NoRecompute(), tp)
-    ways = (SelectiveRecompute(modules=("mla_up_proj",)), SelectiveRecompute(modules=("mla_up_proj", "layernorm", "core_attn", "mlp")))
-    for way in ways:
-        again, gradients = run_ranks(latent_attention, tp, way, tp)
-        assert again.equal(logits)
-        assert gradients.keys() == expected.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+LATENT = {
+    "mla_up_proj": SelectiveRecompute(modules=("mla_up_proj",)),
+    "all modules": SelectiveRecompute(modules=("mla_up_proj", "layernorm", "core_attn", "mlp", "shared_experts", "moe_act")),
+    "layers": FullRecompute(),
+}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    return write_deepseek(tmp_path_factory.mktemp("deepseek"), mtp_layers=1)["yarn"]
+
+
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2-ep2"])
+def test_latent_attention_shared_experts_and_token_prediction_computed_again_change_no_number(layout, deepseek):
+    chosen = deepseek_settings(deepseek, LAYOUT[layout], mtp_loss=0.3)
+    expected = run_ranks(train, LAYOUT[layout].ranks, chosen, random_batch(), 2, 1)
+    for name, way in LATENT.items():
+        result = run_ranks(train, LAYOUT[layout].ranks, with_train(chosen, recompute=way), random_batch(), 2, 1)
+        np.testing.assert_array_equal(result.before_T, expected.before_T, err_msg=name)
+        for step, wanted in zip(result.steps, expected.steps, strict=True):
+            assert (step.loss, step.grad_norm, step.mtp_loss) == pytest.approx(
+                (wanted.loss, wanted.grad_norm, wanted.mtp_loss), rel=1e-5
+            ), name
 
 
 @pytest.mark.parametrize(
