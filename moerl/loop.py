@@ -33,30 +33,32 @@ async def run(
     observe: Observer,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or from the start, to `num_steps`."""
-    with observe.phase("load"):
-        first_version, state = await train.load()
-        if state:
-            prompts.seek(state)  # refuses other data than the checkpoint was made with
-    with observe.phase("push"):
-        await weights.push(first_version)
+    async with train.awake():
+        with observe.phase("load"):
+            first_version, state = await train.load()
+            if state:
+                prompts.seek(state)  # refuses other data than the checkpoint was made with
+        with observe.phase("push"):
+            await weights.push(first_version)
     buffer = _buffer(config, algorithm, state)
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             with observe.phase("rollout"):
                 groups = await buffer.take(config.groups_per_step)
-            batch = await _with_logprobs(config, build_batch(groups, algorithm), train, observe)
-            with observe.phase("update"):
-                stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
-            _check(config, stats, step=step, is_first=step == first_version)
-            version = step + 1
-            with observe.phase("push"):
-                await weights.push(version)
-            cursor = buffer.oldest_untrained_ticket
-            observe.step(version, groups, stats, dropped_groups=buffer.num_drawn_by_last_take - len(groups))
-            buffer.release(config.groups_per_step)  # only now may new groups start
-            if version == config.num_steps or (config.save_every and version % config.save_every == 0):
-                with observe.phase("save"):
-                    await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
+            async with train.awake():
+                batch = await _with_logprobs(config, build_batch(groups, algorithm), train, observe)
+                with observe.phase("update"):
+                    stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
+                _check(config, stats, step=step, is_first=step == first_version)
+                version = step + 1
+                with observe.phase("push"):
+                    await weights.push(version)
+                cursor = buffer.oldest_untrained_ticket
+                observe.step(version, groups, stats, dropped_groups=buffer.num_drawn_by_last_take - len(groups))
+                buffer.release(config.groups_per_step)  # only now may new groups start
+                if version == config.num_steps or (config.save_every and version % config.save_every == 0):
+                    with observe.phase("save"):
+                        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
 
 

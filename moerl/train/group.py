@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -28,7 +29,14 @@ _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket clos
 class TrainGroup(Protocol):
     """What the loop needs of a trainer. Implementations: MegatronTrainGroup, FakeTrainGroup."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """It starts awake."""
+
+    def awake(self) -> AbstractAsyncContextManager[None]:
+        """What training needs is on the GPU inside; afterwards the trainer sleeps, and every verb but close raises ResidencyError.
+
+        Not to be nested. A failure inside leaves the trainer as it is.
+        """
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         """(version, the state saved with it) of the newest checkpoint; (0, {}) without one."""
@@ -75,6 +83,7 @@ class MegatronTrainGroup:
             all_ranks=self._all,
             rank0=self._rank0,
         )
+        self._is_asleep = self._is_in_use = False
 
     async def start(self) -> None:
         from moerl.train.worker import SAVE_THREAD, TrainWorker
@@ -90,6 +99,16 @@ class MegatronTrainGroup:
         port = await self._rank0("open_store", deadline=deadline)
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        assert not self._is_in_use, "awake() inside awake(): the inner one would end with a trainer that sleeps"
+        if self._is_asleep:
+            await self._all("wake")
+        self._is_in_use, self._is_asleep = True, False
+        yield
+        await self._all("sleep")
+        self._is_in_use, self._is_asleep = False, True
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = newest(self._checkpoint_dir)

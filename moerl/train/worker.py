@@ -53,10 +53,16 @@ class TrainWorker:
         store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
-        initialize_groups(settings.train.layout, seed)
-        self._engine = MegatronEngine(settings)
+        groups = initialize_groups(settings.train.layout, seed, reloadable=settings.train.destroy_groups)
+        self._engine = MegatronEngine(settings, groups)
         megatron_patches.assert_active()
         return megatron_patches.active_names()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+    def sleep(self) -> None:
+        self._engine.sleep()
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
         return self._engine.logprobs(batch)
@@ -71,7 +77,7 @@ class TrainWorker:
 
     def stage_checkpoint(self, copies: bool) -> int:
         """Fix what the rank will write; returns its bytes. With `copies` training may go on before it is written."""
-        return self._engine.shards.stage(copies=copies)
+        return self._engine.stage(copies=copies)
 
     @ray.method(concurrency_group=SAVE_THREAD)
     def write_checkpoint(self, directory: Path) -> WrittenShards:
@@ -88,7 +94,7 @@ class TrainWorker:
         return faults_of_part(directory, part=self._rank, num_parts=self._num_ranks)
 
     def load(self, directory: Path) -> None:
-        self._engine.shards.load(directory)
+        self._engine.load(directory)
 
     def export_hf(self, directory: Path, shard_bytes: int) -> None:
         """Rank 0 writes the weights as Hugging Face safetensors."""

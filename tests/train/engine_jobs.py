@@ -36,8 +36,7 @@ def new_engine(settings: EngineSettings) -> Any:
     from moerl.train.engine import MegatronEngine
     from moerl.train.model import initialize_groups
 
-    initialize_groups(settings.train.layout, 1)
-    engine = MegatronEngine(settings)
+    engine = MegatronEngine(settings, initialize_groups(settings.train.layout, 1, reloadable=settings.train.destroy_groups))
     megatron_patches.assert_active()
     return engine
 
