@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from moerl.config.deepseek import broken_rules
 from moerl.config.model_shape import shape_of_config
 from moerl.types import Problem
 
-MODEL_TYPES = ("qwen3", "qwen3_moe")
+MODEL_TYPES = ("qwen3", "qwen3_moe", "deepseek_v3")
 """config.json's model_type, of the families in moerl/models."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -36,6 +37,9 @@ def _config_problems(path: Path) -> Iterator[Problem]:
     else:
         try:
             shape_of_config(config)
+            if config["model_type"] == "deepseek_v3":
+                for rule, reason, fix in broken_rules(config):
+                    yield _problem(path, rule, reason, fix)
         except KeyError as missing:
             reason = "the layout is checked against the model's sizes"
             yield _problem(path, f"needs {missing} in config.json", reason, "copy the model's config.json again")

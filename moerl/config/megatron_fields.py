@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from moerl.config.model_shape import ModelShape
 from moerl.types import Problem
 
 _SOURCES = {
@@ -34,7 +35,27 @@ _LAYOUT = {
     "expert_tensor_parallel_size": "set train.layout.etp instead",
     "sequence_parallel": "leave it out: it is on whenever train.layout.tp > 1",
 }
+_MEMORY = {
+    "recompute_granularity": "set train.recompute.kind instead",
+    "recompute_method": "set train.recompute.method instead",
+    "recompute_num_layers": "set train.recompute.num_layers instead",
+    "recompute_modules": "set train.recompute.modules instead",
+    "moe_layer_recompute": "set train.recompute.kind=selective with modules=[moe] instead",
+    "distribute_saved_activations": "leave it out: sequence parallelism, on whenever train.layout.tp > 1, already cuts what is kept",
+    "no_sync_func": "leave it out: it follows from train.overlap_grad_reduce",
+    "grad_sync_func": "leave it out: it follows from train.overlap_grad_reduce",
+    "param_sync_func": "leave it out: it follows from train.overlap_param_gather",
+}
 _DTYPE = dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "set train.dtype instead")
+_FP8 = {
+    "fp8": "set train.fp8 instead",
+    "fp8_recipe": "set train.fp8.recipe instead",
+    "first_last_layers_bf16": "set train.fp8.first_layers_bf16 and last_layers_bf16 instead",
+    "num_layers_at_start_in_bf16": "set train.fp8.first_layers_bf16 instead",
+    "num_layers_at_end_in_bf16": "set train.fp8.last_layers_bf16 instead",
+    "fp8_param": "leave it out: weights stay in bfloat16, because they are exported and reloaded in it",
+    "fp4": "leave it out: FP4 is not supported",
+}
 _MODEL = dict.fromkeys(
     (
         "num_layers",
@@ -57,6 +78,11 @@ _MODEL = dict.fromkeys(
         "moe_router_topk",
         "moe_router_pre_softmax",
         "moe_router_score_function",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_router_enable_expert_bias",
+        "mtp_num_layers",
     ),
     "leave it out: it follows from the model's config.json (model.path, model.scratch)",
 )
@@ -66,8 +92,9 @@ _RUN = {
     "attention_dropout": "leave it out: log-probs of two passes must agree, so there is no dropout",
     "calculate_per_token_loss": "leave it out: algorithm.normalize_by says how the loss is scaled",
     "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
+    "mtp_loss_scaling_factor": "set train.mtp_loss instead",
 }
-OWNED: Mapping[str, str] = {**_LAYOUT, **_DTYPE, **_MODEL, **_RUN}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
 
 
@@ -99,6 +126,21 @@ def megatron_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
             yield _problem(name, value, "is not a field of Megatron's TransformerConfig", "it would have no effect", fix)
         elif any(word in fields[name] for word in ("Callable", "dtype", "ContextManager")):
             yield _problem(name, value, "cannot be written in a file", f"Megatron wants {fields[name]}", "leave it out")
+
+
+def router_problems(settings: Mapping[str, object], shape: ModelShape | None) -> Iterator[Problem]:
+    """What is wrong with the load-balancing settings under `train.megatron`."""
+    kind = settings.get("moe_router_load_balancing_type", "none")
+    if kind not in ("none", "aux_loss"):
+        reason = "the other kinds count tokens over ranks or sequences as if all were equally long, or route otherwise than the engine"
+        yield _problem("moe_router_load_balancing_type", kind, "must be none or aux_loss", reason, "aux_loss, over each micro-batch")
+    coefficient = settings.get("moe_aux_loss_coeff", 0.0)
+    if coefficient != 0 and kind == "none":
+        reason = "train.megatron.moe_router_load_balancing_type is none, so there is no loss to weigh"
+        yield _problem("moe_aux_loss_coeff", coefficient, "has no effect", reason, "moe_router_load_balancing_type=aux_loss")
+    rate = settings.get("moe_router_bias_update_rate", 0.0)
+    if rate != 0 and shape is not None and not shape.has_expert_bias:
+        yield _problem("moe_router_bias_update_rate", rate, "has no effect", "this model's routers have no bias", "leave it out")
 
 
 def _fields(file: Path, cls: str) -> Iterator[tuple[str, str]]:

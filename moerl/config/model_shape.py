@@ -17,12 +17,20 @@ class ModelShape:
     """None for a dense model."""
     expert_ffn_size: int
     """0 for a dense model."""
+    num_mtp_layers: int = 0
+    """Layers of multi-token prediction, which are not among `num_layers`."""
+
+    @property
+    def has_expert_bias(self) -> bool:
+        return self.model_type == "deepseek_v3"
 
 
 def shape_of_config(config: dict[str, Any]) -> ModelShape:
-    """Names as in the config.json of Qwen3 and Qwen3-MoE (transformers, models/qwen3*/configuration_*.py)."""
-    # transformers 5 saves Qwen3-MoE under the second name; published checkpoints have the first.
-    num_experts = config.get("num_experts", config.get("num_local_experts"))
+    """Names as in the config.json of Qwen3, Qwen3-MoE and DeepSeek-V3 (transformers, models/*/configuration_*.py)."""
+    # transformers 5 saves Qwen3-MoE under the second name; published checkpoints have the first. The third is DeepSeek's.
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((config[name] for name in names if name in config), None)
+    num_mtp_layers = config.get("num_nextn_predict_layers")
     return ModelShape(
         model_type=config["model_type"],
         num_layers=config["num_hidden_layers"],
@@ -31,8 +39,9 @@ def shape_of_config(config: dict[str, Any]) -> ModelShape:
         max_positions=config["max_position_embeddings"],
         num_experts=num_experts,
         expert_ffn_size=config["moe_intermediate_size"] if num_experts is not None else 0,
+        num_mtp_layers=0 if num_mtp_layers is None else num_mtp_layers,
     )
 
 
-def shape_of_checkpoint(path: Path) -> ModelShape:
-    return shape_of_config(json.loads((path / "config.json").read_text()))
+def read_config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())

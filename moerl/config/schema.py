@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from moerl.config.layout import Layout
+from moerl.config.memory import NoRecompute, OptimizerMemory, Recompute
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -29,18 +30,20 @@ class _Strict:
 class ScratchModel(_Strict):
     """A randomly initialised model with a character tokenizer, written as a Hugging Face checkpoint when the run starts."""
 
-    family: Literal["qwen3", "qwen3_moe"] = "qwen3_moe"
+    family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3_moe"
     hidden_size: Positive = 128
     num_layers: Positive = 4
     num_heads: Positive = 4
     num_kv_heads: Positive = 2
     head_dim: Positive = 32
     ffn_size: Positive = 128
-    """Inner size of one expert (qwen3_moe) or of the MLP (qwen3)."""
+    """Inner size of one expert (qwen3_moe, deepseek_v3) or of the MLP (qwen3)."""
     num_experts: Positive = 8
     """Without effect for qwen3."""
     experts_per_token: Positive = 2
-    """Without effect for qwen3."""
+    """Without effect for qwen3. deepseek_v3: even; a token's experts come from half as many of the groups of two experts."""
+    mtp_layers: NotNegative = 1
+    """Layers of multi-token prediction (deepseek_v3); without effect for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +178,27 @@ class OptimizerConfig(_Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
     """Global gradient norm; None switches clipping off."""
+    memory: OptimizerMemory = field(default_factory=OptimizerMemory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Config(_Strict):
+    """Matrix products of the transformer layers on FP8 operands, forward and backward; weights, router, attention, embedding, output
+    layer and optimizer keep their precision. By Transformer Engine; without a GPU the reference rounds operands as the recipe says."""
+
+    recipe: Literal["blockwise", "tensorwise", "mxfp8"]
+    """blockwise: scales of 1 x 128 (activations, gradients) and 128 x 128 (weights) blocks, Hopper. tensorwise: one scale per tensor,
+    from its current maximum, Hopper. mxfp8: scales of 32 values, Blackwell."""
+    format: Literal["e4m3", "hybrid"] = "e4m3"
+    """hybrid: gradients in E5M2, with more range and less precision."""
+    first_layers_bf16: NotNegative = 0
+    last_layers_bf16: NotNegative = 0
+    """So many layers at the start and at the end of the model stay in bfloat16."""
+
+    @property
+    def alignment(self) -> int:
+        """Every dimension of an FP8 operand is a multiple of this. megatron/core/fp8_utils.py, get_fp8_align_size."""
+        return 32 if self.recipe == "mxfp8" else 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +208,8 @@ class TrainConfig(_Strict):
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
     CPU, where rounding then hides nothing."""
+    fp8: FP8Config | None = None
+    """None: matrix products in `dtype`. Needs bfloat16."""
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
     logprob_chunk_tokens: Positive = 1024
@@ -196,11 +222,35 @@ class TrainConfig(_Strict):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When loss or gradient is NaN or infinite no weight is changed, and the rank, micro-batch and samples are named. stop: the
     run ends with that. skip: it goes on with a warning, and the update is counted in train/skipped_updates."""
+    mtp_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
+    and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
+    recompute: Recompute = field(default_factory=NoRecompute)
+    """Which activations are computed again in the backward pass instead of kept."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What leaves the GPU while training does not need it. optimizer: outside of updates optimizer states are in pinned host memory
+    and gradients are freed. all: parameters and reference weights follow while the trainer sleeps, between the steps."""
+    destroy_groups: bool = False
+    """End Megatron's communicators while the trainer sleeps, and with them their GPU buffers; they are made again when it wakes.
+    Needs offload=all."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks bucket by bucket, while the rest of the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters from data-parallel ranks bucket by bucket, during the next forward pass."""
+    overlap_bucket_size: Positive | None = None
+    """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
     start_seconds: Seconds = 600.0
     phase_seconds: Seconds = 3600.0
     """Deadline of one training phase; past it the run stops and names the silent ranks."""
+
+    @property
+    def token_multiple(self) -> int:
+        """Micro-batches are padded to it: for sequence and context parallelism, and for FP8 on every rank's part of the tokens."""
+        if self.fp8 is None:
+            return self.layout.token_multiple
+        return self.fp8.alignment * self.layout.tp * self.layout.cp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +287,13 @@ class WeightsConfig(_Strict):
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
     """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of the first step. 1e-4 suits float32;
     bfloat16 mixture-of-experts models differ by about 3e-2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Strict):
+    async_save: bool = True
+    """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
+    disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
 
 
 # -- observation and the run -----------------------------------------------------------------------------------
@@ -278,6 +335,7 @@ class RunConfig(_Strict):
     train: TrainConfig
     rollout: RolloutConfig
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"

@@ -17,12 +17,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+
 
 def scratch_config(scratch: ScratchModel, max_context: int) -> dict[str, Any]:
-    """The config.json of `scratch`, with the names of the published Qwen3 checkpoints."""
+    """The config.json of `scratch`, with the names of the published checkpoints of its family."""
     dense = {
         "model_type": scratch.family,
-        "architectures": ["Qwen3MoeForCausalLM" if scratch.family == "qwen3_moe" else "Qwen3ForCausalLM"],
+        "architectures": [_ARCHITECTURES[scratch.family]],
         "vocab_size": VOCAB_SIZE,
         "hidden_size": scratch.hidden_size,
         "intermediate_size": scratch.ffn_size,
@@ -42,6 +44,9 @@ def scratch_config(scratch: ScratchModel, max_context: int) -> dict[str, Any]:
         "pad_token_id": TOKEN_IDS[PAD],
         "dtype": "float32",
     }
+    if scratch.family == "deepseek_v3":
+        del dense["head_dim"]
+        return dense | _deepseek(scratch)
     return dense if scratch.family == "qwen3" else dense | _experts(scratch)
 
 
@@ -55,4 +60,32 @@ def _experts(scratch: ScratchModel) -> dict[str, Any]:
         "mlp_only_layers": [],
         "norm_topk_prob": True,
         "output_router_logits": False,
+    }
+
+
+def _deepseek(scratch: ScratchModel) -> dict[str, Any]:
+    """One dense layer, then experts in groups of two, of which a token may use half as many as it has experts."""
+    return {
+        "num_key_value_heads": scratch.num_heads,
+        "intermediate_size": 2 * scratch.ffn_size,
+        "q_lora_rank": scratch.hidden_size // 2,
+        "kv_lora_rank": scratch.hidden_size // 4,
+        "qk_nope_head_dim": scratch.head_dim,
+        "qk_rope_head_dim": scratch.head_dim // 2,
+        "v_head_dim": scratch.head_dim,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_routed_experts": scratch.num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": scratch.experts_per_token,
+        "moe_intermediate_size": scratch.ffn_size,
+        "n_group": scratch.num_experts // 2,
+        "topk_group": scratch.experts_per_token // 2,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": None,
+        "num_nextn_predict_layers": scratch.mtp_layers,
+        "tie_word_embeddings": False,
     }

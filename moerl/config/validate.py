@@ -4,10 +4,13 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.megatron_fields import megatron_problems
-from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
+from moerl.config.fp8 import fp8_problems
+from moerl.config.megatron_fields import megatron_problems, router_problems
+from moerl.config.memory import memory_problems
+from moerl.config.model_shape import ModelShape, read_config, shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
 from moerl.config.scratch import scratch_config
@@ -63,11 +66,32 @@ def _scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
     if scratch.head_dim % 2:
         reason = "rotary embeddings turn pairs of channels"
         yield problem("model.scratch.head_dim", scratch.head_dim, "must be even", reason, f"model.scratch.head_dim={scratch.head_dim + 1}")
-    if scratch.family == "qwen3_moe" and scratch.experts_per_token > scratch.num_experts:
+    if scratch.family == "deepseek_v3":
+        yield from _deepseek_scratch_problems(scratch)
+    if scratch.family != "qwen3" and scratch.experts_per_token > scratch.num_experts:
         reason = "a token goes to different experts"
         fix = f"model.scratch.experts_per_token={scratch.num_experts} or fewer"
         rule = f"must be at most num_experts={scratch.num_experts}"
         yield problem("model.scratch.experts_per_token", scratch.experts_per_token, rule, reason, fix)
+
+
+def _deepseek_scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
+    if scratch.num_layers < 2:
+        reason = "the first layer is dense, and a layer with experts must follow"
+        yield problem(
+            "model.scratch.num_layers", scratch.num_layers, "must be at least 2 for deepseek_v3", reason, "model.scratch.num_layers=2"
+        )
+    reasons = {
+        "head_dim": (4, "half of its channels are rotary, and those turn in pairs"),
+        "hidden_size": (4, "the latents are a half and a quarter as wide"),
+        "num_experts": (2, "experts form groups of two"),
+        "experts_per_token": (2, "a token takes two experts of every group it chooses"),
+    }
+    for name, (multiple, reason) in reasons.items():
+        value = getattr(scratch, name)
+        if value % multiple:
+            rule, fix = f"must be a multiple of {multiple} for deepseek_v3", f"model.scratch.{name}={-(-value // multiple) * multiple}"
+            yield problem(f"model.scratch.{name}", value, rule, reason, fix)
 
 
 def _lengths(config: RunConfig) -> Iterator[Problem]:
@@ -88,7 +112,7 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
 
 
 def _micro_batches(config: RunConfig) -> Iterator[Problem]:
-    budget, multiple = config.train.micro_batch_tokens, config.train.layout.token_multiple
+    budget, multiple = config.train.micro_batch_tokens, config.train.token_multiple
     longest = -(-config.model.max_context // multiple) * multiple
     if budget < longest:
         padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout"
@@ -97,7 +121,7 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
         )
         yield problem("train.micro_batch_tokens", budget, f"must be at least {longest}", reason, f"train.micro_batch_tokens={longest}")
     if budget % multiple:
-        reason = "micro-batches are padded to it, for sequence and context parallel, and must not grow past the budget"
+        reason = "micro-batches are padded to it, for sequence and context parallelism and FP8, and must not grow past the budget"
         fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
         yield problem("train.micro_batch_tokens", budget, f"must be a multiple of {multiple}", reason, fix)
 
@@ -124,6 +148,10 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
         if not 0 <= beta < 1:
             rule, reason = "must be in [0, 1)", "it is the weight of the past in a running mean"
             yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
+
+
+def _memory(config: RunConfig) -> Iterator[Problem]:
+    yield from memory_problems(config.train, _shape(config.model))
 
 
 def _overlong(config: RunConfig) -> Iterator[Problem]:
@@ -173,6 +201,19 @@ def _observe(config: RunConfig) -> Iterator[Problem]:
 
 def _megatron(config: RunConfig) -> Iterator[Problem]:
     yield from megatron_problems(config.train.megatron)
+    yield from router_problems(config.train.megatron, _shape(config.model))
+
+
+def _mtp(config: RunConfig) -> Iterator[Problem]:
+    shape = _shape(config.model)
+    if config.train.mtp_loss > 0 and shape is not None and shape.num_mtp_layers == 0:
+        reason = "the model's config.json has no num_nextn_predict_layers: there is nothing to train"
+        fix = "train.mtp_loss=0, or a checkpoint with layers of multi-token prediction"
+        yield problem("train.mtp_loss", config.train.mtp_loss, "must be 0 for this model", reason, fix)
+
+
+def _fp8(config: RunConfig) -> Iterator[Problem]:
+    yield from fp8_problems(config.train, _hf_config(config.model))
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
@@ -183,18 +224,26 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _micro_batches,
     _layout,
     _optimizer,
+    _memory,
     _overlong,
     _gym_reward,
     _rollout,
     _observe,
     _megatron,
+    _mtp,
+    _fp8,
 )
 
 
 def _shape(model: ModelConfig) -> ModelShape | None:
-    """None where `_model` has already said why there is none."""
+    hf = _hf_config(model)
+    return None if hf is None else shape_of_config(hf)
+
+
+def _hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """The model's config.json; None where `_model` has already said why there is none."""
     if model.scratch is not None:
-        return shape_of_config(scratch_config(model.scratch, model.max_context))
+        return scratch_config(model.scratch, model.max_context)
     if model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        return shape_of_checkpoint(Path(model.path))
+        return read_config(Path(model.path))
     return None

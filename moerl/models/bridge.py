@@ -2,10 +2,12 @@
 
 Both directions walk the family's rules. Export is a collective: every rank iterates it to the end, rank 0 gets the tensors.
 An expert or a pipeline stage is held by some ranks only; the lowest of them gathers its tensor-parallel shards and sends.
+Layers of multi-token prediction that are not trained are not built: they leave as they are in the checkpoint.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -27,51 +29,79 @@ class Groups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owned:
-    """A parameter this rank holds, under its global name."""
+    """A parameter or buffer this rank holds, under its global name."""
 
     name: str
     rule: Rule
     numbers: dict[str, int]
-    parameter: nn.Parameter
+    tensor: Tensor
 
 
 class Bridge:
-    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool):
-        """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice."""
-        self._groups, self._sizes, self._tied, self._family = groups, sizes, tied, family
+    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path):
+        """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice.
+
+        `source`: the checkpoint the model comes from. Its tensors of multi-token prediction are exported, whether built or not.
+        """
+        self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
         self._owned = {item.name: item for chunk in chunks for item in self._own(chunk)}
         self._owners = self._find_owners()
+        self._mtp_layers = _mtp_layers(source, sizes.num_layers)
+        built = {hf for name in self._owners for hf in self._export_names(name, with_mtp=True)}
+        self._float32 = {hf for name in self._owners if family.find(name)[0].is_float32 for hf in self._export_names(name, with_mtp=True)}
+        self._kept = sorted({hf for names in self._mtp_layers.values() for hf in names} - built)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every parameter and every buffer that is part of the model's state, of this rank."""
+        return (item.tensor for item in self._owned.values())
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
         for item in self._owned.values():
             names, group = self._hf_names(item.rule, item.numbers), self._shard_group(item.rule)
             tensors = [checkpoint.read(name) for name in names]
-            whole = merge(item.rule, [torch.empty_like(item.parameter, device="meta")] * group.size(), sizes=self._sizes)
+            whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, tensor, expected in zip(names, tensors, whole, strict=True):
                 _check_shape(name, tensor, expected)
             shard = split(item.rule, tensors, rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)
             with torch.no_grad():
-                item.parameter.copy_(shard)
+                item.tensor.copy_(shard)
+            if dist.get_rank() == self._owners.get(item.name):
+                self._check_copies(item.rule, tensors[0], checkpoint)
 
-    def names(self) -> list[str]:
+    def names(self, *, with_mtp: bool = True) -> list[str]:
         """Every Hugging Face name, in the order of `export`."""
-        return [hf for name in self._owners for hf in self._hf_names(*self._family.find(name))]
+        return [hf for name in self._owners for hf in self._export_names(name, with_mtp=with_mtp)] + (self._kept if with_mtp else [])
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on rank 0; nothing, after the same communication, on the others."""
-        for name, source in self._owners.items():
-            rule, numbers = self._family.find(name)
-            tensors = self._collect(name, rule, source)
+    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
+        """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
+        return torch.float32 if name in self._float32 else model_dtype
+
+    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor in `dtype`) on rank 0; nothing, after the same communication, on the others.
+
+        Tensors of layers that were not built keep the checkpoint's dtype. `with_mtp` False leaves out all of multi-token prediction.
+        """
+        for name, owner in self._owners.items():
+            rule, _ = self._family.find(name)
+            if rule.is_mtp and not with_mtp:
+                continue
+            tensors = self._collect(name, rule, owner)
             if dist.get_rank() == 0:
-                yield from zip(self._hf_names(rule, numbers), tensors, strict=True)
+                # A tensor with copies has one Hugging Face tensor, so that the names after the first are its copies.
+                names = self._export_names(name, with_mtp=with_mtp)
+                tensors = [tensor.to(torch.float32 if rule.is_float32 else dtype) for tensor in tensors]
+                yield from zip(names, tensors + tensors[:1] * (len(names) - len(tensors)), strict=True)
+        if with_mtp and self._kept and dist.get_rank() == 0:
+            with HFCheckpoint(self._source) as checkpoint:
+                yield from ((name, checkpoint.read(name)) for name in self._kept)
 
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
         group = self._shard_group(rule)
         tensors: list[Tensor] = []
         if name in self._owned and source in dist.get_process_group_ranks(group):
-            tensors = merge(rule, self._gather(self._owned[name].parameter.detach(), rule, group), sizes=self._sizes)
+            tensors = merge(rule, self._gather(self._owned[name].tensor.detach(), rule, group), sizes=self._sizes)
         if source == 0 or dist.get_rank() not in (0, source):
             return tensors
         if dist.get_rank() == source:
@@ -89,10 +119,12 @@ class Bridge:
         return shards
 
     def _own(self, chunk: nn.Module) -> Iterator[Owned]:
-        for local, parameter in chunk.named_parameters():
+        state = chunk.state_dict().keys()
+        buffers = ((local, buffer) for local, buffer in chunk.named_buffers() if local in state)
+        for local, tensor in (*chunk.named_parameters(), *buffers):
             name = self._global_name(chunk, local)
             rule, numbers = self._family.find(name)
-            yield Owned(name=name, rule=rule, numbers=numbers, parameter=parameter)
+            yield Owned(name=name, rule=rule, numbers=numbers, tensor=tensor)
 
     def _global_name(self, chunk: nn.Module, local: str) -> str:
         """Megatron counts layers from 0 in each stage and experts from 0 on each rank."""
@@ -120,10 +152,38 @@ class Bridge:
     def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
         if self._tied and rule.megatron == "output_layer.weight":
             return ["model.embed_tokens.weight"]
-        return [name.format(**numbers) for name in rule.hf]
+        counted = {**numbers, "mtp": numbers["mtp"] + self._sizes.num_layers} if rule.is_mtp else numbers
+        return [name.format(**counted) for name in rule.hf]
+
+    def _copy_names(self, rule: Rule) -> list[str]:
+        """Those of the rule's copies that the source holds."""
+        return [name for copy in rule.copies for layer, held in self._mtp_layers.items() if (name := copy.format(mtp=layer)) in held]
+
+    def _export_names(self, name: str, *, with_mtp: bool) -> list[str]:
+        rule, numbers = self._family.find(name)
+        if not with_mtp:
+            return [] if rule.is_mtp else self._hf_names(rule, numbers)
+        return self._hf_names(rule, numbers) + self._copy_names(rule)
+
+    def _check_copies(self, rule: Rule, tensor: Tensor, checkpoint: HFCheckpoint) -> None:
+        for name in self._copy_names(rule):
+            if not checkpoint.read(name).equal(tensor):
+                reason = f"Megatron shares {rule.hf[0]} with the layers of multi-token prediction; fetch the checkpoint again"
+                raise CheckpointError(f"{name} differs from {rule.hf[0]}, of which it must be a copy: {reason}")
 
     def _shard_group(self, rule: Rule) -> dist.ProcessGroup:
         return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
+
+
+def _mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
+    """Names of the checkpoint's tensors in layers after the model's last, by layer."""
+    layers: dict[int, set[str]] = {}
+    with HFCheckpoint(source) as checkpoint:
+        for name in checkpoint.names():
+            parts = name.split(".")
+            if parts[:2] == ["model", "layers"] and int(parts[2]) >= num_layers:
+                layers.setdefault(int(parts[2]), set()).add(name)
+    return dict(sorted(layers.items()))
 
 
 def _check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:

@@ -34,6 +34,9 @@ class HFCheckpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
+    def names(self) -> list[str]:
+        return list(self._files)
+
     def read(self, name: str) -> Tensor:
         """Raises CheckpointError naming the tensor and its file."""
         with self._explaining(name):

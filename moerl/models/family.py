@@ -19,25 +19,37 @@ after padding the vocabulary. qkv: column over query groups, each holding its qu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One parameter of Megatron, with {layer} and {expert} where its name counts them, all from 0 over the whole model."""
+    """One parameter or buffer of Megatron, with {layer}, {expert} and {mtp} where its name counts them, all from 0 over the whole model.
+
+    {mtp} counts the layers of the multi-token prediction block; Hugging Face numbers them on from the last layer of the model.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     shard: Shard = "replicated"
+    copies: tuple[str, ...] = ()
+    """Names under which published checkpoints repeat the tensor, once for every {mtp}."""
+    is_float32: bool = False
+    """Kept and exported in float32 whatever the model's dtype."""
 
     @property
     def is_expert(self) -> bool:
         return "{expert}" in self.megatron
+
+    @property
+    def is_mtp(self) -> bool:
+        return "{mtp}" in self.megatron
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     rules: tuple[Rule, ...]
     transformer_config: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """From config.json to the keyword arguments of Megatron's TransformerConfig that describe the architecture."""
+    """From config.json to the keyword arguments of Megatron's TransformerConfig that describe the architecture (with
+    multi_latent_attention: of its MLATransformerConfig)."""
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
-        """The rule of a parameter by its global Megatron name, and its {layer} and {expert}. KeyError if none matches."""
+        """The rule of a parameter by its global Megatron name, and its {layer}, {expert} and {mtp}. KeyError if none matches."""
         for rule in self.rules:
             match = _pattern(rule.megatron).fullmatch(name)
             if match:
@@ -46,14 +58,21 @@ class Family:
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    escaped = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)").replace(r"\{expert\}", r"(?P<expert>\d+)")
-    return re.compile(escaped)
+    return re.compile(re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>\\d+)", re.escape(template)))
+
+
+def num_mtp_layers(hf: Mapping[str, Any]) -> int:
+    """Layers of the multi-token prediction block by config.json."""
+    number = hf.get("num_nextn_predict_layers")
+    return 0 if number is None else number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What splitting and merging need to know beside the tensors."""
 
+    num_layers: int
+    """Without those of multi-token prediction."""
     num_query_groups: int
     head_dim: int
     vocab_size: int

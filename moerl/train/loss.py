@@ -73,11 +73,17 @@ class LossSums:
     def loss(self) -> float:
         return float(self.sums[SUMMED.index("loss")])
 
+    def with_mtp(self, mtp_loss: Tensor) -> "LossSums":
+        """With this micro-batch's share of the loss of multi-token prediction, before its coefficient."""
+        sums = self.sums.clone()
+        sums[SUMMED.index("mtp_loss")] = mtp_loss.detach()
+        return LossSums(sums=sums, mismatch_max=self.mismatch_max)
+
     def __add__(self, other: "LossSums") -> "LossSums":
         return LossSums(sums=self.sums + other.sums, mismatch_max=torch.maximum(self.mismatch_max, other.mismatch_max))
 
 
-SUMMED = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl")
+SUMMED = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl", "mtp_loss")
 
 
 def micro_batch_loss(
@@ -103,10 +109,10 @@ def micro_batch_loss(
     return loss, sums
 
 
-def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool) -> dict[str, float | int | None]:
+def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, trains_mtp: bool) -> dict[str, float | int | None]:
     """Fields of StepStats from the sums of each mini-batch of a step, in order, reduced over every rank.
 
-    loss: mean over the mini-batches. kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference: None
+    loss, mtp_loss: mean over the mini-batches. kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference: None
     without a reference. The rest: token means over the step.
     """
     per_batch = [dict(zip(SUMMED, batch.sums.tolist(), strict=True)) for batch in mini_batches]
@@ -129,6 +135,7 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool) -
         "mismatch_mean": first_mean("mismatch"),
         "mismatch_max": float(mini_batches[0].mismatch_max),
         "mismatch_kl": first_mean("mismatch_kl"),
+        "mtp_loss": sum(batch["mtp_loss"] for batch in per_batch) / len(per_batch) if trains_mtp else None,
     }
 
 
@@ -163,5 +170,6 @@ def _sums(
         "clipped": (clipped_T & mask_T).double().sum(),
         "mismatch": mismatch_T.sum(),
         "mismatch_kl": kl_k3(rollout_T, logp_T).sum(),
+        "mtp_loss": loss.new_zeros((), dtype=torch.float64),
     }
     return LossSums(sums=torch.stack([by_name[name] for name in SUMMED]), mismatch_max=mismatch_T.max())

@@ -5,24 +5,30 @@ Call only after megatron_patches.activate().
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import nn
 
 from moerl.config.layout import Layout
-from moerl.config.schema import TrainConfig
+from moerl.config.schema import FP8Config, TrainConfig
 from moerl.models import FAMILIES
 from moerl.models.bridge import Bridge, Groups
-from moerl.models.family import Family, Sizes
+from moerl.models.family import Family, Sizes, num_mtp_layers
+from moerl.train.mtp_model import MTPModel
+from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
+from moerl.train.recompute import recompute_fields
+from moerl.train.reloadable_groups import ReloadableGroups
+from moerl.train.routers import Routers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +39,25 @@ class Model:
     wrapped: list[nn.Module]
     """The same in DistributedDataParallel: what runs."""
     bridge: Bridge
+    routers: Routers
     vocab_size: int
     """Rows of the logits above it are padding."""
 
 
-def initialize_groups(layout: Layout, seed: int) -> None:
-    """Megatron's process groups over the default group, and its RNG streams."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
+def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) -> ReloadableGroups | None:
+    """Megatron's process groups over the default group, and its RNG streams. `reloadable`: the groups can be ended and made again."""
+    groups = ReloadableGroups() if reloadable else None
+    with groups.recording() if groups is not None else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return groups
 
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
@@ -56,45 +66,58 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
     config = _transformer_config(family, hf, train)
     vocab_size, tied = hf["vocab_size"], hf["tie_word_embeddings"]
     padded_vocab_size = -(-vocab_size // train.layout.tp) * train.layout.tp
-    chunks = [
-        GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage),
-            vocab_size=padded_vocab_size,
-            max_sequence_length=max_context,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            position_embedding_type="rope",
-            rotary_base=_rope_theta(hf),
-            share_embeddings_and_output_weights=tied,
-            vp_stage=vp_stage,
-        )
-        for vp_stage in (range(train.layout.vpp) if train.layout.vpp > 1 else [None])
-    ]
+    stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
+    chunks = [_chunk(config, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
     for chunk in chunks:
         _reduce_replicated_experts(chunk, train.layout)
+    wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
+    reduce_after_last_micro_batch(config, wrapped)
     sizes = Sizes(
-        num_query_groups=hf["num_key_value_heads"], head_dim=hf["head_dim"], vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
+        num_layers=config.num_layers,
+        num_query_groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
     )
     return Model(
         config=config,
         chunks=chunks,
-        wrapped=[_wrap(config, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)],
-        bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied),
+        wrapped=wrapped,
+        bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied, source=model_dir),
+        routers=Routers(config, chunks, train.layout),
         vocab_size=vocab_size,
+    )
+
+
+def _chunk(config: TransformerConfig, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int) -> GPTModel:
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    has_mtp = config.mtp_num_layers is not None
+    return (MTPModel if has_mtp else GPTModel)(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=padded_vocab_size,
+        max_sequence_length=max_context,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        position_embedding_type="rope",
+        rotary_base=config.rotary_base if isinstance(config, MLATransformerConfig) else _rope_theta(hf),
+        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=True, vp_stage=vp_stage) if has_mtp else None,
+        vp_stage=vp_stage,
     )
 
 
 def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
     layout, dtype = train.layout, getattr(torch, train.dtype)
-    config = TransformerConfig(
-        **family.transformer_config(hf) | _router_dtype(dtype),
+    described = family.transformer_config(hf) | _router_dtype(dtype)
+    chosen: dict[str, Any] = dict(
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        **_fp8(train.fp8),
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
@@ -118,10 +141,24 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        **train.megatron,
+        mtp_num_layers=num_mtp_layers(hf) if train.mtp_loss > 0 else None,
     )
+    kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
+    config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
     config.finalize_model_grads_func = sum_gradients
     return config
+
+
+def _fp8(fp8: FP8Config | None) -> dict[str, Any]:
+    if fp8 is None:
+        return {}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
+        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
+    }
 
 
 def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
@@ -146,11 +183,14 @@ def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def _wrap(config: TransformerConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=config.params_dtype != torch.float64)
+def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
     module = Float16Module(config, chunk) if config.bf16 else chunk
+    for name, buffer in chunk.named_buffers():
+        # Rounded to bfloat16 by Float16Module; Megatron widens it again only in the first forward pass, after the weights were loaded.
+        if name.endswith(".expert_bias"):
+            buffer.data = buffer.data.float()
     # The gradients of the other chunks are complete only when those of the first are: their buckets would hide nothing.
-    return DistributedDataParallel(config, ddp, module, disable_bucketing=not is_first)
+    return DistributedDataParallel(config, data_parallel_config(train), module, disable_bucketing=not is_first)
 
 
 def _bridge_groups() -> Groups:

@@ -25,6 +25,7 @@ class PackedMicroBatch:
 
     token_ids_T: np.ndarray  # int64
     position_ids_T: np.ndarray  # int64, from 0 in every slot
+    is_token_T: np.ndarray  # bool, False for padding
     labels_T: np.ndarray  # int64
     label_index_T: np.ndarray  # int64, where the label stands in the batch's `_T` arrays; -1: no label
     response_mask_T: np.ndarray  # bool, the label is a response token
@@ -86,6 +87,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
     return PackedMicroBatch(
         token_ids_T=_gather(batch.token_ids_T, source_T),
         position_ids_T=np.arange(num_tokens) - np.repeat(boundaries[:-1], np.diff(boundaries)),
+        is_token_T=source_T >= 0,
         labels_T=_gather(batch.token_ids_T, label_index_T),
         label_index_T=label_index_T,
         response_mask_T=_gather(batch.response_mask_T, label_index_T),

@@ -50,7 +50,7 @@ def served(request, run, checkpoints) -> Iterator[Served]:
     yield from serve(request.param, request, run, checkpoints)
 
 
-@pytest.fixture(params=["moe", "dense"])
+@pytest.fixture(params=["moe", "dense", "latent"])
 def served_hf(request, run, checkpoints) -> Iterator[Served]:
     yield from serve(request.param, request, run, checkpoints)
 

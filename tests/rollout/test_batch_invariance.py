@@ -51,7 +51,7 @@ class Batch:
         return outcomes
 
 
-@pytest.fixture(scope="module", params=["moe", "dense"])
+@pytest.fixture(scope="module", params=["moe", "dense", "latent"])
 def batch(request, checkpoints):
     torch.set_num_threads(1)
     return Batch(checkpoints[request.param].directory, deterministic=True)
@@ -130,7 +130,7 @@ def test_a_request_after_a_push_does_not_join_a_prefill_begun_before_it(batch):
     assert outcomes["old"].logprobs != fresh.logprobs
 
 
-@pytest.mark.parametrize("name", ["moe", "dense"])
+@pytest.mark.parametrize("name", ["moe", "dense", "latent"])
 def test_the_fast_shapes_give_the_same_completions_up_to_rounding(checkpoints, name):
     exact, fast = (Batch(checkpoints[name].directory, deterministic=choice).complete({0: others(22)}) for choice in (True, False))
     for request_id, completion in exact.items():

@@ -16,7 +16,7 @@ def load(directory: Path, **changes):
     return load_model(directory, **{**options, **changes})
 
 
-@pytest.mark.parametrize("name", ["moe", "dense"])
+@pytest.mark.parametrize("name", ["moe", "dense", "latent"])
 def test_the_expected_tensors_are_those_of_the_checkpoint_file(checkpoints, name):
     checkpoint = checkpoints[name]
     specs = {key: spec_of(key, tensor) for key, tensor in checkpoint.tensors.items()}
@@ -24,7 +24,7 @@ def test_the_expected_tensors_are_those_of_the_checkpoint_file(checkpoints, name
     assert "lm_head.weight" in specs or name == "dense"  # tied
 
 
-@pytest.mark.parametrize("name", ["moe", "dense"])
+@pytest.mark.parametrize("name", ["moe", "dense", "latent"])
 def test_copying_into_the_views_gives_the_checkpoints_model(checkpoints, name):
     checkpoint = checkpoints[name]
     dummy, loaded = load(checkpoint.directory), load(checkpoint.directory, load="checkpoint")
@@ -34,11 +34,20 @@ def test_copying_into_the_views_gives_the_checkpoints_model(checkpoints, name):
         assert torch.equal(ours, theirs), key
 
 
+def test_the_bias_of_a_router_is_float32_in_every_server(checkpoints):
+    directory = checkpoints["latent"].directory
+    in_float32 = {name for name, spec in checkpoint_specs(directory, torch.bfloat16).items() if spec.dtype == "float32"}
+    assert in_float32 == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    for source in ("dummy", "checkpoint"):
+        views = checkpoint_views(load(directory, dtype=torch.bfloat16, load=source))
+        assert {name for name, view in views.items() if view.dtype == torch.float32} == in_float32
+
+
 def test_specs_have_the_dtype_the_server_runs_in(checkpoints):
     assert {spec.dtype for spec in checkpoint_specs(checkpoints["moe"].directory, torch.bfloat16).values()} == {"bfloat16"}
 
 
-@pytest.mark.parametrize("name", ["moe", "dense"])
+@pytest.mark.parametrize("name", ["moe", "dense", "latent"])
 def test_a_context_longer_than_the_model_knows_is_refused(checkpoints, name):
     with pytest.raises(EngineError, match=r"model.max_context = 257: must be at most 256.*Lower model.max_context"):
         load(checkpoints[name].directory, max_context=257)

@@ -19,7 +19,7 @@ def reference(checkpoints):
 
     @torch.no_grad()
     def logprobs(served, tokens, temperature=1.0, scale=1.0):
-        name = "moe" if served.tensors is checkpoints["moe"].tensors else "dense"
+        name = next(name for name, checkpoint in checkpoints.items() if served.tensors is checkpoint.tensors)
         model = AutoModelForCausalLM.from_config(models[name].config)
         model.load_state_dict({key: value * scale for key, value in models[name].state_dict().items()})
         logits = model(torch.tensor([tokens])).logits[0].double()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
@@ -34,8 +34,14 @@ SHAPE = dict(
 CONFIGS = {
     "moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True),
     "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
-}
-SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": []}
+    "latent": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 8}, moe_intermediate_size=48, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=4, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8,
+        v_head_dim=10,
+    ),
+}  # fmt: skip
+"""dense: tied embeddings. latent: latent attention, a bias that helps to choose experts."""
+SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": [], "latent": ["--deterministic"]}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -99,7 +105,11 @@ class Served:
 
 def write_checkpoint(directory: Path, name: str) -> Checkpoint:
     torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.2)
+    model.save_pretrained(directory)
     return Checkpoint(directory=directory, tensors=load_file(directory / "model.safetensors"))
 
 

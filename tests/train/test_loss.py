@@ -139,7 +139,7 @@ def test_plain_sums(seed, name, with_old):
     for micro_batches in (single(batch), one_each, [*one_each, []]):
         loss, grad, sums = run(batch, policy, objective, micro_batches)
         assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5)
-        assert step_statistics([sums], uses_reference=True)["loss"] == pytest.approx(loss, abs=1e-5)
+        assert step_statistics([sums], uses_reference=True, trains_mtp=False)["loss"] == pytest.approx(loss, abs=1e-5)
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-6)
 
 
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_zero_at_zero_counts_response_tokens_only():
     policy = Policy(rng, len(batch.token_ids_T))
     loss, _, sums = run(batch, policy, EveryTokenCosts(), single(batch), token_multiple=8)
     assert loss == pytest.approx(5 - policy.logprobs[batch.response_mask_T].mean(), rel=1e-5)
-    assert step_statistics([sums], uses_reference=False)["clip_fraction"] == 1
+    assert step_statistics([sums], uses_reference=False, trains_mtp=False)["clip_fraction"] == 1
 
 
 def test_nan_inside_the_mask_is_not_hidden():
@@ -239,7 +239,7 @@ def test_without_old_log_probs_the_ratio_is_one_and_kl_old_is_exactly_zero():
     batch = make_batch(rng, with_old=False)
     policy = Policy(rng, len(batch.token_ids_T))
     loss, grad, sums = run(batch, policy, OBJECTIVES["dapo"], single(batch))
-    statistics = step_statistics([sums], uses_reference=False)
+    statistics = step_statistics([sums], uses_reference=False, trains_mtp=False)
     mask = batch.response_mask_T
     assert (statistics["kl_old"], statistics["clip_fraction"]) == (0, 0)
     assert loss == pytest.approx(-batch.advantages_T[mask].mean(), abs=1e-6)
@@ -253,7 +253,7 @@ def test_statistics_agree_with_loops(seed):
     batch = make_batch(rng)
     policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES["grpo_token_kl"]
     _, _, sums = run(batch, policy, objective, [[i] for i in range(batch.num_sequences)])
-    measured = step_statistics([sums], uses_reference=True)
+    measured = step_statistics([sums], uses_reference=True, trains_mtp=False)
 
     response = np.flatnonzero(batch.response_mask_T)
     logp = policy.logprobs.astype(np.float32).astype(np.float64)
@@ -280,15 +280,17 @@ def is_clipped(batch, d, t, config):
 
 def test_a_step_of_several_mini_batches_reports_mismatch_and_kl_old_of_the_first():
     def sums_of(**values):
-        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl")
+        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl", "mtp_loss")
         return LossSums(sums=torch.tensor([float(values[n]) for n in names]).double(), mismatch_max=torch.tensor(values["worst"]).double())
 
-    first = sums_of(loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15)
-    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0)
-    assert step_statistics([first, second], uses_reference=False) == pytest.approx(
+    first = sums_of(
+        loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15, mtp_loss=5
+    )
+    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0, mtp_loss=4)
+    assert step_statistics([first, second], uses_reference=False, trains_mtp=True) == pytest.approx(
         {
             "loss": 2, "num_tokens": 8, "entropy": 1, "kl_old": 0, "kl_reference": None, "clip_fraction": 0.5,
-            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01,
+            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01, "mtp_loss": 4.5,
         }
     )  # fmt: skip
 

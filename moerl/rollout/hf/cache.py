@@ -30,12 +30,11 @@ class Rows:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [num_slots, kv_heads, num_columns, head_dim] each."""
+    """Keys and values of one layer, [num_slots, kv_heads, num_columns, head_dim] each, with a head_dim of its own each."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, cache: "SlotCache"):
+    def __init__(self, shape: tuple[int, int, int], head_dims: tuple[int, int], dtype: torch.dtype, cache: "SlotCache"):
         super().__init__()
-        self.keys = torch.zeros(shape, dtype=dtype)
-        self.values = torch.zeros(shape, dtype=dtype)
+        self.keys, self.values = (torch.zeros((*shape, head_dim), dtype=dtype) for head_dim in head_dims)
         self.all_slots = torch.arange(shape[0])
         self.cache = cache
         self.is_initialized = True
@@ -68,10 +67,11 @@ class SlotCache(Cache):
 
     def __init__(self, config: PretrainedConfig, *, num_slots: int, max_context: int, dtype: torch.dtype):
         self.scratch_column = -(-max_context // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-        shape = (num_slots, config.num_key_value_heads, self.scratch_column + 1, config.head_dim)
+        kv_heads, head_dims = _cached_heads(config)
+        shape = (num_slots, kv_heads, self.scratch_column + 1)
         self.rows: Rows | None = None
         self.num_slots = num_slots
-        super().__init__(layers=[SlotLayer(shape, dtype, self) for _ in range(config.num_hidden_layers)])
+        super().__init__(layers=[SlotLayer(shape, head_dims, dtype, self) for _ in range(config.num_hidden_layers)])
 
     def clear(self, slots: torch.Tensor) -> None:
         """Masked columns count with weight 0, and 0 times an old NaN would still be NaN."""
@@ -86,6 +86,16 @@ class SlotCache(Cache):
             layer.values[targets, :, :length] = layer.values[source, :, :length]
 
 
+def _cached_heads(config: PretrainedConfig) -> tuple[int, tuple[int, int]]:
+    """Heads, and the widths of what transformers caches as keys and as values.
+
+    Latent attention (DeepSeek-V3) caches, as one head, the latents from which it makes keys and values, and the keys' rotary part.
+    """
+    if config.model_type == "deepseek_v3":
+        return 1, (config.kv_lora_rank, config.qk_rope_head_dim)
+    return config.num_key_value_heads, (config.head_dim, config.head_dim)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -98,11 +108,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention that reads keys and values where they lie.
 
-    query [B, heads, C, D], key and value [B, kv_heads, S, D], mask [B, 1, heads / kv_heads * C, S]: the query heads that share a
-    key/value head are laid along the query axis, so that keys and values need no repetition.
+    query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the
+    query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(batch, heads, tokens, dim).transpose(1, 2), None
+    return out.reshape(batch, heads, tokens, value.shape[-1]).transpose(1, 2), None

@@ -5,7 +5,7 @@ checkpoints and weight pushes name each expert's matrices, which are views into 
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -16,8 +16,10 @@ from moerl.rollout.hf.cache import ATTENTION, attend
 from moerl.rollout.hf.experts import EXPERTS, every_expert_on_every_row
 from moerl.types import EngineError, TensorSpec
 
-MODEL_TYPES = ("qwen3", "qwen3_moe")
+MODEL_TYPES = ("qwen3", "qwen3_moe", "deepseek_v3")
 """Families whose forward and parameter names this engine is tested with."""
+_FLOAT32_BUFFER = ".e_score_correction_bias"
+"""Decides which experts are chosen; kept in float32 whatever the model's dtype (transformers does so only when it loads a file)."""
 
 
 def load_model(
@@ -28,20 +30,22 @@ def load_model(
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, every_expert_on_every_row)
     config = _checked_config(model_dir, max_context)
     options = {"dtype": dtype, "attn_implementation": ATTENTION}
-    if deterministic and config.model_type == "qwen3_moe":
+    if deterministic and config.model_type != "qwen3":
         options["experts_implementation"] = EXPERTS
     if load == "checkpoint":
         model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
     else:
-        model = AutoModelForCausalLM.from_config(config, **options)
+        model = _random(config, **options)
     return model.eval().requires_grad_(False)
 
 
 def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every tensor of the model's checkpoint by name, as a view of the memory the model computes with. A tied lm_head is not in it."""
     views: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        data = parameter.data
+    state = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
+    for name, tensor in (*model.named_parameters(), *buffers):
+        data = tensor.data
         if name.endswith(".experts.gate_up_proj"):
             views |= _expert_views(name.removesuffix("gate_up_proj"), data)
         elif name.endswith(".experts.down_proj"):
@@ -61,7 +65,15 @@ def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpe
     """What a push to a model of `model_dir` must bring; allocates no weights."""
     config = _checked_config(model_dir, max_context=1)
     with torch.device("meta"):
-        return tensor_specs(checkpoint_views(AutoModelForCausalLM.from_config(config, dtype=dtype)))
+        return tensor_specs(checkpoint_views(_random(config, dtype=dtype)))
+
+
+def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, **options)
+    for name, buffer in model.named_buffers():
+        if name.endswith(_FLOAT32_BUFFER):
+            buffer.data = buffer.data.float()
+    return model
 
 
 def _expert_views(prefix: str, gate_up: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -80,7 +92,7 @@ def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
             f"model_type = {config.model_type!r} of {model_dir}: must be one of {', '.join(MODEL_TYPES)}; the hf engine writes its own "
             "attention masks and expert layout, known only for these. Use another rollout.engine"
         )
-    if config.sliding_window is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if getattr(config, "sliding_window", None) is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise EngineError(
             f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine keeps every position. Set it to null "
             "in config.json if max_context fits the window"

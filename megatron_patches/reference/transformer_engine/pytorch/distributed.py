@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils import checkpoint as recompute
+
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+
 
 class CudaRNGStatesTracker:
     def __init__(self) -> None:
@@ -11,8 +15,18 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
 
-def checkpoint(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("te checkpoint serves FP8 recomputation, which needs Transformer Engine on a GPU")
+def checkpoint(function: Any, *args: Any, distribute_saved_activations: bool = False, get_rng_state_tracker: Any = None,
+               tp_group: Any = None, **kwargs: Any) -> Any:  # fmt: skip
+    """Run `function` again in the backward pass, under the FP8 recipe of the forward pass. There is no dropout whose bits matter."""
+    if distribute_saved_activations:
+        raise RuntimeError("distribute_saved_activations is not in the reference transformer_engine")
+    recipe = FP8GlobalStateManager.recipe
+
+    def run(*again: Any, **options: Any) -> Any:
+        with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            return function(*again, **options)
+
+    return recompute.checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 @contextmanager

@@ -1,25 +1,30 @@
 """Linear, LayerNormLinear and GroupedLinear with Megatron's tensor and sequence parallelism.
 
-Weights are [out, in]. column: rows of the weight are split over tp; row: its columns. Communication goes through
-Megatron's own autograd functions, so forward and backward match its native layers.
+Weights are [out, in]. column: rows of the weight are split over tp; row: its columns. Communication goes through Megatron's own
+autograd functions, so forward and backward match its native layers. Inside fp8_autocast the operands of every product are rounded
+to FP8 (quantize.py).
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.norm import normalize
+from transformer_engine.pytorch.quantize import product
 
 
 class _TensorParallel(nn.Module):
     """What the three layers share: sizes of the local shard, communication before and after, the empty extra state."""
 
     def _set_up(self, in_features: int, out_features: int, *, tp_group: Any, tp_size: int, parallel_mode: str | None,
-                sequence_parallel: bool, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool) -> tuple[int, int]:  # fmt: skip
+                sequence_parallel: bool, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool,
+                delay_wgrad_compute: bool) -> tuple[int, int]:  # fmt: skip
         if fuse_wgrad_accumulation:
             raise RuntimeError("gradient_accumulation_fusion needs Transformer Engine on a GPU")
+        if delay_wgrad_compute:
+            raise RuntimeError("delay_wgrad_compute needs Transformer Engine on a GPU")
         self.in_features, self.out_features = in_features, out_features
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = sequence_parallel and tp_size > 1
@@ -75,7 +80,7 @@ class _TensorParallel(nn.Module):
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """x W^T (+ bias after the reduction, so that a row-parallel bias is added once)."""
-        y = self._after(functional.linear(self._before(x), weight))
+        y = self._after(product(self._before(x), weight, FP8GlobalStateManager.recipe))
         if self.return_bias:
             return y, bias
         return y if bias is None else y + bias
@@ -85,11 +90,12 @@ class Linear(_TensorParallel):
     def __init__(self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
                  tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None, init_method: Any = None, bias: bool = True,
                  return_bias: bool = False, parallel_mode: str | None = None, params_dtype: Any = None, device: Any = "cpu",
-                 **_: Any) -> None:  # fmt: skip
+                 delay_wgrad_compute: bool = False, **_: Any) -> None:  # fmt: skip
         super().__init__()
         out, into = self._set_up(in_features, out_features, tp_group=tp_group, tp_size=tp_size, parallel_mode=parallel_mode,
                                  sequence_parallel=sequence_parallel, bias=bias, return_bias=return_bias,
-                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation)  # fmt: skip
+                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                                 delay_wgrad_compute=delay_wgrad_compute)  # fmt: skip
         self.weight = self._new_weight(out, into, device, params_dtype, init_method)
         self.bias = self._new_bias(out, device, params_dtype) if bias else None
 
@@ -102,13 +108,15 @@ class LayerNormLinear(_TensorParallel):
                  fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None,
                  init_method: Any = None, bias: bool = True, return_bias: bool = False, parallel_mode: str | None = None,
                  return_layernorm_output: bool = False, zero_centered_gamma: bool = False, normalization: str = "LayerNorm",
-                 params_dtype: Any = None, device: Any = "cpu", **_: Any) -> None:  # fmt: skip
+                 params_dtype: Any = None, device: Any = "cpu",
+                 delay_wgrad_compute: bool = False, **_: Any) -> None:  # fmt: skip
         super().__init__()
         if return_layernorm_output:
             raise RuntimeError("return_layernorm_output needs Transformer Engine on a GPU")
         out, into = self._set_up(in_features, out_features, tp_group=tp_group, tp_size=tp_size, parallel_mode=parallel_mode,
                                  sequence_parallel=sequence_parallel, bias=bias, return_bias=return_bias,
-                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation)  # fmt: skip
+                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                                 delay_wgrad_compute=delay_wgrad_compute)  # fmt: skip
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         start = torch.zeros if zero_centered_gamma else torch.ones
         self.layer_norm_weight = nn.Parameter(start(in_features, device=device, dtype=params_dtype))
@@ -131,11 +139,13 @@ class GroupedLinear(_TensorParallel):
     def __init__(self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
                  fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None,
                  rng_tracker_name: str | None = None, init_method: Any = None, bias: bool = True, return_bias: bool = False,
-                 params_dtype: Any = None, parallel_mode: str | None = None, device: Any = "cpu", **_: Any) -> None:  # fmt: skip
+                 params_dtype: Any = None, parallel_mode: str | None = None, device: Any = "cpu",
+                 delay_wgrad_compute: bool = False, **_: Any) -> None:  # fmt: skip
         super().__init__()
         out, into = self._set_up(in_features, out_features, tp_group=tp_group, tp_size=tp_size, parallel_mode=parallel_mode,
                                  sequence_parallel=sequence_parallel, bias=bias, return_bias=return_bias,
-                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation)  # fmt: skip
+                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                                 delay_wgrad_compute=delay_wgrad_compute)  # fmt: skip
         self.num_gemms = num_gemms
         for index in range(num_gemms):
             self.register_parameter(f"weight{index}", self._new_weight(out, into, device, params_dtype, init_method))
@@ -147,9 +157,10 @@ class GroupedLinear(_TensorParallel):
     def forward(self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         sizes = m_splits.tolist() if torch.is_tensor(m_splits) else [int(size) for size in m_splits]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
-        pieces = [
-            functional.linear(part, getattr(self, f"weight{i}"), None if biases is None or self.return_bias else biases[i])
-            for i, part in enumerate(torch.split(x, sizes))
-        ]
+        pieces = [self._expert(i, part, biases) for i, part in enumerate(torch.split(x, sizes))]
         y = torch.cat(pieces)
         return (y, biases) if self.return_bias else y
+
+    def _expert(self, index: int, x: torch.Tensor, biases: list[torch.Tensor] | None) -> torch.Tensor:
+        y = product(x, getattr(self, f"weight{index}"), FP8GlobalStateManager.recipe)
+        return y if biases is None or self.return_bias else y + biases[index]

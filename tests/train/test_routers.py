@@ -1,0 +1,164 @@
+"""What routers do beside routing: off in RL, and right where train.megatron asks for it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from deepseek_cases import deepseek_settings, write_deepseek
+from engine_cases import LAYOUTS, random_batch
+from engine_jobs import train
+from engine_ranks import run_ranks
+from router_jobs import biases
+from test_hf_parity import load
+
+from moerl.config.layout import Layout
+from moerl.types import TrainBatch
+
+RATE = 0.01
+UPDATED = {"moe_router_bias_update_rate": RATE}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_deepseek(tmp_path_factory.mktemp("deepseek"))["plain"]
+
+
+# -- biases --------------------------------------------------------------------------------------------------------
+
+
+def short_batch():
+    """Sequences of five tokens: context parallelism over four ranks pads each with three."""
+    rng = np.random.default_rng(1)
+    return TrainBatch(
+        token_ids_T=rng.integers(5, 90, size=100),
+        response_mask_T=np.arange(100) % 5 > 0,
+        rollout_logprobs_T=np.full(100, -4.5, dtype=np.float32),
+        advantages_T=rng.normal(size=100).astype(np.float32),
+        offsets=np.arange(0, 101, 5),
+    )
+
+
+def chosen_experts(model, batch):
+    """Tokens per expert [E] of each layer with experts, by the name of its bias; one sequence after the other."""
+    counts, gates = {}, {name: gate for name, gate in model.named_modules() if name.endswith(".mlp.gate")}
+
+    def count(name, output):
+        indices = output[2].flatten()
+        counts[f"{name}.e_score_correction_bias"] = counts.get(f"{name}.e_score_correction_bias", 0) + torch.bincount(indices, minlength=8)
+
+    hooks = [gate.register_forward_hook(lambda _, __, output, name=name: count(name, output)) for name, gate in gates.items()]
+    with torch.no_grad():
+        for start, end in pairwise(batch.offsets):
+            model(input_ids=torch.from_numpy(batch.token_ids_T[start:end])[None])
+    for hook in hooks:
+        hook.remove()
+    return counts
+
+
+def test_biases_stay_as_they_are_unless_an_update_rate_is_set(directory):
+    _, before, after = run_ranks(biases, 1, deepseek_settings(directory, Layout(), mtp_loss=0.3), random_batch())
+    assert len(before) == 5
+    for name, bias in before.items():
+        np.testing.assert_array_equal(after[name], bias)
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2", "cp4", "tp2-ep2"])
+def test_a_bias_moves_by_the_rate_towards_the_mean_load_whatever_the_layout_and_its_padding(layout, directory):
+    chosen = deepseek_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], megatron=UPDATED)
+    batch = short_batch()
+    _, before, after = run_ranks(biases, chosen.train.layout.ranks, chosen, batch)
+    counts = chosen_experts(load(directory), batch)
+    assert len(counts) == 3
+    for name, load_E in counts.items():
+        expected = before[name] + RATE * np.sign(load_E.float().mean() - load_E).numpy()
+        np.testing.assert_allclose(after[name], expected, atol=1e-6, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2"])
+def test_biases_of_multi_token_prediction_move_alike_under_every_layout(layout, directory):
+    options = {"megatron": UPDATED, "mtp_loss": 0.3}
+    _, before, expected = run_ranks(biases, 1, deepseek_settings(directory, Layout(), **options), random_batch())
+    _, _, after = run_ranks(biases, 2, deepseek_settings(directory, LAYOUTS[layout], **options), random_batch())
+    for name, bias in expected.items():
+        assert np.abs(bias - before[name]).max() == pytest.approx(RATE, rel=1e-3)
+        np.testing.assert_array_equal(after[name], bias, err_msg=name)
+
+
+@pytest.mark.parametrize("recompute", [{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}])
+def test_a_layer_that_is_computed_again_counts_its_tokens_once(recompute, directory):
+    _, _, expected = run_ranks(biases, 2, deepseek_settings(directory, LAYOUTS["pp2"], megatron=UPDATED), random_batch())
+    _, _, after = run_ranks(biases, 2, deepseek_settings(directory, LAYOUTS["pp2"], megatron=UPDATED | recompute), random_batch())
+    for name, bias in expected.items():
+        np.testing.assert_array_equal(after[name], bias, err_msg=name)
+
+
+def test_an_update_that_is_not_finite_leaves_the_biases(directory):
+    batch = random_batch()
+    broken = replace(batch, advantages_T=np.where(np.arange(len(batch.token_ids_T)) == 5, np.nan, batch.advantages_T).astype(np.float32))
+    stats, before, after = run_ranks(biases, 1, deepseek_settings(directory, Layout(), megatron=UPDATED), broken)
+    assert len(stats.skipped_updates) == 1
+    for name, bias in before.items():
+        np.testing.assert_array_equal(after[name], bias)
+
+
+# -- load-balancing losses -----------------------------------------------------------------------------------------
+
+COEFFICIENT = 0.5
+LOSSES = {
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
+    "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
+}
+
+
+def balance_settings(directory, layout, name):
+    """One micro-batch: the loss is not linear in its tokens."""
+    return deepseek_settings(directory, layout, megatron=LOSSES[name], micro_batch_tokens=4096)
+
+
+def without_policy_loss(batch):
+    """Every advantage is 0, so that the gradient is that of the load-balancing loss alone. A count of tokens that needs no padding."""
+    keep = list(range(batch.num_sequences))
+    while int(batch.select(keep).lengths.sum()) % 2:
+        keep.pop()
+    batch = batch.select(keep)
+    return replace(batch, advantages_T=np.zeros_like(batch.advantages_T))
+
+
+def plain_loss(model, batch, name):
+    """Of all tokens at once, over the layers. Switch Transformers (arXiv:2101.03961), equation 4; ST-MoE (arXiv:2202.08906), equation 5."""
+    logits = {}
+    gates = [(n, gate) for n, gate in model.named_modules() if n.endswith(".mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda _, __, output, n=n: logits.setdefault(n, []).append(output[0])) for n, gate in gates]
+    for start, end in pairwise(batch.offsets):
+        model(input_ids=torch.from_numpy(batch.token_ids_T[start:end])[None])
+    for hook in hooks:
+        hook.remove()
+    total = 0
+    for parts in logits.values():
+        whole = torch.cat(parts)
+        if name == "z_loss":
+            total = total + whole.logsumexp(-1).square().mean()
+            continue
+        scores = whole.sigmoid()
+        share_E = torch.zeros_like(scores).scatter(1, scores.topk(4).indices, 1).mean(0) / 4
+        total = total + scores.shape[1] * (share_E * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
+    return COEFFICIENT * total
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("layout", ["one", "tp2", "tp2-ep2", "pp2"])
+def test_a_load_balancing_loss_has_the_gradient_of_its_mean_over_tokens(layout, name, directory):
+    batch, model = without_policy_loss(random_batch()), load(directory)
+    chosen = balance_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], name)
+    result = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1)
+    plain_loss(model, batch, name).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert result.steps[0].loss == 0.0
+    assert result.steps[0].grad_norm == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_without_settings_there_is_no_load_balancing_loss(directory):
+    batch = without_policy_loss(random_batch())
+    assert run_ranks(train, 1, deepseek_settings(directory, Layout()), batch, 1, 1).steps[0].grad_norm == 0.0
