@@ -35,6 +35,17 @@ _LAYOUT = {
     "expert_tensor_parallel_size": "set train.layout.etp instead",
     "sequence_parallel": "leave it out: it is on whenever train.layout.tp > 1",
 }
+_MEMORY = {
+    "recompute_granularity": "set train.recompute.kind instead",
+    "recompute_method": "set train.recompute.method instead",
+    "recompute_num_layers": "set train.recompute.num_layers instead",
+    "recompute_modules": "set train.recompute.modules instead",
+    "moe_layer_recompute": "set train.recompute.kind=selective with modules=[moe] instead",
+    "distribute_saved_activations": "leave it out: sequence parallelism, on whenever train.layout.tp > 1, already cuts what is kept",
+    "no_sync_func": "leave it out: it follows from train.overlap_grad_reduce",
+    "grad_sync_func": "leave it out: it follows from train.overlap_grad_reduce",
+    "param_sync_func": "leave it out: it follows from train.overlap_param_gather",
+}
 _DTYPE = dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "set train.dtype instead")
 _FP8 = {
     "fp8": "set train.fp8 instead",
@@ -83,7 +94,7 @@ _RUN = {
     "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
     "mtp_loss_scaling_factor": "set train.mtp_loss instead",
 }
-OWNED: Mapping[str, str] = {**_LAYOUT, **_DTYPE, **_FP8, **_MODEL, **_RUN}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
 
 

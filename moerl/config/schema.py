@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from moerl.config.layout import Layout
+from moerl.config.memory import NoRecompute, OptimizerMemory, Recompute
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -177,6 +178,7 @@ class OptimizerConfig(_Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
     """Global gradient norm; None switches clipping off."""
+    memory: OptimizerMemory = field(default_factory=OptimizerMemory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +225,20 @@ class TrainConfig(_Strict):
     mtp_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
     and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
+    recompute: Recompute = field(default_factory=NoRecompute)
+    """Which activations are computed again in the backward pass instead of kept."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What leaves the GPU while training does not need it. optimizer: outside of updates optimizer states are in pinned host memory
+    and gradients are freed. all: parameters and reference weights follow while the trainer sleeps, between the steps."""
+    destroy_groups: bool = False
+    """End Megatron's communicators while the trainer sleeps, and with them their GPU buffers; they are made again when it wakes.
+    Needs offload=all."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks bucket by bucket, while the rest of the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters from data-parallel ranks bucket by bucket, during the next forward pass."""
+    overlap_bucket_size: Positive | None = None
+    """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
     start_seconds: Seconds = 600.0
@@ -273,6 +289,13 @@ class WeightsConfig(_Strict):
     bfloat16 mixture-of-experts models differ by about 3e-2."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Strict):
+    async_save: bool = True
+    """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
+    disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
+
+
 # -- observation and the run -----------------------------------------------------------------------------------
 
 
@@ -312,6 +335,7 @@ class RunConfig(_Strict):
     train: TrainConfig
     rollout: RolloutConfig
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"

@@ -9,6 +9,7 @@ from typing import Any
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
+from moerl.config.memory import memory_problems
 from moerl.config.model_shape import ModelShape, read_config, shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
@@ -149,6 +150,10 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
             yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
 
 
+def _memory(config: RunConfig) -> Iterator[Problem]:
+    yield from memory_problems(config.train, _shape(config.model))
+
+
 def _overlong(config: RunConfig) -> Iterator[Problem]:
     algorithm, limit = config.algorithm, config.rollout.max_response_tokens
     if not isinstance(algorithm, DAPOConfig):
@@ -219,6 +224,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _micro_batches,
     _layout,
     _optimizer,
+    _memory,
     _overlong,
     _gym_reward,
     _rollout,

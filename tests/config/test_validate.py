@@ -31,7 +31,7 @@ def words(overrides: str) -> list[str]:
         "train.layout={ranks:3}",
         "train.layout={ranks:2,tp:2}",
         "train.layout={ranks:4,ep:2,etp:2}",
-        "train.megatron.recompute_granularity=full",
+        "train.recompute.kind=full",
         "train.updates_per_step=256",
         "model.scratch.family=deepseek_v3 train.mtp_loss=0.1 train.megatron={moe_router_bias_update_rate:0.001}",
         "train.megatron={moe_router_load_balancing_type:aux_loss,moe_aux_loss_coeff:0.01}",
