@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_jobs import load_and_continue, save_and_continue
-from deepseek_cases import VARIANTS, deepseek_settings, write_deepseek
+from deepseek_cases import deepseek_settings, slow, write_deepseek
 from engine_cases import LAYOUTS, random_batch
 from engine_jobs import export_to, first_step, new_engine, train
 from engine_ranks import RankError, run_ranks
@@ -30,7 +30,10 @@ def deepseek(tmp_path_factory):
 # -- transformers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layout"), [*((name, "one") for name in VARIANTS), ("yarn", "tp2"), ("odd", "tp2")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("plain", "one"), slow("yarn", "one"), ("yarn-unscaled", "one"), slow("odd", "one"), ("yarn", "tp2"), ("odd", "tp2")],
+)
 def test_a_training_step_equals_transformers_with_adamw(name, layout, deepseek, tmp_path):
     batch, model = random_batch(), load(deepseek[name])
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout])
@@ -60,13 +63,11 @@ def one_process(deepseek):
 
 
 EXACT = {"dtype": "float64", "uses_reference": True}
-FAST = ("dp2", "tp2", "ep2", "tp2-etp2", "tp2-ep2", "pp2", "cp2")
+FAST = (("tp2-etp2", 0.0), ("tp2-ep2", 0.3), ("pp2", 0.3), ("cp2", 0.3))
+CASES = [(name, mtp_loss) for name in LAYOUTS if name != "one" for mtp_loss in (0.0, 0.3)]
 
 
-@pytest.mark.parametrize("mtp_loss", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in LAYOUTS if name != "one"]
-)
+@pytest.mark.parametrize(("name", "mtp_loss"), [case if case in FAST else slow(*case) for case in CASES])
 def test_a_layout_equals_one_process_with_and_without_multi_token_prediction(name, mtp_loss, deepseek, one_process):
     layout, expected = LAYOUTS[name], one_process[mtp_loss]
     result = run_ranks(train, layout.ranks, deepseek_settings(deepseek["yarn"], layout, mtp_loss=mtp_loss, **EXACT), random_batch(), 2)
@@ -94,8 +95,13 @@ def test_weights_that_ranks_duplicate_count_once_in_the_gradient_norm(deepseek):
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mtp_loss", [0.0, 0.3])
-@pytest.mark.parametrize(("name", "layout"), [("odd", "tp2-ep2"), ("yarn-unscaled", "tp2-etp2"), ("plain", "pp2"), ("plain", "pp2-vpp2")])
+@pytest.mark.parametrize(
+    ("name", "layout", "mtp_loss"),
+    [
+        ("odd", "tp2-ep2", 0.3), slow("odd", "tp2-ep2", 0.0), ("yarn-unscaled", "tp2-etp2", 0.0), slow("yarn-unscaled", "tp2-etp2", 0.3),
+        ("plain", "pp2", 0.3), slow("plain", "pp2", 0.0), slow("plain", "pp2-vpp2", 0.3), slow("plain", "pp2-vpp2", 0.0),
+    ],
+)  # fmt: skip
 def test_loading_and_exporting_gives_the_checkpoint_back_bit_by_bit(name, layout, mtp_loss, deepseek, tmp_path):
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout], mtp_loss=mtp_loss)
     names, served = run_ranks(export_to, chosen.train.layout.ranks, chosen, tmp_path)
@@ -144,7 +150,7 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused_by_the_engine_
         run_ranks(new_engine, 1, deepseek_settings(tmp_path, Layout()))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("tp2-ep2", "ep2"), ("pp2", "cp2")])
+@pytest.mark.parametrize(("saved", "loaded"), [slow("tp2-ep2", "pp2"), ("pp2", "cp2")])
 def test_a_checkpoint_with_biases_and_multi_token_prediction_continues_under_another_layout(saved, loaded, deepseek, tmp_path):
     options = {"mtp_loss": 0.3, "megatron": {"moe_router_bias_update_rate": 0.05}}
     straight, again, _ = run_ranks(
@@ -159,6 +165,7 @@ def test_a_checkpoint_with_biases_and_multi_token_prediction_continues_under_ano
         assert (step.loss, step.grad_norm, step.mtp_loss) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float32(deepseek):
     batch = random_batch()
     results = [
