@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from moerl.algorithms import build_algorithm
 from moerl.algorithms.sft import SFT
 from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.train.balance import plan_micro_batches
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
-from moerl.train.packing import pack, plan_micro_batches
+from moerl.train.packing import pack
 from moerl.types import TrainBatch
 
 OBJECTIVES = {
@@ -150,7 +151,7 @@ def test_split_free(seed, name, with_old):
     batch = make_batch(rng, with_old=with_old)
     policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES[name]
     whole = run(batch, policy, objective, single(batch))
-    plan = plan_micro_batches(batch.lengths, num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2)
+    plan = plan_micro_batches(batch.lengths, num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2, attention_tokens=1000)
     shuffled = [members for rank in plan for members in rank]
     rng.shuffle(shuffled)
     for split in (
