@@ -5,8 +5,8 @@ takes the loss per token, as every trainer does. float32, or float64 for compari
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from moerl.algorithms.base import Objective
 from moerl.train import checkpoint
+from moerl.train.checkpoint_check import check, read_state
+from moerl.train.residency import Residency
 from moerl.train.settings import EngineSettings
-from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
+from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch
 from moerl.weights.send import WeightSender
 
 _STATE = "state.pt"
@@ -32,6 +34,8 @@ class HFTrainGroup:
         self._settings, self._checkpoint_dir, self._keep, self._bucket_bytes = settings, checkpoint_dir, keep, bucket_bytes
         self._dtype = getattr(torch, settings.train.dtype)
         self._sender: WeightSender | None = None
+        self._residency = Residency("none", move=lambda before, after: None, measure=dict)
+        self._saved: list[SavedCheckpoint] = []
 
     async def start(self) -> None:
         self.model = _load(self._settings.model_dir, self._dtype)
@@ -42,22 +46,37 @@ class HFTrainGroup:
         groups = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
 
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        if self._residency.state == "asleep":
+            self._residency.wake()
+        yield
+        self._residency.sleep()
+
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint.newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
-        checkpoint.verify(directory, part=0, num_parts=1)
-        saved = torch.load(directory / _STATE)
-        self.model.load_state_dict(saved["model"])
-        self._optimizer.load_state_dict(saved["optimizer"])
-        state = checkpoint.read_state(directory)
+        with self._residency.running("load"):
+            check(directory)
+            saved = torch.load(directory / _STATE)
+            self.model.load_state_dict(saved["model"])
+            self._optimizer.load_state_dict(saved["optimizer"])
+            state = read_state(directory)
         return state["version"], state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        temporary = checkpoint.begin(self._checkpoint_dir, version)
-        torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, temporary / _STATE)
-        files = checkpoint.digest_files(temporary, [_STATE])
-        checkpoint.commit(temporary, files, {"version": version, **state}, keep=self._keep)
+        with self._residency.running("save"):
+            temporary = checkpoint.begin(self._checkpoint_dir, version)
+            torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, temporary / _STATE)
+            num_bytes = (temporary / _STATE).stat().st_size
+            files = checkpoint.digest_files(temporary, [_STATE])
+            checkpoint.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
+        self._saved.append(SavedCheckpoint(version=version, num_bytes=num_bytes, seconds=0.0, blocked_seconds=0.0))
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        saved, self._saved = self._saved, []
+        return saved
 
     async def close(self) -> None:
         if self._sender is not None:
@@ -74,7 +93,8 @@ class HFTrainGroup:
 
     @torch.no_grad()
     def _logprobs(self, model: Any, batch: TrainBatch) -> np.ndarray:
-        sequences = [self._sequence(model, batch, start, end)[0] for start, end in pairwise(batch.offsets)]
+        with self._residency.running("logprobs"):
+            sequences = [self._sequence(model, batch, start, end)[0] for start, end in pairwise(batch.offsets)]
         return torch.cat(sequences).numpy()
 
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
@@ -82,7 +102,8 @@ class HFTrainGroup:
             group["lr"] = lr
         count = min(self._settings.train.updates_per_step, batch.num_sequences)
         parts = [batch.select(part) for part in np.array_split(np.arange(batch.num_sequences), count)]
-        results = [self._mini_batch(part, objective) for part in parts]
+        with self._residency.running("update"):
+            results = [self._mini_batch(part, objective) for part in parts]
         return _statistics(results, objective, lr)
 
     def _mini_batch(self, batch: TrainBatch, objective: Objective) -> dict[str, Any]:
@@ -145,7 +166,9 @@ class HFTrainGroup:
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         dtype = getattr(torch, self._settings.export_dtype)
-        return ((name, tensor.to(dtype)) for name, tensor in self.weights().items())
+        with self._residency.running("export"):
+            for name, tensor in self.weights().items():
+                yield name, tensor.to(dtype)
 
     async def host(self) -> str:
         return "localhost"

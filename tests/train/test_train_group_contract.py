@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import nullcontext
 from dataclasses import fields
 from itertools import count
 from math import isfinite
@@ -29,7 +30,7 @@ from moerl.config.schema import (
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.fake import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import TensorSpec, TransportOffer
+from moerl.types import ResidencyError, TensorSpec, TransportOffer
 from moerl.weights.receive import WeightSession
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
@@ -70,13 +71,18 @@ def fake(directory, checkpoint_dir):
 
 @pytest.fixture(scope="module", params=[megatron, oracle, fake], ids=lambda make: make.__name__)
 def served(request, checkpoints, tmp_path_factory):
-    """A function that runs a scenario, an async function of the group and its checkpoint directory."""
+    """A function that runs a scenario, an async function of the group and its checkpoint directory, with the group awake if not told."""
     checkpoint_dir = tmp_path_factory.mktemp("contract")
     group = request.param(checkpoints["qwen3_moe"], checkpoint_dir)
+
+    async def run(scenario, *, awake):
+        async with group.awake() if awake else nullcontext():
+            return await scenario(group, checkpoint_dir)
+
     with asyncio.Runner() as runner:
         try:
             runner.run(group.start())
-            yield lambda scenario: runner.run(scenario(group, checkpoint_dir))
+            yield lambda scenario, awake=True: runner.run(run(scenario, awake=awake))
         finally:
             runner.run(group.close())
             runner.run(group.close())
@@ -154,6 +160,8 @@ def test_a_checkpoint_brings_back_its_weights_its_version_and_its_state(served):
         for version in (6, 7):
             await update(group)
             await group.save(version, {"cursor": version * 10})
+        assert [saved.version for saved in await group.saved(wait=True)] == [6, 7]
+        assert await group.saved(wait=True) == []
         saved_T, straight = await group.logprobs(BATCH), await update(group)
         version, state = await group.load()
         assert (version, state["cursor"]) == (7, 70)
@@ -174,3 +182,18 @@ def test_a_push_brings_exactly_the_tensors_of_the_manifest_as_they_are_after_the
     before, after = served(scenario)
     assert before.keys() == after.keys()
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_a_sleeping_trainer_refuses_every_verb_until_it_is_awake(served):
+    async def scenario(group, _):
+        async with group.awake():
+            before_T = await group.logprobs(BATCH)
+        with pytest.raises(ResidencyError, match="asleep"):
+            await group.logprobs(BATCH)
+        with pytest.raises(ResidencyError, match="asleep"):
+            await update(group)
+        async with group.awake():
+            np.testing.assert_array_equal(await group.logprobs(BATCH), before_T)
+            await update(group)
+
+    served(scenario, awake=False)
