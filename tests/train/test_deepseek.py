@@ -17,7 +17,7 @@ from moerl.config.layout import Layout
 from moerl.models.checkpoint import HFCheckpoint
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
-ROUNDED = 2e-7
+ROUNDED = 1e-6
 """Between float64 runs: Megatron's router makes float32 numbers of its scores whatever the model's dtype."""
 
 
