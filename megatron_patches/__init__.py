@@ -9,7 +9,6 @@ from types import ModuleType
 
 from megatron_patches import (
     alltoall_splits,
-    bucket_padding,
     cuda_stand_in,
     duplicated_linear,
     float64_gradients,
@@ -26,7 +25,6 @@ PATCHES: tuple[ModuleType, ...] = (
     uneven_gloo,
     float64_gradients,
     duplicated_linear,
-    bucket_padding,
     mtp_recompute,
 )
 """In order of application: the first two must precede the first import of Megatron."""

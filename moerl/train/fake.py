@@ -50,10 +50,14 @@ class FakeTrainGroup:
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         with self._residency.running("save"):
-            temporary = checkpoint.begin(self._checkpoint_dir, version)
-            (temporary / "weights.json").write_text(json.dumps(self.version))
-            files = checkpoint.digest_files(temporary, ["weights.json"])
-            checkpoint.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
+            weights = self.version
+        self._write(version, weights, state)
+
+    def _write(self, version: int, weights: int, state: Mapping[str, Any]) -> None:
+        temporary = checkpoint.begin(self._checkpoint_dir, version)
+        (temporary / "weights.json").write_text(json.dumps(weights))
+        files = checkpoint.digest_files(temporary, ["weights.json"])
+        checkpoint.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
         self._saved.append(SavedCheckpoint(version=version, num_bytes=0, seconds=0.0, blocked_seconds=0.0))
 
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:

@@ -18,17 +18,15 @@ class BackgroundTrainer(RecordingTrainer):
 
     async def save(self, version, state):
         await self.saved(wait=True)
-        self.task = asyncio.create_task(self._write(version, state))
+        self.task = asyncio.create_task(self._write_later(version, self.version, state))
         if self.after_save is not None:
             self.after_save(version)
 
-    async def _write(self, version, state):
+    async def _write_later(self, version, weights, state):
         await self.written.wait()
         if version >= self.fails_at:
             raise CheckpointError(f"step {version} could not be written")
-        after_save, self.after_save = self.after_save, None
-        await super().save(version, state)
-        self.after_save = after_save
+        self._write(version, weights, state)
 
     async def saved(self, *, wait=False):
         task = getattr(self, "task", None)

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from checkpoint_jobs import write
 from engine_jobs import Trained, new_engine
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema import GRPOConfig
 from moerl.train.settings import EngineSettings
-from moerl.types import MemoryStats, TrainBatch
+from moerl.types import MemoryStats, StepStats, TrainBatch
 
 
 def with_train(settings: EngineSettings, **changes: Any) -> EngineSettings:
@@ -26,41 +27,65 @@ def train_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool, n
     engine = new_engine(settings)
     objective = GRPO(GRPOConfig(kl_coefficient=0.1))
 
-    def doze() -> None:
+    def doze_if_told() -> None:
         if sleeps:
-            engine.sleep()
-            engine.wake()
+            doze(engine)
 
     before_T, steps = engine.logprobs(batch), []
     for _ in range(num_steps):
-        doze()
+        doze_if_told()
         batch = batch.with_logprobs(old_logprobs_T=engine.logprobs(batch), reference_logprobs_T=engine.reference_logprobs(batch))
-        doze()
+        doze_if_told()
         steps.append(engine.update(batch, objective, lr=1e-3, num_updates=2))
-        doze()
+        doze_if_told()
         weights = {name: tensor.float().numpy() for name, tensor in engine.export()}
-    doze()
+    doze_if_told()
     return Trained(
         before_T=before_T, after_T=engine.logprobs(batch), reference_T=engine.reference_logprobs(batch), steps=steps, weights=weights
     )
 
 
-def save_asleep_between(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Any, Any]:
-    """A step, sleep, save, sleep, and two steps; then load and the same two steps again."""
+def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path, sleeps: bool) -> tuple[Any, Any]:
+    """Two steps after a checkpoint: straight on while it is not yet written, and again from it. Each after a sleep if `sleeps`."""
     engine = new_engine(settings)
-    objective = GRPO(GRPOConfig())
-    engine.update(batch, objective, lr=1e-3, num_updates=2)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
+    if sleeps:
+        doze(engine)
+    engine.stage(copies=True)
+    straight = _two_steps(engine, batch, sleeps)
+    write(engine, directory)
+    engine.load(directory)
+    return straight, _two_steps(engine, batch, sleeps)
+
+
+def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Any:
+    """The same two steps in a new engine."""
+    engine = new_engine(settings)
+    engine.load(directory)
+    return _two_steps(engine, batch, sleeps=False)
+
+
+def _two_steps(engine: Any, batch: TrainBatch, sleeps: bool) -> tuple[list[StepStats], np.ndarray]:
+    if sleeps:
+        doze(engine)
+    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
+    return steps, engine.logprobs(batch)
+
+
+def save_in_place(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs before and after a checkpoint that is written from the device's own memory, and a sleep."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    before_T = engine.logprobs(batch)
+    engine.stage(copies=False)
+    write(engine, directory)
+    doze(engine)
+    return before_T, engine.logprobs(batch)
+
+
+def doze(engine: Any) -> None:
     engine.sleep()
     engine.wake()
-    engine.save(directory)
-    results = []
-    for _ in range(2):
-        engine.sleep()
-        engine.wake()
-        steps = [engine.update(batch, objective, lr=1e-3, num_updates=1) for _ in range(2)]
-        results.append((steps, engine.logprobs(batch)))
-        engine.load(directory)
-    return results[0], results[1]
 
 
 def bytes_by_state(settings: EngineSettings, batch: TrainBatch) -> tuple[MemoryStats, dict[str, int], dict[str, int]]:
@@ -118,7 +143,7 @@ def call_asleep(settings: EngineSettings, batch: TrainBatch) -> dict[str, str]:
         "logprobs": refusal(lambda: engine.logprobs(batch)),
         "update": refusal(lambda: engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)),
         "export": refusal(lambda: list(engine.export())),
-        "save": refusal(lambda: engine.save(Path("unused"))),
+        "save": refusal(lambda: engine.stage(copies=True)),
         "load": refusal(lambda: engine.load(Path("unused"))),
     }
     engine.wake()

@@ -5,7 +5,17 @@ import pytest
 import torch
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import RankError, run_ranks
-from memory_jobs import bytes_by_state, call_asleep, equal, groups_asleep, save_asleep_between, train_in_phases, update_asleep, with_train
+from memory_jobs import (
+    bytes_by_state,
+    call_asleep,
+    equal,
+    groups_asleep,
+    save_and_continue,
+    save_in_place,
+    train_in_phases,
+    update_asleep,
+    with_train,
+)
 
 from moerl.config.layout import Layout
 from moerl.train.blocks import Block
@@ -39,9 +49,14 @@ def test_sleeping_between_phases_changes_no_bit(layout, dtype, changes, checkpoi
 
 
 def test_a_checkpoint_is_saved_and_loaded_between_sleeps(checkpoints, tmp_path):
-    straight, again = run_ranks(save_asleep_between, 2, case(checkpoints, "ep2", dtype="bfloat16", **ALL), random_batch(), tmp_path)
+    straight, again = run_ranks(save_and_continue, 2, case(checkpoints, "ep2", dtype="bfloat16", **ALL), random_batch(), tmp_path, True)
     assert straight[0] == again[0]
     np.testing.assert_array_equal(straight[1], again[1])
+
+
+def test_a_checkpoint_written_from_the_devices_own_memory_lets_it_sleep_afterwards(checkpoints, tmp_path):
+    before_T, after_T = run_ranks(save_in_place, 2, case(checkpoints, "dp2", **ALL), random_batch(), tmp_path)
+    np.testing.assert_array_equal(before_T, after_T)
 
 
 # -- accounting ----------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_cases import LAYOUTS, random_batch, settings
-from engine_jobs import save_and_continue, train
+from engine_jobs import train
 from engine_ranks import RankError, run_ranks
-from memory_jobs import adam_against_torch, bytes_by_state, optimizer_arguments, save_asleep_between, with_train
+from memory_jobs import adam_against_torch, bytes_by_state, load_and_continue, optimizer_arguments, save_and_continue, with_train
 
 from moerl.config.layout import Layout
 from moerl.config.memory import OptimizerMemory
@@ -55,11 +55,14 @@ def test_narrower_states_take_the_bytes_they_say(checkpoints):
     assert held["narrowest"]["gradients"] * 2 == held["wide"]["gradients"]
 
 
-@pytest.mark.parametrize("job", [save_and_continue, save_asleep_between])
-def test_a_checkpoint_of_narrower_states_continues_as_if_nothing_had_happened(job, checkpoints, tmp_path):
-    straight, again = run_ranks(job, 2, case(checkpoints, NARROW, offload="all"), random_batch(), tmp_path)
+@pytest.mark.parametrize("memory", [AWARE, NARROW, NARROWEST], ids=["aware", "narrow", "narrowest"])
+def test_a_checkpoint_of_narrower_states_continues_as_if_nothing_had_happened(memory, checkpoints, tmp_path):
+    chosen = case(checkpoints, memory, offload="all")
+    straight, again = run_ranks(save_and_continue, 2, chosen, random_batch(), tmp_path, True)
     assert straight[0] == again[0]
     np.testing.assert_array_equal(straight[1], again[1])
+    elsewhere = run_ranks(load_and_continue, 2, case(checkpoints, OptimizerMemory(), "tp2"), random_batch(), tmp_path)
+    assert np.abs(elsewhere[1] - straight[1]).mean() < 0.06
 
 
 def test_the_reference_adam_is_torchs_adamw():

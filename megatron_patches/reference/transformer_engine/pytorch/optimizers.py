@@ -25,9 +25,9 @@ class FusedAdam(torch.optim.Optimizer):
                  master_weight_dtype: torch.dtype = torch.float32, exp_avg_dtype: torch.dtype = torch.float32,
                  exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False, store_param_remainders: bool = False,
                  **unsupported: Any) -> None:  # fmt: skip
-        if unsupported or store_param_remainders:
-            names = sorted(unsupported) + ["store_param_remainders"] * store_param_remainders
-            raise RuntimeError(f"FusedAdam options {names} need Transformer Engine on a GPU")
+        unsupported["store_param_remainders"] = store_param_remainders
+        if asked := sorted(name for name, value in unsupported.items() if value):
+            raise RuntimeError(f"FusedAdam options {asked} need Transformer Engine on a GPU")
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode, self.master_weights, self.use_decoupled_grad = adam_w_mode, master_weights, use_decoupled_grad
         self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
