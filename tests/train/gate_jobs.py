@@ -125,4 +125,4 @@ def _gradients(engine: Any) -> dict[str, np.ndarray]:
 
 def _exported(engine: Any) -> dict[str, np.ndarray]:
     """By the bridge itself: the engine does not export in the middle of an update."""
-    return {name: tensor.numpy().copy() for name, tensor in engine.model.bridge.export()}
+    return {name: tensor.numpy().copy() for name, tensor in engine.model.bridge.export(dtype=engine.model.config.params_dtype)}
