@@ -54,7 +54,7 @@ class Measured:
 
 def measure(settings: EngineSettings, batch: TrainBatch, wanted: Sequence[Cut], trains: bool) -> dict[str, Measured]:
     engine = new_engine(settings)
-    start = [parameter.detach().clone() for parameter in engine._parameters()]
+    start = [parameter.detach().clone() for parameter in _parameters(engine)]
     results = {}
     for cut in wanted:
         _reset(engine, start)
@@ -83,7 +83,7 @@ def _measure(engine: Any, batch: TrainBatch, *, trains: bool) -> Measured:
 def _reset(engine: Any, start: list[torch.Tensor]) -> None:
     """Initial weights, an optimizer that has taken no step."""
     with torch.no_grad():
-        for parameter, value in zip(engine._parameters(), start, strict=True):
+        for parameter, value in zip(_parameters(engine), start, strict=True):
             parameter.copy_(value)
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         optimizer.optimizer.state.clear()
@@ -112,7 +112,7 @@ def _gradients(engine: Any) -> dict[str, np.ndarray]:
                 pieces = [torch.empty_like(shard) for shard in shards]
                 dist.all_gather(pieces, shards[ranks.rank()].clone(), group=ranks)
                 torch.cat(pieces, out=bucket.grad_data)
-    parameters = list(engine._parameters())
+    parameters = _parameters(engine)
     kept = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:
@@ -124,5 +124,11 @@ def _gradients(engine: Any) -> dict[str, np.ndarray]:
     return gradients
 
 
+def _parameters(engine: Any) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in engine.model.chunks for parameter in chunk.parameters()]
+
+
 def _exported(engine: Any) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy().copy() for name, tensor in engine.export()}
+    """Through the bridge: the engine refuses an export inside an update."""
+    tensors = engine.model.bridge.export(getattr(torch, engine._settings.export_dtype), with_mtp=True)
+    return {name: tensor.numpy().copy() for name, tensor in tensors}
