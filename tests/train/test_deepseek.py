@@ -17,7 +17,7 @@ from moerl.config.layout import Layout
 from moerl.models.checkpoint import HFCheckpoint
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
-ROUNDED = 2e-7
+ROUNDED = 1e-6
 """Between float64 runs: Megatron's router makes float32 numbers of its scores whatever the model's dtype."""
 
 
@@ -71,7 +71,7 @@ def test_a_layout_equals_one_process_with_and_without_multi_token_prediction(nam
         np.testing.assert_allclose(getattr(result, kind), getattr(expected, kind), atol=ROUNDED, rtol=0, err_msg=kind)
     for step, wanted in zip(result.steps, expected.steps, strict=True):
         for statistic in ("loss", "grad_norm", "entropy", "kl_reference"):
-            assert getattr(step, statistic) == pytest.approx(getattr(wanted, statistic), rel=1e-7, abs=1e-8), statistic
+            assert getattr(step, statistic) == pytest.approx(getattr(wanted, statistic), rel=1e-6, abs=1e-8), statistic
         assert (step.mtp_loss is None) == (mtp_loss == 0)
         assert step.mtp_loss is None or step.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-8)
     assert result.weights.keys() == expected.weights.keys()
