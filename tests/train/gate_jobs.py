@@ -123,6 +123,10 @@ def _gradients(engine: Any) -> dict[str, np.ndarray]:
     return gradients
 
 
+def _parameters(engine: Any) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in engine.model.chunks for parameter in chunk.parameters()]
+
+
 def _exported(engine: Any) -> dict[str, np.ndarray]:
     """By the bridge itself: the engine does not export in the middle of an update."""
     return {name: tensor.numpy().copy() for name, tensor in engine.model.bridge.export(dtype=engine.model.config.params_dtype)}
