@@ -11,13 +11,13 @@ from engine_cases import LAYOUTS, random_batch
 from engine_jobs import export_to, first_step, new_engine, train
 from engine_ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
-from test_hf_parity import load, plain_step
+from test_hf_parity import train_plainly
 
 from moerl.config.layout import Layout
 from moerl.models.checkpoint import HFCheckpoint
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
-ROUNDED = 2e-7
+ROUNDED = 1e-6
 """Between float64 runs: Megatron's router makes float32 numbers of its scores whatever the model's dtype."""
 
 
@@ -34,20 +34,16 @@ def deepseek(tmp_path_factory):
     ("name", "layout"),
     [("plain", "one"), slow("yarn", "one"), ("yarn-unscaled", "one"), slow("odd", "one"), ("yarn", "tp2"), ("odd", "tp2")],
 )
-def test_a_training_step_equals_transformers_with_adamw(name, layout, deepseek, tmp_path):
-    batch, model = random_batch(), load(deepseek[name])
+def test_training_equals_the_oracle(name, layout, deepseek):
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout])
-    result = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1)
-    loss, norm, entropy, logprobs_T = plain_step(model, batch, chosen)
-    np.testing.assert_allclose(result.before_T, logprobs_T, atol=2e-5, rtol=0)
-    step = result.steps[0]
-    assert (step.loss, step.grad_norm) == pytest.approx((loss, norm), rel=1e-4, abs=1e-6)
-    assert step.entropy == pytest.approx(entropy, rel=1e-5)
-
-    model.save_pretrained(tmp_path)
-    with HFCheckpoint(tmp_path) as trained:
-        for tensor_name in trained.names():
-            np.testing.assert_allclose(result.weights[tensor_name], trained.read(tensor_name).numpy(), atol=1e-5, rtol=0)
+    result = run_ranks(train, chosen.train.layout.ranks, chosen, random_batch(), 1, 1)
+    expected = train_plainly(chosen, random_batch(), 1, 1)
+    np.testing.assert_allclose(result.before_T, expected.before_T, atol=2e-5, rtol=0)
+    [step], [wanted] = result.steps, expected.steps
+    assert (step.loss, step.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-4, abs=1e-6)
+    assert step.entropy == pytest.approx(wanted.entropy, rel=1e-5)
+    for tensor_name, weight in expected.weights.items():
+        np.testing.assert_allclose(result.weights[tensor_name], weight, atol=1e-5, rtol=0)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------
@@ -75,7 +71,7 @@ def test_a_layout_equals_one_process_with_and_without_multi_token_prediction(nam
         np.testing.assert_allclose(getattr(result, kind), getattr(expected, kind), atol=ROUNDED, rtol=0, err_msg=kind)
     for step, wanted in zip(result.steps, expected.steps, strict=True):
         for statistic in ("loss", "grad_norm", "entropy", "kl_reference"):
-            assert getattr(step, statistic) == pytest.approx(getattr(wanted, statistic), rel=1e-7, abs=1e-8), statistic
+            assert getattr(step, statistic) == pytest.approx(getattr(wanted, statistic), rel=1e-6, abs=1e-8), statistic
         assert (step.mtp_loss is None) == (mtp_loss == 0)
         assert step.mtp_loss is None or step.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-8)
     assert result.weights.keys() == expected.weights.keys()

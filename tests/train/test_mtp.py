@@ -13,7 +13,6 @@ from engine_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_hf_parity import plain_logprobs
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moerl.config.layout import Layout
@@ -133,10 +132,16 @@ def plain_mtp_logprobs(model, tokens):
     return results
 
 
+def plain_logprobs(model, tokens):
+    """[T] of one sequence, with gradient; 0 for its first token."""
+    table = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1], dim=-1)
+    return torch.cat([table.new_zeros(1), table.gather(1, tokens[1:, None])[:, 0]])
+
+
 def plain_step(model, batch, chosen):
     """One GRPO step with multi-token prediction by autograd and AdamW: losses and gradient norm."""
     mask_T, advantage_T = torch.from_numpy(batch.response_mask_T), torch.from_numpy(batch.advantages_T)
-    logp_T, _ = plain_logprobs(model, batch)
+    logp_T = torch.cat([plain_logprobs(model, torch.from_numpy(batch.token_ids_T[a:b])) for a, b in pairwise(batch.offsets)])
     token_loss_T = -advantage_T * torch.exp(logp_T - logp_T.detach())
     loss = torch.stack([token_loss_T[a:b][mask_T[a:b]].mean() for a, b in pairwise(batch.offsets)]).mean()
     depths = [[] for _ in range(DEPTHS)]

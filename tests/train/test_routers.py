@@ -11,7 +11,7 @@ from engine_cases import LAYOUTS, random_batch
 from engine_jobs import train
 from engine_ranks import run_ranks
 from router_jobs import biases
-from test_hf_parity import load
+from transformers import AutoModelForCausalLM
 
 from moerl.config.layout import Layout
 from moerl.types import TrainBatch
@@ -69,7 +69,7 @@ def test_a_bias_moves_by_the_rate_towards_the_mean_load_whatever_the_layout_and_
     chosen = deepseek_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], megatron=UPDATED)
     batch = short_batch()
     _, before, after = run_ranks(biases, chosen.train.layout.ranks, chosen, batch)
-    counts = chosen_experts(load(directory), batch)
+    counts = chosen_experts(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), batch)
     assert len(counts) == 3
     for name, load_E in counts.items():
         expected = before[name] + RATE * np.sign(load_E.float().mean() - load_E).numpy()
@@ -150,7 +150,7 @@ def plain_loss(model, batch, name):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("layout", ["one", slow("tp2"), "tp2-ep2", slow("pp2")])
 def test_a_load_balancing_loss_has_the_gradient_of_its_mean_over_tokens(layout, name, directory):
-    batch, model = without_policy_loss(random_batch()), load(directory)
+    batch, model = without_policy_loss(random_batch()), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     chosen = balance_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], name)
     result = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1)
     plain_loss(model, batch, name).backward()
