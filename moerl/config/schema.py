@@ -3,6 +3,7 @@
 A string under a field says what it does. Values that follow from others are properties, never settings.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -180,12 +181,35 @@ class OptimizerConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FP8Config(_Strict):
+    """Products of the transformer layers' linear parts, forward and backward, with FP8 operands (Transformer Engine). Parameters, router,
+    norms, attention, embedding, output layer and everything between layers keep train.dtype."""
+
+    recipe: Literal["none", "blockwise", "tensorwise", "delayed", "mxfp8"] = "none"
+    """blockwise: a scale per 1 x 128 activations and 128 x 128 weights; Hopper (compute capability 9.0) and CUDA 12.9 or newer.
+    mxfp8: a scale per 32 values; Blackwell (10.0). tensorwise: one scale per tensor, from its values; Ada (8.9) or newer. delayed: one
+    per tensor, from earlier passes; Ada. On CPU all four are emulated."""
+    format: Literal["e4m3", "hybrid"] = "e4m3"
+    """e4m3: every operand. hybrid: gradients in e5m2, of more range and less precision. Without effect for recipe=none."""
+    bf16_first_layers: NotNegative = 0
+    """Layers at the beginning of the model that stay in bfloat16; not for delayed."""
+    bf16_last_layers: NotNegative = 0
+    """The same at the end. Layers of multi-token prediction use FP8 in any case."""
+
+    @property
+    def multiple(self) -> int:
+        """What each rank's tokens and each shard's sizes must be multiples of: whole blocks, or what FP8 products demand."""
+        return {"none": 1, "blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}[self.recipe]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig(_Strict):
     optimizer: OptimizerConfig
     layout: Layout = field(default_factory=Layout)
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
     CPU, where rounding then hides nothing."""
+    fp8: FP8Config = field(default_factory=FP8Config)
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
     logprob_chunk_tokens: Positive = 1024
@@ -206,6 +230,12 @@ class TrainConfig(_Strict):
     start_seconds: Seconds = 600.0
     phase_seconds: Seconds = 3600.0
     """Deadline of one training phase; past it the run stops and names the silent ranks."""
+
+    @property
+    def token_multiple(self) -> int:
+        """Packed tokens of a micro-batch are padded to a multiple of this: for the layout, and so that every rank has whole FP8 blocks."""
+        layout = self.layout
+        return math.lcm(layout.token_multiple, layout.tp * layout.cp * self.fp8.multiple)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,14 @@
 """The rules across fields: what the schema cannot say. Each broken rule is a `Problem` with its reason and what to write."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from moerl.config.checkpoint_files import checkpoint_problems
+from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
 from moerl.config.problems import problem
@@ -109,16 +112,16 @@ def _lengths(config: RunConfig) -> Iterator[Problem]:
 
 
 def _micro_batches(config: RunConfig) -> Iterator[Problem]:
-    budget, multiple = config.train.micro_batch_tokens, config.train.layout.token_multiple
+    budget, multiple = config.train.micro_batch_tokens, config.train.token_multiple
     longest = -(-config.model.max_context // multiple) * multiple
     if budget < longest:
-        padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout"
+        padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout and FP8"
         reason = (
             f"a sequence is never split over micro-batches, and one may have model.max_context={config.model.max_context} tokens{padded}"
         )
         yield problem("train.micro_batch_tokens", budget, f"must be at least {longest}", reason, f"train.micro_batch_tokens={longest}")
     if budget % multiple:
-        reason = "micro-batches are padded to it, for sequence and context parallel, and must not grow past the budget"
+        reason = "micro-batches are padded to it, for sequence and context parallel and FP8, and must not grow past the budget"
         fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
         yield problem("train.micro_batch_tokens", budget, f"must be a multiple of {multiple}", reason, fix)
 
@@ -197,6 +200,10 @@ def _megatron(config: RunConfig) -> Iterator[Problem]:
     yield from router_problems(config.train.megatron, _shape(config.model))
 
 
+def _fp8(config: RunConfig) -> Iterator[Problem]:
+    yield from fp8_problems(config.train, _hf_config(config.model))
+
+
 def _mtp(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model)
     if config.train.mtp_loss > 0 and shape is not None and shape.num_mtp_layers == 0:
@@ -219,6 +226,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _observe,
     _megatron,
     _mtp,
+    _fp8,
 )
 
 
@@ -228,4 +236,13 @@ def _shape(model: ModelConfig) -> ModelShape | None:
         return shape_of_config(scratch_config(model.scratch, model.max_context))
     if model.path is not None and not any(checkpoint_problems(Path(model.path))):
         return shape_of_checkpoint(Path(model.path))
+    return None
+
+
+def _hf_config(model: ModelConfig) -> dict[str, Any] | None:
+    """The model's config.json, likewise."""
+    if model.scratch is not None:
+        return scratch_config(model.scratch, model.max_context)
+    if model.path is not None and not any(checkpoint_problems(Path(model.path))):
+        return json.loads((Path(model.path) / "config.json").read_text())
     return None

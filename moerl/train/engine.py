@@ -24,6 +24,7 @@ from moerl.config.schema import TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
 from moerl.train.costs import attention_tokens
+from moerl.train.fp8 import require_device
 from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
 from moerl.train.model import build_model, sum_gradients
@@ -41,6 +42,7 @@ class MegatronEngine:
     def __init__(self, settings: EngineSettings):
         """Megatron's groups must exist. Loads the Hugging Face weights of `model_dir`, and keeps a copy of them as the reference."""
         self._settings, self._train = settings, settings.train
+        require_device(settings.train.fp8)
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
@@ -191,7 +193,7 @@ class MegatronEngine:
             batch.lengths,
             num_ranks=layout.dp,
             token_budget=self._train.micro_batch_tokens,
-            token_multiple=layout.token_multiple,
+            token_multiple=self._train.token_multiple,
             attention_tokens=self._attention_tokens,
             sequence_multiple=layout.sequence_multiple,
             count_multiple=layout.count_multiple,
@@ -204,7 +206,7 @@ class MegatronEngine:
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
         layout = self._train.layout
-        whole = pack(batch, members, layout.token_multiple, layout.sequence_multiple)
+        whole = pack(batch, members, self._train.token_multiple, layout.sequence_multiple)
         return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from moerl.config.schema import TrainConfig
 from moerl.models import FAMILIES
 from moerl.models.bridge import Bridge, Groups
 from moerl.models.family import Family, Sizes, num_mtp_layers
+from moerl.train import fp8
 from moerl.train.mtp_model import MTPModel
 from moerl.train.routers import Routers
 
@@ -133,6 +134,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         mtp_num_layers=num_mtp_layers(hf) if train.mtp_loss > 0 else None,
+        **fp8.megatron_fields(train.fp8),
     )
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     config = kind(**described | chosen | train.megatron)

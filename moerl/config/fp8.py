@@ -1,0 +1,128 @@
+"""The rules of train.fp8: what the recipes demand of dtype, layers, recomputation and the sizes of every shard."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.config.problems import problem
+from moerl.config.schema import FP8Config, TrainConfig
+from moerl.types import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSize:
+    """A side of a linear layer's weight."""
+
+    name: str
+    """As written in config.json."""
+    size: int
+    cut_by: str = ""
+    """Parallel size of the layout that shares it out; empty: whole on every rank."""
+    is_output: bool = False
+    """Nothing is summed over it and no rank holds a part of it, so it need not be whole blocks."""
+
+
+def fp8_problems(train: TrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """Every rule train.fp8 breaks, for the model of the config.json `hf` if it is known."""
+    fp8 = train.fp8
+    if fp8.recipe == "none":
+        for name in ("bf16_first_layers", "bf16_last_layers"):
+            if getattr(fp8, name):
+                reason = "train.fp8.recipe is none: every layer stays in train.dtype"
+                yield problem(f"train.fp8.{name}", getattr(fp8, name), "has no effect", reason, "leave it out, or choose a recipe")
+        return
+    if train.dtype != "bfloat16":
+        reason = "FP8 replaces the operands of bfloat16 products; what is not FP8, and the master weights, are as for bfloat16"
+        yield problem("train.dtype", train.dtype, f"must be bfloat16 for train.fp8.recipe={fp8.recipe}", reason, "train.dtype=bfloat16")
+    if fp8.recipe == "delayed":
+        yield from _delayed_problems(train)
+    if hf is not None:
+        yield from _layer_problems(train, hf["num_hidden_layers"])
+        yield from _size_problems(train, hf)
+
+
+def _delayed_problems(train: TrainConfig) -> Iterator[Problem]:
+    granularity = train.megatron.get("recompute_granularity")
+    if granularity is not None:
+        reason = "the scales have moved on when a layer is computed again, and remembering the first ones is not verified here"
+        fix = "train.fp8.recipe=blockwise or tensorwise, or no recomputation"
+        yield problem("train.megatron.recompute_granularity", granularity, "must be left out for train.fp8.recipe=delayed", reason, fix)
+    for name in ("bf16_first_layers", "bf16_last_layers"):
+        if getattr(train.fp8, name):
+            reason = "delayed scales are reduced once for all layers, which must therefore share one FP8 region (Megatron)"
+            fix = f"train.fp8.{name}=0, or another recipe"
+            yield problem(f"train.fp8.{name}", getattr(train.fp8, name), "must be 0 for recipe=delayed", reason, fix)
+
+
+def _layer_problems(train: TrainConfig, num_layers: int) -> Iterator[Problem]:
+    fp8, most = train.fp8, num_layers // train.layout.pp
+    for name in ("bf16_first_layers", "bf16_last_layers"):
+        value = getattr(fp8, name)
+        if value > most:
+            reason = f"Megatron allows as many as a pipeline stage has layers: {num_layers} / train.layout.pp={train.layout.pp}"
+            yield problem(f"train.fp8.{name}", value, f"must be at most {most}", reason, f"train.fp8.{name}={most}")
+    both = fp8.bf16_first_layers + fp8.bf16_last_layers
+    if both >= num_layers:
+        reason = f"bf16_first_layers and bf16_last_layers together are {both}, and the model has {num_layers} layers"
+        yield problem("train.fp8.recipe", fp8.recipe, "leaves no layer to FP8", reason, "fewer of them, or train.fp8.recipe=none")
+
+
+def _size_problems(train: TrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    fp8, seen = train.fp8, set()
+    for linear in linear_sizes(hf, trains_mtp=train.mtp_loss > 0):
+        parts = getattr(train.layout, linear.cut_by) if linear.cut_by else 1
+        multiple = 16 if fp8.recipe == "blockwise" and linear.is_output else fp8.multiple
+        if linear.size % (parts * multiple) and (linear.name, parts) not in seen:
+            seen.add((linear.name, parts))
+            shown = f"{linear.name} = {linear.size}" if parts == 1 else f"{linear.name} / {linear.cut_by} = {linear.size} / {parts}"
+            yield problem(
+                "train.fp8.recipe", fp8.recipe, f"needs {shown} to be a multiple of {multiple}", _reason(fp8), _fix(fp8, linear, multiple)
+            )
+
+
+def _reason(fp8: FP8Config) -> str:
+    if fp8.recipe == "blockwise":
+        return "a shard that ends inside a block of 128 would scale it otherwise than the whole weight: numbers would depend on the layout"
+    if fp8.recipe == "mxfp8":
+        return "values are scaled in groups of 32, along either side of a weight, and Transformer Engine refuses incomplete ones"
+    return "FP8 products need both sides of a weight in multiples of 16"
+
+
+def _fix(fp8: FP8Config, linear: LinearSize, multiple: int) -> str:
+    others = [f"train.fp8.recipe={name}" for name in ("mxfp8", "tensorwise") if FP8Config(recipe=name).multiple < multiple]
+    fits = [parts for parts in range(1, linear.size + 1) if linear.cut_by and linear.size % (parts * multiple) == 0]
+    smaller = [f"train.layout.{linear.cut_by}={max(fits)} or a divisor of it"] if fits else []
+    return ", or ".join([*smaller, *others, "train.fp8.recipe=none"])
+
+
+def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearSize]:
+    """Both sides of every linear layer that FP8 computes, by the model's config.json."""
+    yield LinearSize(name="hidden_size", size=hf["hidden_size"])
+    yield from _latent_attention(hf) if hf["model_type"] == "deepseek_v3" else _attention(hf)
+    experts = "moe_intermediate_size" in hf
+    if not experts or hf.get("first_k_dense_replace", 0) > 0:
+        yield LinearSize(name="intermediate_size", size=hf["intermediate_size"], cut_by="tp")
+    if experts:
+        yield LinearSize(name="moe_intermediate_size", size=hf["moe_intermediate_size"], cut_by="etp")
+    if hf.get("n_shared_experts"):
+        size = hf["n_shared_experts"] * hf["moe_intermediate_size"]
+        yield LinearSize(name="n_shared_experts * moe_intermediate_size", size=size, cut_by="tp")
+    if trains_mtp:
+        yield LinearSize(name="hidden_size", size=hf["hidden_size"], cut_by="tp")
+
+
+def _attention(hf: Mapping[str, Any]) -> Iterator[LinearSize]:
+    heads, groups, width = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
+    yield LinearSize(name="(num_attention_heads + 2 * num_key_value_heads) * head_dim", size=(heads + 2 * groups) * width, cut_by="tp")
+    yield LinearSize(name="num_attention_heads * head_dim", size=heads * width, cut_by="tp")
+
+
+def _latent_attention(hf: Mapping[str, Any]) -> Iterator[LinearSize]:
+    heads, plain, rotary, value = (hf[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if hf["q_lora_rank"] is not None:
+        yield LinearSize(name="q_lora_rank", size=hf["q_lora_rank"])
+    yield LinearSize(name="kv_lora_rank", size=hf["kv_lora_rank"])
+    yield LinearSize(name="kv_lora_rank + qk_rope_head_dim", size=hf["kv_lora_rank"] + rotary, is_output=True)
+    yield LinearSize(name="num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)", size=heads * (plain + rotary), cut_by="tp")
+    yield LinearSize(name="num_attention_heads * (qk_nope_head_dim + v_head_dim)", size=heads * (plain + value), cut_by="tp")
+    yield LinearSize(name="num_attention_heads * v_head_dim", size=heads * value, cut_by="tp")
