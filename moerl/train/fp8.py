@@ -35,8 +35,8 @@ def megatron_fields(fp8: FP8Config) -> dict[str, Any]:
 def require_device(fp8: FP8Config) -> None:
     """Raises ConfigError if Transformer Engine would refuse `fp8.recipe` on this GPU. The reference emulates every recipe anywhere."""
     if fp8.recipe != "none" and torch.cuda.is_available() and not reference_te.active():
-        cuda = torch.version.cuda.split(".")  # type: ignore[attr-defined]
-        require(fp8.recipe, capability=torch.cuda.get_device_capability(), cuda=(int(cuda[0]), int(cuda[1])))
+        major, minor = str(torch.version.cuda).split(".")[:2]
+        require(fp8.recipe, capability=torch.cuda.get_device_capability(), cuda=(int(major), int(minor)))
 
 
 def require(recipe: str, *, capability: Version, cuda: Version) -> None:

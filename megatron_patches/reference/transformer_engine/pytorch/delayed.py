@@ -35,7 +35,7 @@ class DelayedScales:
         def scale_of(amax: Tensor, largest: float, source_max: float) -> tuple[Tensor, Tensor]:
             history[0, place] = torch.maximum(history[0, place], amax.max())
             scale = scales[place].clone().reshape(1, 1)
-            return scale, 1 / scale
+            return scale, scale.reciprocal()
 
         return Quantizer(dtype, None, scale_of)
 
@@ -76,4 +76,4 @@ def _roll(recipe: DelayedScaling, history: Tensor, scale: Tensor, forward: bool)
     history[0] = 0
     largest = recipe.fp8_format.value.max_fwd if forward else recipe.fp8_format.value.max_bwd
     usable = (amax > 0) & amax.isfinite()
-    scale.copy_(torch.where(usable, largest * 2.0**-recipe.margin / amax, scale))
+    scale.copy_(torch.where(usable, torch.full_like(amax, largest * 2.0**-recipe.margin) / amax, scale))

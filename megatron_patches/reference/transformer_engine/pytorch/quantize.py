@@ -70,17 +70,18 @@ def quantize(matrix: Tensor, dtype: torch.dtype, block: Block, scale_of: Scale) 
 
 def float_scale(amax: Tensor, largest: float, source_max: float) -> tuple[Tensor, Tensor]:
     """largest / amax; 1 for blocks of zeros and with an infinity. A quotient that float32 cannot hold becomes the source's maximum."""
-    quotient = largest / amax
+    # Not largest / amax, which PyTorch computes as a reciprocal and a product, rounding twice.
+    quotient = torch.full_like(amax, largest) / amax
     scale = torch.where(quotient.isinf(), torch.full_like(amax, source_max), quotient)
     scale = torch.where((amax == 0) | amax.isinf(), torch.ones_like(amax), scale)
-    return scale, 1 / scale
+    return scale, scale.reciprocal()
 
 
 def power_of_two_scale(amax: Tensor, largest: float, source_max: float) -> tuple[Tensor, Tensor]:
     """The same, rounded down to a power of two: its mantissa cleared."""
     scale, _ = float_scale(amax, largest, source_max)
     scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale, 1 / scale
+    return scale, scale.reciprocal()
 
 
 def exponent_scale(amax: Tensor, largest: float, source_max: float) -> tuple[Tensor, Tensor]:
