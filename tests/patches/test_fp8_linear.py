@@ -9,14 +9,22 @@ import pytest
 from engine_ranks import RankError, run_ranks
 
 RECIPES = sorted(fp8_numpy.RULES)
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
-"""Of products summed in float32 against float64; a cast that is left out differs by some percent."""
 
 
 def random_matrices(*shapes):
-    """Heavy-tailed, so that blocks differ in scale."""
+    """Heavy-tailed, so that blocks differ in scale; within 32 columns ever smaller, so that a block along the wrong side loses some.
+
+    Not the last one, the gradients.
+    """
     rng = np.random.default_rng(0)
-    return [rng.standard_t(3, size=shape).astype(np.float32) for shape in shapes]
+    fading = [np.float32(2.0) ** -(np.arange(shape[-1], dtype=np.float32) % 32) for shape in shapes[:-1]]
+    return [(rng.standard_t(3, size=shape) * factor).astype(np.float32) for shape, factor in zip(shapes, [*fading, 1], strict=True)]
+
+
+def assert_close(value, wanted, message=""):
+    """Column by column."""
+    scale = np.abs(wanted).max(axis=0, initial=1e-30)
+    np.testing.assert_allclose(value / scale, wanted / scale, err_msg=message, rtol=1e-4, atol=1e-4)
 
 
 MATRICES = random_matrices((160, 192), (256, 192), (160, 256))
@@ -42,8 +50,8 @@ def test_the_products_of_both_passes_are_those_of_cast_operands(recipe, kind, pr
     wanted = fp8_numpy.linear(x, weight, grad, recipe, "e5m2" if kind == "hybrid" else "e4m3")
     exact = x @ weight.T, grad @ weight, grad.T @ x
     for name, product, plain in zip(("y", "x", "weight"), wanted, exact, strict=True):
-        scale = np.abs(product).max()
-        np.testing.assert_allclose(got[name] / scale, product / scale, err_msg=name, **TOLERANCE)
+        # Sums in float32 against float64; a cast that is left out differs by some percent.
+        assert_close(got[name], product, name)
         # Had one operand not been cast, the statement, which casts both, would not hold; and both leave a mark.
         assert np.abs(got[name] - plain).mean() > 1e-2 * np.abs(plain).mean(), name
 
@@ -65,8 +73,8 @@ def test_a_layer_with_a_norm_casts_what_the_norm_gives():
     x, weight, grad = random_matrices((32, 128), (64, 128), (32, 64))
     got = run_ranks(fp8_jobs.linear, 1, x, weight, grad, "blockwise", "e4m3", True)
     y, _, of_weight = fp8_numpy.linear(got["normed"], weight, grad, "blockwise", "e4m3")
-    np.testing.assert_allclose(got["y"] / np.abs(y).max(), y / np.abs(y).max(), **TOLERANCE)
-    np.testing.assert_allclose(got["weight"] / np.abs(of_weight).max(), of_weight / np.abs(of_weight).max(), **TOLERANCE)
+    assert_close(got["y"], y)
+    assert_close(got["weight"], of_weight)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -80,8 +88,7 @@ def test_each_expert_is_cast_alone_and_padding_changes_nothing(recipe, expert_pr
         mine = slice(done, done := done + size)
         y, of_x, of_weight = fp8_numpy.linear(x[mine], weights[index], grad[mine], recipe, "e4m3")
         for value, wanted in ((got["y"][mine], y), (got["x"][mine], of_x), (got["weights"][index], of_weight)):
-            scale = np.abs(wanted).max(initial=1e-30)
-            np.testing.assert_allclose(value / scale, wanted / scale, **TOLERANCE)
+            assert_close(value, wanted)
 
 
 def test_sizes_that_fp8_products_cannot_have_are_refused_in_transformer_engines_words():
