@@ -7,10 +7,26 @@ code it was written for has changed) and `active()`.
 
 from types import ModuleType
 
-from megatron_patches import alltoall_splits, cuda_stand_in, duplicated_linear, float64_gradients, reference_te, uneven_gloo
+from megatron_patches import (
+    alltoall_splits,
+    cuda_stand_in,
+    duplicated_linear,
+    float64_gradients,
+    mtp_recompute,
+    reference_te,
+    uneven_gloo,
+)
 from megatron_patches.errors import PatchError
 
-PATCHES: tuple[ModuleType, ...] = (cuda_stand_in, reference_te, alltoall_splits, uneven_gloo, float64_gradients, duplicated_linear)
+PATCHES: tuple[ModuleType, ...] = (
+    cuda_stand_in,
+    reference_te,
+    alltoall_splits,
+    uneven_gloo,
+    float64_gradients,
+    duplicated_linear,
+    mtp_recompute,
+)
 """In order of application: the first two must precede the first import of Megatron."""
 
 

@@ -1,20 +1,61 @@
 """Loading with the checks of every package: what `moerl train` starts from and `moerl check` prints. Imports no torch."""
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from moerl.config.load import load
+from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
+from moerl.config.scratch import scratch_config
 from moerl.rewards.check import check_reward
 from moerl.rollout.datasets import check_data
-from moerl.types import Problem
+from moerl.train.checkpoint import newest
+from moerl.train.checkpoint_check import check, read_manifest
+from moerl.types import CheckpointError, Problem
 
 
 def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None) -> RunConfig:
-    """Raises ConfigError with every problem; see `moerl.config.load.load`."""
-    return load(overrides if overrides is not None else (), config_dir, checks=(_data_and_reward,))
+    """Raises ConfigError with every problem, see `moerl.config.load.load`; then CheckpointError if the newest checkpoint is damaged."""
+    config = load(overrides if overrides is not None else (), config_dir, checks=(_data_and_reward, _continued_run))
+    directory = newest(_checkpoints(config))
+    if directory is not None:
+        check(directory)
+    return config
 
 
 def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
     yield from check_data(config.data)
     yield from check_reward(config.reward)
+
+
+def _continued_run(config: RunConfig) -> Iterator[Problem]:
+    """What keeps a run that exists from being continued with these settings."""
+    saved = config.run_dir / "config.yaml"
+    if saved.exists():
+        yield from resume_differences(saved.read_text(), config)
+    directory = newest(_checkpoints(config))
+    model = _model_config(config)
+    if directory is None or model is None:
+        return
+    with suppress(CheckpointError):  # a damaged manifest is reported by the check of the whole checkpoint
+        trained = read_manifest(directory).model
+        yield from model_differences(trained, model[1], checkpoint=str(directory), config_file=model[0])
+
+
+def _checkpoints(config: RunConfig) -> Path:
+    return config.run_dir / "checkpoints"
+
+
+def _model_config(config: RunConfig) -> tuple[str, dict[str, Any]] | None:
+    """(its name for people, the config.json that the run will read); None where validation says why there is none."""
+    directory = Path(config.model.path) if config.model.path is not None else config.run_dir / "model"
+    file = directory / "config.json"
+    if file.exists():
+        with suppress(ValueError):
+            return str(file), json.loads(file.read_text())
+        return None
+    scratch = config.model.scratch
+    return None if scratch is None else ("model.scratch", scratch_config(scratch, config.model.max_context))

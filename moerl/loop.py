@@ -7,6 +7,7 @@ free again only after the weights that its group trained were pushed.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,8 +22,10 @@ from moerl.rollout.runner import GroupRunner
 from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
-from moerl.types import StepStats, TrainBatch
+from moerl.types import MoerlError, StepStats, TrainBatch
 from moerl.weights.publish import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 
 async def run(
@@ -30,30 +33,47 @@ async def run(
     observe: Observer,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or from the start, to `num_steps`."""
-    with observe.phase("load"):
-        first_version, state = await train.load()
-        if state:
-            prompts.seek(state)  # refuses other data than the checkpoint was made with
-    with observe.phase("push"):
-        await weights.push(first_version)
+    async with train.awake():
+        with observe.phase("load"):
+            first_version, state = await train.load()
+            if state:
+                prompts.seek(state)  # refuses other data than the checkpoint was made with
+        with observe.phase("push"):
+            await weights.push(first_version)
     buffer = _buffer(config, algorithm, state)
-    async with _producing(config, algorithm, prompts, runner, buffer):
+    async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             with observe.phase("rollout"):
                 groups = await buffer.take(config.groups_per_step)
-            batch = await _with_logprobs(config, build_batch(groups, algorithm), train, observe)
-            with observe.phase("update"):
-                stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
-            _check(config, stats, step=step, is_first=step == first_version)
-            version = step + 1
-            with observe.phase("push"):
-                await weights.push(version)
-            cursor = buffer.oldest_untrained_ticket
-            observe.step(version, groups, stats, dropped_groups=buffer.num_drawn_by_last_take - len(groups))
-            buffer.release(config.groups_per_step)  # only now may new groups start
-            if version == config.num_steps or (config.save_every and version % config.save_every == 0):
-                with observe.phase("save"):
-                    await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
+            async with train.awake():
+                batch = await _with_logprobs(config, build_batch(groups, algorithm), train, observe)
+                with observe.phase("update"):
+                    stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
+                _check(config, stats, step=step, is_first=step == first_version)
+                version = step + 1
+                with observe.phase("push"):
+                    await weights.push(version)
+                cursor = buffer.oldest_untrained_ticket
+                observe.step(version, groups, stats, dropped_groups=buffer.num_drawn_by_last_take - len(groups))
+                buffer.release(config.groups_per_step)  # only now may new groups start
+                if version == config.num_steps or (config.save_every and version % config.save_every == 0):
+                    with observe.phase("save"):
+                        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
+            observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
+
+
+@asynccontextmanager
+async def _saving(train: TrainGroup, observe: Observer) -> AsyncIterator[None]:
+    """Wait at the end for the checkpoint that is being written, however the run ends; what ended it stays the cause."""
+    try:
+        yield
+    except BaseException:
+        try:
+            observe.saved(await train.saved(wait=True))
+        except MoerlError as error:
+            logger.warning("the run was ending when: %s", error)
+        raise
+    observe.saved(await train.saved(wait=True))
 
 
 @asynccontextmanager

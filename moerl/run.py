@@ -17,7 +17,6 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
-from moerl.config.resume import resume_differences
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.observe.observer import Observer
@@ -37,7 +36,7 @@ _NUM_CANARY_PROMPTS = 4
 
 
 def train(config: RunConfig) -> Path:
-    """Run to the end, or from where the newest checkpoint left off; the path of its report.
+    """Run to the end, or from where the newest checkpoint left off; the path of its report. `config` is one that was checked.
 
     Raises MoerlError, and asyncio.CancelledError at SIGTERM; leaves no process and no shared memory.
     """
@@ -100,8 +99,6 @@ def _claimed(config: RunConfig) -> Iterator[None]:
         except BlockingIOError as error:
             raise MoerlError(f"{config.run_dir}: another process is training this run; wait for it, or choose another name=") from error
         saved = config.run_dir / "config.yaml"
-        if saved.exists() and (problems := resume_differences(saved.read_text(), config)):
-            raise ConfigError(problems)
         temporary = saved.with_suffix(".tmp")
         temporary.write_text(to_yaml(config))
         os.replace(temporary, saved)

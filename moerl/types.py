@@ -150,6 +150,18 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """Where a trainer's memory was; of the rank that holds most. Kinds and states are those of moerl/train/residency.py."""
+
+    device_bytes: dict[str, dict[str, int]]
+    """state -> kind -> bytes on the device when the trainer was last in that state."""
+    host_bytes: dict[str, int]
+    """kind -> bytes of copies in host memory."""
+    transition_seconds: dict[str, float]
+    """"asleep_to_scoring" and so on -> seconds since the update before this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """What one `TrainGroup.update` measured, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
 
@@ -179,8 +191,23 @@ class StepStats:
     """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
     mtp_loss: float | None = None
     """Mean cross-entropy of multi-token prediction over depths and response tokens, in nats; None if it is not trained."""
+    memory: MemoryStats | None = field(default=None, compare=False)
+    """None where there is no model."""
     skipped_updates: tuple[str, ...] = ()
     """Where loss or gradient was not finite, for each mini-batch in which one was: it changed no weight and is in no statistic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that became visible."""
+
+    version: int
+    num_bytes: int
+    """Tensors of all ranks."""
+    seconds: float
+    """From the request to the rename."""
+    blocked_seconds: float
+    """During which training stood still."""
 
 
 # -- weight push -----------------------------------------------------------------------------------------------
@@ -277,6 +304,10 @@ class DataError(MoerlError, ValueError):
 
 class TrainError(MoerlError, RuntimeError):
     """A train rank failed; carries that rank's traceback."""
+
+
+class ResidencyError(TrainError):
+    """A call that the trainer's state does not allow: it sleeps, or another call is running."""
 
 
 class EngineError(MoerlError, RuntimeError):

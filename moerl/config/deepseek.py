@@ -73,7 +73,8 @@ def _rope(config: Mapping[str, Any]) -> Iterator[Rule]:
     rope = rope_parameters(config)
     kind = rope["rope_type"]
     if kind not in ("default", "yarn"):
-        yield f"needs rope_type default or yarn, not {kind!r}", "Megatron's latent attention has these two", "another model of this type"
+        reason = "Megatron's latent attention has these two"
+        yield f"needs rope_type default or yarn in rope_scaling, not {kind!r}", reason, "another model of this type"
     if kind != "yarn":
         return
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:

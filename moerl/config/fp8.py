@@ -8,6 +8,8 @@ from moerl.config.problems import problem
 from moerl.config.schema import FP8Config, TrainConfig
 from moerl.types import Problem
 
+_ENDS = ("first_layers_bf16", "last_layers_bf16")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSize:
@@ -23,55 +25,54 @@ class LinearSize:
 
 
 def fp8_problems(train: TrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Every rule train.fp8 breaks, for the model of the config.json `hf` if it is known."""
+    """Every rule of FP8 that is broken, for the model of the config.json `hf` if it is known."""
     fp8 = train.fp8
-    if fp8.recipe == "none":
-        for name in ("bf16_first_layers", "bf16_last_layers"):
-            if getattr(fp8, name):
-                reason = "train.fp8.recipe is none: every layer stays in train.dtype"
-                yield problem(f"train.fp8.{name}", getattr(fp8, name), "has no effect", reason, "leave it out, or choose a recipe")
+    if fp8 is None:
         return
     if train.dtype != "bfloat16":
-        reason = "FP8 replaces the operands of bfloat16 products; what is not FP8, and the master weights, are as for bfloat16"
-        yield problem("train.dtype", train.dtype, f"must be bfloat16 for train.fp8.recipe={fp8.recipe}", reason, "train.dtype=bfloat16")
+        reason = "FP8 operands are made from bfloat16 ones, and Transformer Engine returns bfloat16"
+        yield problem("train.dtype", train.dtype, "must be bfloat16 with train.fp8", reason, "train.dtype=bfloat16, or train.fp8=null")
     if fp8.recipe == "delayed":
-        yield from _delayed_problems(train)
+        yield from _delayed_problems(fp8, train)
     if hf is not None:
-        yield from _layer_problems(train, hf["num_hidden_layers"])
-        yield from _size_problems(train, hf)
+        yield from _layer_problems(fp8, train, hf["num_hidden_layers"])
+        yield from _size_problems(fp8, train, hf)
 
 
-def _delayed_problems(train: TrainConfig) -> Iterator[Problem]:
-    granularity = train.megatron.get("recompute_granularity")
-    if granularity is not None:
+def _delayed_problems(fp8: FP8Config, train: TrainConfig) -> Iterator[Problem]:
+    kind = train.recompute.kind
+    if kind != "off":
         reason = "the scales have moved on when a layer is computed again, and remembering the first ones is not verified here"
-        fix = "train.fp8.recipe=blockwise or tensorwise, or no recomputation"
-        yield problem("train.megatron.recompute_granularity", granularity, "must be left out for train.fp8.recipe=delayed", reason, fix)
-    for name in ("bf16_first_layers", "bf16_last_layers"):
-        if getattr(train.fp8, name):
+        fix = "train.recompute.kind=off, or train.fp8.recipe=blockwise or tensorwise"
+        yield problem("train.recompute.kind", kind, "must be off for train.fp8.recipe=delayed", reason, fix)
+    if fp8.format != "hybrid":
+        reason = "scales start at 1 and follow a pass late: gradients, which are small and grow suddenly, fall out of the range of e4m3"
+        yield problem("train.fp8.format", fp8.format, "must be hybrid for recipe=delayed", reason, "train.fp8.format=hybrid")
+    for name in _ENDS:
+        if getattr(fp8, name):
             reason = "delayed scales are reduced once for all layers, which must therefore share one FP8 region (Megatron)"
             fix = f"train.fp8.{name}=0, or another recipe"
-            yield problem(f"train.fp8.{name}", getattr(train.fp8, name), "must be 0 for recipe=delayed", reason, fix)
+            yield problem(f"train.fp8.{name}", getattr(fp8, name), "must be 0 for recipe=delayed", reason, fix)
 
 
-def _layer_problems(train: TrainConfig, num_layers: int) -> Iterator[Problem]:
-    fp8, most = train.fp8, num_layers // train.layout.pp
-    for name in ("bf16_first_layers", "bf16_last_layers"):
+def _layer_problems(fp8: FP8Config, train: TrainConfig, num_layers: int) -> Iterator[Problem]:
+    most = num_layers // train.layout.pp
+    for name in _ENDS:
         value = getattr(fp8, name)
         if value > most:
-            reason = f"Megatron allows as many as a pipeline stage has layers: {num_layers} / train.layout.pp={train.layout.pp}"
+            reason = f"Megatron takes at most as many as a pipeline stage has on average: {num_layers} / train.layout.pp={train.layout.pp}"
             yield problem(f"train.fp8.{name}", value, f"must be at most {most}", reason, f"train.fp8.{name}={most}")
-    both = fp8.bf16_first_layers + fp8.bf16_last_layers
-    if both >= num_layers:
-        reason = f"bf16_first_layers and bf16_last_layers together are {both}, and the model has {num_layers} layers"
-        yield problem("train.fp8.recipe", fp8.recipe, "leaves no layer to FP8", reason, "fewer of them, or train.fp8.recipe=none")
+    both = fp8.first_layers_bf16 + fp8.last_layers_bf16
+    if both == num_layers:
+        reason = "first_layers_bf16 and last_layers_bf16 together are all the layers the model has"
+        yield problem("train.fp8.recipe", fp8.recipe, "leaves no layer to FP8", reason, "fewer of them, or train.fp8=null")
 
 
-def _size_problems(train: TrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    fp8, seen = train.fp8, set()
+def _size_problems(fp8: FP8Config, train: TrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    seen = set()
     for linear in linear_sizes(hf, trains_mtp=train.mtp_loss > 0):
         parts = getattr(train.layout, linear.cut_by) if linear.cut_by else 1
-        multiple = 16 if fp8.recipe == "blockwise" and linear.is_output else fp8.multiple
+        multiple = 16 if fp8.recipe == "blockwise" and linear.is_output else fp8.alignment
         if linear.size % (parts * multiple) and (linear.name, parts) not in seen:
             seen.add((linear.name, parts))
             shown = f"{linear.name} = {linear.size}" if parts == 1 else f"{linear.name} / {linear.cut_by} = {linear.size} / {parts}"
@@ -89,10 +90,10 @@ def _reason(fp8: FP8Config) -> str:
 
 
 def _fix(fp8: FP8Config, linear: LinearSize, multiple: int) -> str:
-    others = [f"train.fp8.recipe={name}" for name in ("mxfp8", "tensorwise") if FP8Config(recipe=name).multiple < multiple]
+    others = [f"train.fp8.recipe={name}" for name in ("mxfp8", "tensorwise") if FP8Config(recipe=name).alignment < multiple]
     fits = [parts for parts in range(1, linear.size + 1) if linear.cut_by and linear.size % (parts * multiple) == 0]
     smaller = [f"train.layout.{linear.cut_by}={max(fits)} or a divisor of it"] if fits else []
-    return ", or ".join([*smaller, *others, "train.fp8.recipe=none"])
+    return ", or ".join([*smaller, *others, "train.fp8=null"])
 
 
 def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearSize]:

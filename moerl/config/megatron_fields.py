@@ -35,24 +35,33 @@ _LAYOUT = {
     "expert_tensor_parallel_size": "set train.layout.etp instead",
     "sequence_parallel": "leave it out: it is on whenever train.layout.tp > 1",
 }
+_MEMORY = {
+    "recompute_granularity": "set train.recompute.kind instead",
+    "recompute_method": "set train.recompute.method instead",
+    "recompute_num_layers": "set train.recompute.num_layers instead",
+    "recompute_modules": "set train.recompute.modules instead",
+    "moe_layer_recompute": "set train.recompute.kind=selective with modules=[moe] instead",
+    "distribute_saved_activations": "leave it out: sequence parallelism, on whenever train.layout.tp > 1, already cuts what is kept",
+    "no_sync_func": "leave it out: it follows from train.overlap_grad_reduce",
+    "grad_sync_func": "leave it out: it follows from train.overlap_grad_reduce",
+    "param_sync_func": "leave it out: it follows from train.overlap_param_gather",
+}
 _DTYPE = dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "set train.dtype instead")
 _LINEAR_ONLY = "leave it out: FP8 is for linear layers only"
 _PADS = "leave it out: experts pad their tokens with zeros; this would send them tokens they did not choose"
 _NO_FP4 = "leave it out: moerl has no FP4 recipes; see train.fp8"
 _FP8 = {
-    "fp8": "set train.fp8.recipe and train.fp8.format instead",
+    "fp8": "set train.fp8 instead",
     "fp8_recipe": "set train.fp8.recipe instead",
     "fp8_quantizer_factory": "set train.fp8.recipe to one of the recipes moerl knows",
+    "quant_recipe": "set train.fp8.recipe instead",
     "fp8_param": "leave it out: the weight push, the reference and checkpoints read plain parameters, and FP8 ones are already rounded",
     "fp8_wgrad": "leave it out: gradients of weights use FP8 like the other products",
     "fp8_interval": "leave it out: Transformer Engine ignores it",
-    "fp8_dot_product_attention": _LINEAR_ONLY,
-    "fp8_multi_head_attention": _LINEAR_ONLY,
-    "activation_func_fp8_input_store": _LINEAR_ONLY,
-    "first_last_layers_bf16": "set train.fp8.bf16_first_layers and bf16_last_layers instead",
-    "num_layers_at_start_in_bf16": "set train.fp8.bf16_first_layers instead",
-    "num_layers_at_end_in_bf16": "set train.fp8.bf16_last_layers instead",
-    "quant_recipe": "set train.fp8.recipe instead",
+    **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention", "activation_func_fp8_input_store"), _LINEAR_ONLY),
+    "first_last_layers_bf16": "set train.fp8.first_layers_bf16 and last_layers_bf16 instead",
+    "num_layers_at_start_in_bf16": "set train.fp8.first_layers_bf16 instead",
+    "num_layers_at_end_in_bf16": "set train.fp8.last_layers_bf16 instead",
     **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _PADS),
     **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param", "fp4_quantizer_factory"), _NO_FP4),
 }
@@ -82,16 +91,6 @@ _MODEL = dict.fromkeys(
         "moe_router_group_topk",
         "moe_router_topk_scaling_factor",
         "moe_router_enable_expert_bias",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_head_dim",
-        "qk_pos_emb_head_dim",
-        "v_head_dim",
-        "rope_type",
-        "rotary_base",
-        "rotary_scaling_factor",
-        "mscale",
-        "mscale_all_dim",
         "mtp_num_layers",
     ),
     "leave it out: it follows from the model's config.json (model.path, model.scratch)",
@@ -104,7 +103,7 @@ _RUN = {
     "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
     "mtp_loss_scaling_factor": "set train.mtp_loss instead",
 }
-OWNED: Mapping[str, str] = {**_LAYOUT, **_DTYPE, **_FP8, **_MODEL, **_RUN}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
 
 

@@ -43,5 +43,5 @@ def shape_of_config(config: dict[str, Any]) -> ModelShape:
     )
 
 
-def shape_of_checkpoint(path: Path) -> ModelShape:
-    return shape_of_config(json.loads((path / "config.json").read_text()))
+def read_config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())

@@ -18,9 +18,7 @@ FIXED: Mapping[str, str] = {
     "algorithm.name": "the checkpoint's steps were taken with it",
     "sft": "the warm start is over",
     "deterministic": "steps already taken cannot become reproducible",
-    "train.dtype": "the checkpoint's optimizer state belongs to it",
     "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",
-    "train.layout": "the checkpoint's optimizer state is cut that way",
 }
 """Setting or section -> reason. Everything else may differ from step to step."""
 
@@ -53,3 +51,44 @@ def _differences(path: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]
         parts = [_differences(f"{path}.{name}", before.get(name, NOT_SET), now.get(name, NOT_SET)) for name in names]
         return [difference for part in parts for difference in part]
     return [(path, before, now)] if before != now else []
+
+
+_NOT_THE_MODEL = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id", "id2label",
+    "initializer_range", "label2id", "max_position_embeddings", "output_router_logits", "pad_token_id", "quantization_config",
+    "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+"""Entries of a config.json that neither shape a trained weight nor what is computed with it."""
+
+
+def model_differences(trained: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: str, config_file: str) -> list[Problem]:
+    """The entries of the run's config.json (`now`) that differ from those `checkpoint` was trained with."""
+    trained, now = _published_names(trained), _published_names(now)
+    return [
+        problem(
+            f"{config_file}: {name}",
+            value,
+            f"was {before!r} in the model that {checkpoint} was trained with",
+            "the weights and the optimizer's state belong to that model",
+            f"the config.json with {name}={before!r}, or another name= (or output_dir=) for a new run",
+        )
+        for name, before, value in (
+            (name, trained.get(name, NOT_SET), now.get(name, NOT_SET)) for name in sorted({*trained, *now} - _NOT_THE_MODEL)
+        )
+        if before != value
+    ]
+
+
+def _published_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers 5 saves some entries under names that published checkpoints do not have."""
+    rope = config.get("rope_parameters")
+    named = {name: value for name, value in config.items() if name not in ("rope_parameters", "num_local_experts", "rope_scaling")}
+    if "num_local_experts" in config:
+        named["num_experts"] = config["num_local_experts"]
+    scaling = config.get("rope_scaling")
+    if rope is not None:
+        named.setdefault("rope_theta", rope.get("rope_theta"))
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if scaling is not None and scaling.get("rope_type", scaling.get("type")) != "default":
+        named["rope_scaling"] = scaling
+    return named

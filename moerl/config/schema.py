@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from moerl.config.layout import Layout
+from moerl.config.memory import NoRecompute, OptimizerMemory, Recompute
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -178,28 +179,29 @@ class OptimizerConfig(_Strict):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
     """Global gradient norm; None switches clipping off."""
+    memory: OptimizerMemory = field(default_factory=OptimizerMemory)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config(_Strict):
-    """Products of the transformer layers' linear parts, forward and backward, with FP8 operands (Transformer Engine). Parameters, router,
-    norms, attention, embedding, output layer and everything between layers keep train.dtype."""
+    """Products of the transformer layers' linear parts with FP8 operands, forward and backward, by Transformer Engine. Parameters, router,
+    norms, attention, embedding, output layer and optimizer keep their precision. Without a GPU every recipe is emulated."""
 
-    recipe: Literal["none", "blockwise", "tensorwise", "delayed", "mxfp8"] = "none"
-    """blockwise: a scale per 1 x 128 activations and 128 x 128 weights; Hopper (compute capability 9.0) and CUDA 12.9 or newer.
-    mxfp8: a scale per 32 values; Blackwell (10.0). tensorwise: one scale per tensor, from its values; Ada (8.9) or newer. delayed: one
-    per tensor, from earlier passes; Ada. On CPU all four are emulated."""
+    recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"]
+    """blockwise: a scale per 1 x 128 activations or gradients and 128 x 128 weights; Hopper (compute capability 9.0) and CUDA 12.9 or
+    newer. mxfp8: a scale per 32 values; Blackwell (10.0). tensorwise: one scale per tensor, from its values; Ada (8.9) or newer. delayed:
+    one per tensor, from earlier passes, hence with format=hybrid; Ada."""
     format: Literal["e4m3", "hybrid"] = "e4m3"
-    """e4m3: every operand. hybrid: gradients in e5m2, of more range and less precision. Without effect for recipe=none."""
-    bf16_first_layers: NotNegative = 0
-    """Layers at the beginning of the model that stay in bfloat16; not for delayed."""
-    bf16_last_layers: NotNegative = 0
-    """The same at the end. Layers of multi-token prediction use FP8 in any case."""
+    """hybrid: gradients in e5m2, with more range and less precision."""
+    first_layers_bf16: NotNegative = 0
+    last_layers_bf16: NotNegative = 0
+    """So many layers at the start and at the end of the model stay in bfloat16; not for delayed. Layers of multi-token prediction never."""
 
     @property
-    def multiple(self) -> int:
-        """What each rank's tokens and each shard's sizes must be multiples of: whole blocks, or what FP8 products demand."""
-        return {"none": 1, "blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}[self.recipe]
+    def alignment(self) -> int:
+        """The tokens of a rank and the sizes of its shards are multiples of this: whole blocks, or what FP8 products demand
+        (megatron/core/fp8_utils.py, get_fp8_align_size)."""
+        return {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}[self.recipe]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +211,8 @@ class TrainConfig(_Strict):
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
     """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
     CPU, where rounding then hides nothing."""
-    fp8: FP8Config = field(default_factory=FP8Config)
+    fp8: FP8Config | None = None
+    """None: matrix products in `dtype`. Needs bfloat16."""
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
     logprob_chunk_tokens: Positive = 1024
@@ -225,6 +228,20 @@ class TrainConfig(_Strict):
     mtp_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
     and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
+    recompute: Recompute = field(default_factory=NoRecompute)
+    """Which activations are computed again in the backward pass instead of kept."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What leaves the GPU while training does not need it. optimizer: outside of updates optimizer states are in pinned host memory
+    and gradients are freed. all: parameters and reference weights follow while the trainer sleeps, between the steps."""
+    destroy_groups: bool = False
+    """End Megatron's communicators while the trainer sleeps, and with them their GPU buffers; they are made again when it wakes.
+    Needs offload=all."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks bucket by bucket, while the rest of the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters from data-parallel ranks bucket by bucket, during the next forward pass."""
+    overlap_bucket_size: Positive | None = None
+    """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
     start_seconds: Seconds = 600.0
@@ -233,9 +250,9 @@ class TrainConfig(_Strict):
 
     @property
     def token_multiple(self) -> int:
-        """Packed tokens of a micro-batch are padded to a multiple of this: for the layout, and so that every rank has whole FP8 blocks."""
-        layout = self.layout
-        return math.lcm(layout.token_multiple, layout.tp * layout.cp * self.fp8.multiple)
+        """Micro-batches are padded to it: for sequence and context parallelism, and so that every rank has whole FP8 blocks of tokens."""
+        layout, alignment = self.layout, 1 if self.fp8 is None else self.fp8.alignment
+        return math.lcm(layout.token_multiple, layout.tp * layout.cp * alignment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +289,13 @@ class WeightsConfig(_Strict):
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
     """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of the first step. 1e-4 suits float32;
     bfloat16 mixture-of-experts models differ by about 3e-2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(_Strict):
+    async_save: bool = True
+    """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
+    disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
 
 
 # -- observation and the run -----------------------------------------------------------------------------------
@@ -313,6 +337,7 @@ class RunConfig(_Strict):
     train: TrainConfig
     rollout: RolloutConfig
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"

@@ -1,7 +1,6 @@
 """The rules across fields: what the schema cannot say. Each broken rule is a `Problem` with its reason and what to write."""
 
 import importlib.util
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
-from moerl.config.model_shape import ModelShape, shape_of_checkpoint, shape_of_config
+from moerl.config.memory import memory_problems
+from moerl.config.model_shape import ModelShape, read_config, shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
 from moerl.config.scratch import scratch_config
@@ -115,13 +115,13 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
     budget, multiple = config.train.micro_batch_tokens, config.train.token_multiple
     longest = -(-config.model.max_context // multiple) * multiple
     if budget < longest:
-        padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout and FP8"
+        padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout"
         reason = (
             f"a sequence is never split over micro-batches, and one may have model.max_context={config.model.max_context} tokens{padded}"
         )
         yield problem("train.micro_batch_tokens", budget, f"must be at least {longest}", reason, f"train.micro_batch_tokens={longest}")
     if budget % multiple:
-        reason = "micro-batches are padded to it, for sequence and context parallel and FP8, and must not grow past the budget"
+        reason = "micro-batches are padded to it, for sequence and context parallelism and FP8, and must not grow past the budget"
         fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
         yield problem("train.micro_batch_tokens", budget, f"must be a multiple of {multiple}", reason, fix)
 
@@ -148,6 +148,10 @@ def _optimizer(config: RunConfig) -> Iterator[Problem]:
         if not 0 <= beta < 1:
             rule, reason = "must be in [0, 1)", "it is the weight of the past in a running mean"
             yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
+
+
+def _memory(config: RunConfig) -> Iterator[Problem]:
+    yield from memory_problems(config.train, _shape(config.model))
 
 
 def _overlong(config: RunConfig) -> Iterator[Problem]:
@@ -200,16 +204,16 @@ def _megatron(config: RunConfig) -> Iterator[Problem]:
     yield from router_problems(config.train.megatron, _shape(config.model))
 
 
-def _fp8(config: RunConfig) -> Iterator[Problem]:
-    yield from fp8_problems(config.train, _hf_config(config.model))
-
-
 def _mtp(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model)
     if config.train.mtp_loss > 0 and shape is not None and shape.num_mtp_layers == 0:
         reason = "the model's config.json has no num_nextn_predict_layers: there is nothing to train"
         fix = "train.mtp_loss=0, or a checkpoint with layers of multi-token prediction"
         yield problem("train.mtp_loss", config.train.mtp_loss, "must be 0 for this model", reason, fix)
+
+
+def _fp8(config: RunConfig) -> Iterator[Problem]:
+    yield from fp8_problems(config.train, _hf_config(config.model))
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
@@ -220,6 +224,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _micro_batches,
     _layout,
     _optimizer,
+    _memory,
     _overlong,
     _gym_reward,
     _rollout,
@@ -231,18 +236,14 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
 
 
 def _shape(model: ModelConfig) -> ModelShape | None:
-    """None where `_model` has already said why there is none."""
-    if model.scratch is not None:
-        return shape_of_config(scratch_config(model.scratch, model.max_context))
-    if model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        return shape_of_checkpoint(Path(model.path))
-    return None
+    hf = _hf_config(model)
+    return None if hf is None else shape_of_config(hf)
 
 
 def _hf_config(model: ModelConfig) -> dict[str, Any] | None:
-    """The model's config.json, likewise."""
+    """The model's config.json; None where `_model` has already said why there is none."""
     if model.scratch is not None:
         return scratch_config(model.scratch, model.max_context)
     if model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        return json.loads((Path(model.path) / "config.json").read_text())
+        return read_config(Path(model.path))
     return None

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.types import Group, Sample, StepStats
+from moerl.types import Group, MemoryStats, Sample, SavedCheckpoint, StepStats
 
 
 class Reduction(Enum):
@@ -79,6 +79,12 @@ METRICS = (
     Metric("tokens/padding_fraction", "share", "down", MEAN, "micro-batch tokens that are padding"),
     Metric("balance/ranks", "ratio", "down", MEAN, "work of the busiest data-parallel rank / mean; at least 1"),
     Metric("balance/rounds", "ratio", "down", MEAN, "the same if ranks wait for each other after every micro-batch, as with ep"),
+    Metric("checkpoint/bytes", "bytes", "none", LAST, "tensors of a checkpoint, all ranks; in the step reported after it was complete"),
+    Metric("checkpoint/seconds", "s", "down", MEAN, "from the request of that checkpoint until it was complete"),
+    Metric("checkpoint/blocked_seconds", "s", "down", SUM, "part of it during which training stood still"),
+    Metric("memory/device/*", "bytes", "none", MAX, "device/STATE/KIND: on the device in that state, of the train rank that holds most"),
+    Metric("memory/host/*", "bytes", "none", MAX, "host/KIND: copies in host memory, of the same rank"),
+    Metric("memory/seconds/*", "s", "down", SUM, "moves from one state to another since the update before (train.offload)"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
     Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name"),
@@ -126,6 +132,7 @@ def step_metrics(
         **_group_metrics(groups, full_reward),
         "groups/dropped": float(dropped_groups),
         **_train_metrics(stats),
+        **({} if stats.memory is None else _memory_metrics(stats.memory)),
         "tokens/response": float(num_tokens),
         "tokens/trained": float(stats.num_tokens),
         "tokens/per_second": num_tokens / step_seconds,
@@ -135,6 +142,14 @@ def step_metrics(
         "time/step": step_seconds,
         **{f"time/{name}": seconds for name, seconds in phase_seconds.items()},
         "time/other": max(0.0, step_seconds - sum(phase_seconds.values())),
+    }
+
+
+def checkpoint_metrics(saved: SavedCheckpoint) -> dict[str, float]:
+    return {
+        "checkpoint/bytes": float(saved.num_bytes),
+        "checkpoint/seconds": saved.seconds,
+        "checkpoint/blocked_seconds": saved.blocked_seconds,
     }
 
 
@@ -209,4 +224,14 @@ def _train_metrics(stats: StepStats) -> dict[str, float]:
         "mismatch/mean": stats.mismatch_mean,
         "mismatch/max": stats.mismatch_max,
         "mismatch/kl": stats.mismatch_kl,
+    }
+
+
+def _memory_metrics(memory: MemoryStats) -> dict[str, float]:
+    """Kinds that hold nothing are left out."""
+    device = {f"memory/device/{state}/{kind}": held for state, kinds in memory.device_bytes.items() for kind, held in kinds.items()}
+    host = {f"memory/host/{kind}": held for kind, held in memory.host_bytes.items()}
+    return {
+        **{name: float(held) for name, held in {**device, **host}.items() if held},
+        **{f"memory/seconds/{name}": seconds for name, seconds in memory.transition_seconds.items()},
     }

@@ -22,11 +22,11 @@ from moerl.config.load import to_plain
 from moerl.config.schema import RewardConfig, RunConfig
 from moerl.observe.dumps import SampleDumps
 from moerl.observe.logs import RunLog
-from moerl.observe.metrics import step_metrics, summarize
+from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
-from moerl.types import Group, StepStats
+from moerl.types import Group, SavedCheckpoint, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class Observer:
         self._full_reward = full_reward(config.reward)
         self._clock = PhaseClock()
         self._last_version: int | None = None
+        self._checkpoint_metrics: dict[str, float] = {}
         self._status: Status | None = None
         self._dumps = SampleDumps(config.run_dir / "samples", every=config.observe.dump_every, num_groups=config.observe.dump_groups)
         self._writers: list[MetricsWriter] = []
@@ -80,6 +81,8 @@ class Observer:
             dropped_groups=dropped_groups,
             full_reward=self._full_reward,
         )
+        metrics |= self._checkpoint_metrics
+        self._checkpoint_metrics = {}
         for writer in self._writers:
             writer.write(version, metrics)
         log.info("step %d took %s", version, duration(step_seconds))
@@ -90,6 +93,15 @@ class Observer:
         self._log.silence_libraries()
         self._last_version = version
         return metrics
+
+    def saved(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
+        """Checkpoints that became visible: to the log, and to the metrics of the step that is reported next."""
+        for each in checkpoints:
+            log.info(
+                "checkpoint of step %d: %.1f MB in %s, training stood still for %s",
+                each.version, each.num_bytes / 1e6, duration(each.seconds), duration(each.blocked_seconds),
+            )  # fmt: skip
+            self._checkpoint_metrics = checkpoint_metrics(each)
 
     def notice(self, text: str) -> None:
         """A result worth a line of its own, on the terminal and in run.log. Warnings go through a logger instead."""

@@ -27,7 +27,7 @@ Bins = list[list[int]]
 
 Number = TypeVar("Number", int, np.ndarray)
 
-_FULL_ROUNDS = (0, 1, 2, 4)
+_FULL_ROUNDS = (0, 1, 4)
 """How many first rounds are tried with the longest sequences packed as tightly as they go, rather than spread."""
 
 
@@ -150,12 +150,12 @@ def _first_fit(sequences: _Sequences) -> Bins:
     """First-fit decreasing: close to the fewest micro-batches (at most 11/9 of them + 1), the longest sequences together."""
     bins: Bins = []
     room = np.full(len(sequences.slots), sequences.capacity)  # one bin per sequence at most
-    for index in sequences.longest_first:
-        chosen = int(np.argmax(room >= sequences.slots[index]))
+    for index, slot in zip(sequences.longest_first.tolist(), sequences.slots[sequences.longest_first].tolist(), strict=True):
+        chosen = int((room[: len(bins) + 1] >= slot).argmax())
         if chosen == len(bins):
             bins.append([])
-        bins[chosen].append(int(index))
-        room[chosen] -= sequences.slots[index]
+        bins[chosen].append(index)
+        room[chosen] -= slot
     return bins
 
 
@@ -189,9 +189,9 @@ def _to_ranks(sequences: _Sequences, loads: np.ndarray) -> Bins:
     """
     ranks: Bins = [[] for _ in range(sequences.num_ranks)]
     totals = np.zeros((sequences.num_ranks, len(loads)))
-    for index in sequences.longest_first:
-        chosen = int(np.argmin(totals @ loads[:, index]))
-        ranks[chosen].append(int(index))
+    for index in sequences.longest_first.tolist():
+        chosen = int((totals @ loads[:, index]).argmin())
+        ranks[chosen].append(index)
         totals[chosen] += loads[:, index]
     return ranks
 
@@ -226,7 +226,7 @@ def _round_by_round(sequences: _Sequences, fitted: Bins, num_rounds: int) -> Ite
     costliest, found = _costliest_first(fitted, costs), False
     for num_full in (count * sequences.num_ranks for count in _FULL_ROUNDS if count < num_rounds):
         packed = {index for members in costliest[:num_full] for index in members}
-        rest = [int(index) for index in sequences.longest_first if index not in packed]
+        rest = [index for index in sequences.longest_first.tolist() if index not in packed]
         spread = _least_cost(sequences, rest, num_bins - num_full)
         if spread is not None and len(costliest) >= num_full:
             plan = _deal(costliest[:num_full] + spread, costs, sequences.num_ranks)
@@ -240,16 +240,15 @@ def _round_by_round(sequences: _Sequences, fitted: Bins, num_rounds: int) -> Ite
 def _least_cost(sequences: _Sequences, members: Sequence[int], num_bins: int) -> Bins | None:
     """Each sequence, longest first, into the cheapest micro-batch with room; None if one finds no room."""
     bins: Bins = [[] for _ in range(num_bins)]
-    tokens, bin_costs = np.zeros(num_bins, dtype=np.int64), np.zeros(num_bins)
-    for index in members:
-        slot = sequences.slots[index]
-        open_costs = np.where(tokens + slot <= sequences.capacity, bin_costs, np.inf)
-        chosen = int(np.argmin(open_costs))
-        if open_costs[chosen] == np.inf:
+    room, bin_costs = np.full(num_bins, sequences.capacity), np.zeros(num_bins)
+    # As lists: reading one number out of an array costs more than all else that is done with it here.
+    for index, slot, cost in zip(members, sequences.slots[members].tolist(), sequences.costs[members].tolist(), strict=True):
+        chosen = int(np.where(room >= slot, bin_costs, np.inf).argmin())
+        if room[chosen] < slot:
             return None
         bins[chosen].append(index)
-        tokens[chosen] += slot
-        bin_costs[chosen] += sequences.costs[index]
+        room[chosen] -= slot
+        bin_costs[chosen] += cost
     return bins
 
 

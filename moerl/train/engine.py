@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moerl.algorithms.base import Objective
-from moerl.config.schema import TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
 from moerl.train.costs import attention_tokens
@@ -30,31 +28,73 @@ from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_lo
 from moerl.train.model import build_model, sum_gradients
 from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
+from moerl.train.offload import DeviceMemory, largest_over_ranks
+from moerl.train.optimizer import build_optimizer
+from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
+from moerl.train.reloadable_groups import ReloadableGroups
+from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.settings import EngineSettings
+from moerl.train.shard_store import ShardStore
 from moerl.types import StepStats, TensorSpec, TrainBatch
-
-_CHECKPOINT_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-"""Optimizer state per parameter, as the model's weights: a checkpoint is independent of how data parallelism cut it."""
 
 
 class MegatronEngine:
-    def __init__(self, settings: EngineSettings):
-        """Megatron's groups must exist. Loads the Hugging Face weights of `model_dir`, and keeps a copy of them as the reference."""
+    def __init__(self, settings: EngineSettings, groups: ReloadableGroups | None = None):
+        """Megatron's groups must exist. Loads the Hugging Face weights of `model_dir`, and keeps a copy of them as the reference.
+
+        `groups`: Megatron's, if train.destroy_groups says that they end while the trainer sleeps. It starts awake.
+        """
         self._settings, self._train = settings, settings.train
         require_device(settings.train.fp8)
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
         self._attention_tokens = attention_tokens(self.model.config, self.model.vocab_size)
-        self.optimizer = get_megatron_optimizer(_optimizer_config(settings.train), self.model.wrapped)
+        self.optimizer = build_optimizer(settings.train, self.model.wrapped)
         self.optimizer.reload_model_params()
+        self.shards = ShardStore(self.model, self.optimizer, settings.train)
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
+        self._memory = DeviceMemory(self.model.wrapped, self.optimizer, self._reference)
+        self._groups = groups
+        self._residency = Residency(self._train.offload, self._move, self._memory.bytes)
+
+    # -- where its memory is ---------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Collective, as `sleep`. ResidencyError, as from every verb below, if it is not asleep."""
+        self._residency.wake()
+
+    def sleep(self) -> None:
+        """Afterwards every verb but `wake` is refused."""
+        self._residency.sleep()
+
+    def _move(self, before: State, after: State) -> None:
+        if before == "asleep" and self._groups is not None:
+            self._groups.make_again()
+        self._memory.place(ON_DEVICE[self._train.offload][after])
+        if after == "asleep" and self._groups is not None:
+            self._groups.end()
 
     # -- the two verbs of a step -----------------------------------------------------------------------------
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
         """float32 (float64 at dtype float64) [T] aligned with token_ids_T: the log-prob of every token; the same on all ranks."""
+        with self._residency.running("logprobs"):
+            return self._logprobs(batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """The same under the initial weights, swapped in for this pass."""
+        assert self._reference is not None, "settings.uses_reference is False"
+        with self._residency.running("reference_logprobs"):
+            gather_parameters(self.model.wrapped)
+            self._swap_reference()
+            try:
+                return self._logprobs(batch)
+            finally:
+                self._swap_reference()
+
+    def _logprobs(self, batch: TrainBatch) -> np.ndarray:
         packed = self._micro_batches(batch, self._plan(batch))
         outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
         pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
@@ -63,17 +103,12 @@ class MegatronEngine:
         _reduce_over_micro_batches(total_T)
         return total_T.cpu().numpy()
 
-    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
-        """The same under the initial weights, swapped in for this pass."""
-        assert self._reference is not None, "settings.uses_reference is False"
-        self._swap_reference()
-        try:
-            return self.logprobs(batch)
-        finally:
-            self._swap_reference()
-
     def update(self, batch: TrainBatch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
+        with self._residency.running("update"):
+            return self._update(batch, objective, lr=lr, num_updates=num_updates)
+
+    def _update(self, batch: TrainBatch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
@@ -89,17 +124,25 @@ class MegatronEngine:
             ),
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
+            memory=largest_over_ranks(self._residency.stats()),
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
             rank_imbalance=balance.rank_imbalance,
             round_imbalance=balance.round_imbalance,
         )
 
-    # -- weights and checkpoints -----------------------------------------------------------------------------
+    # -- weights ---------------------------------------------------------------------------------------------
 
     def export(self, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Collective: (Hugging Face name, whole tensor) on rank 0, nothing on the others. `with_mtp` False: what a server holds."""
-        return self.model.bridge.export(getattr(torch, self._settings.export_dtype), with_mtp=with_mtp)
+        """Collective: (Hugging Face name, whole tensor) on rank 0, nothing on the others. `with_mtp` False: what a server holds.
+
+        No other call may begin before it has ended.
+        """
+        with self._residency.running("export"):
+            gather_parameters(self.model.wrapped)
+            for name, tensor in self.model.bridge.export(getattr(torch, self._settings.export_dtype), with_mtp=with_mtp):
+                # Not the parameter itself: the receiver may keep it, or see it as numpy, past the parameter's own stay.
+                yield name, tensor.clone()
 
     def tensor_specs(self) -> list[TensorSpec]:
         """Of `export(with_mtp=False)`, in its order; shapes from the checkpoint the model was loaded from."""
@@ -110,21 +153,16 @@ class MegatronEngine:
                 for name in bridge.names(with_mtp=False)
             ]
 
-    def save(self, directory: Path) -> None:
-        """Model, optimizer and its step count, sharded over the ranks. The learning rate is a function of the step: nothing to save."""
-        dist_checkpointing.save(self._sharded_state(is_loading=False), str(directory), content_metadata=_CHECKPOINT_FORMAT)
+    def stage(self, *, copies: bool) -> int:
+        """`ShardStore.stage`, with everything on the device."""
+        with self._residency.running("save"):
+            gather_parameters(self.model.wrapped)
+            return self.shards.stage(copies=copies)
 
     def load(self, directory: Path) -> None:
-        state = dist_checkpointing.load(self._sharded_state(is_loading=True), str(directory))
-        for index, chunk in enumerate(self.model.chunks):
-            chunk.load_state_dict(state[f"model{index}"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def _sharded_state(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = {**_CHECKPOINT_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self.model.chunks)}  # type: ignore[operator]
-        merged = {name: tensor for chunk in model.values() for name, tensor in chunk.items()}
-        return {**model, "optimizer": self.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)}
+        with self._residency.running("load"):
+            gather_parameters(self.model.wrapped)
+            self.shards.load(directory)
 
     # -- one mini-batch --------------------------------------------------------------------------------------
 
@@ -173,13 +211,14 @@ class MegatronEngine:
         place = {int(sample): index for index, sample in enumerate(samples)}
         self.model.config.finalize_model_grads_func = None
         try:
-            return locate(
-                run=lambda part: self._run(part, loss, forward_only=False),
-                packed=[named(micro) for micro in packed],
-                repack=lambda chosen: named(self._pack(batch, [place[sample] for sample in chosen])),
-                chunks=self.model.wrapped,
-                piece=self._train.layout.count_multiple,
-            )
+            with without_grad_reduce(self.model.wrapped):
+                return locate(
+                    run=lambda part: self._run(part, loss, forward_only=False),
+                    packed=[named(micro) for micro in packed],
+                    repack=lambda chosen: named(self._pack(batch, [place[sample] for sample in chosen])),
+                    chunks=self.model.wrapped,
+                    piece=self._train.layout.count_multiple,
+                )
         finally:
             self.model.config.finalize_model_grads_func = sum_gradients
 
@@ -247,10 +286,6 @@ class MegatronEngine:
 
     # -- reference -------------------------------------------------------------------------------------------
 
-    def _parameters(self) -> Iterator[Tensor]:
-        for chunk in self.model.chunks:
-            yield from chunk.parameters()
-
     @torch.no_grad()
     def _swap_reference(self) -> None:
         """Exchange the contents of the parameters and of their copies; parameters stay where the optimizer put them."""
@@ -314,19 +349,3 @@ def _loss(
 def _keep_logprobs(token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     logp_T, _ = token_logprobs(logits, micro)
     return logp_T.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {"logprobs_T": logp_T.detach().cpu()}
-
-
-def _optimizer_config(train: TrainConfig) -> OptimizerConfig:
-    settings = train.optimizer
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        adam_eps=settings.eps,
-        clip_grad=0.0 if settings.clip_grad is None else settings.clip_grad,
-        bf16=train.dtype == "bfloat16",
-        params_dtype=getattr(torch, train.dtype),
-        use_distributed_optimizer=True,
-    )

@@ -4,7 +4,8 @@ For tests of everything around the trainer; checkpoints hold the driver's state 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,9 @@ import torch
 
 from moerl.algorithms.base import Objective
 from moerl.train import checkpoint
-from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
+from moerl.train.checkpoint_check import read_state
+from moerl.train.residency import Residency
+from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch
 from moerl.weights.send import WeightSender
 
 
@@ -22,35 +25,56 @@ class FakeTrainGroup:
         self._logprob = -float(np.log(vocab_size))
         self._tensors, self._checkpoint_dir, self._keep = tensors, checkpoint_dir, keep
         self._sender: WeightSender | None = None
+        self._residency = Residency("none", move=lambda before, after: None, measure=dict)
         self.version = 0
         self.batches: list[TrainBatch] = []
+        self._saved: list[SavedCheckpoint] = []
 
     async def start(self) -> None: ...
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        if self._residency.state == "asleep":
+            self._residency.wake()
+        yield
+        self._residency.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint.newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
-        checkpoint.verify(directory, part=0, num_parts=1)
-        state = checkpoint.read_state(directory)
-        self.version = state["version"]
+        with self._residency.running("load"):
+            state = read_state(directory)
+            self.version = state["version"]
         return self.version, state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        with self._residency.running("save"):
+            weights = self.version
+        self._write(version, weights, state)
+
+    def _write(self, version: int, weights: int, state: Mapping[str, Any]) -> None:
         temporary = checkpoint.begin(self._checkpoint_dir, version)
-        (temporary / "weights.json").write_text(json.dumps(self.version))
+        (temporary / "weights.json").write_text(json.dumps(weights))
         files = checkpoint.digest_files(temporary, ["weights.json"])
-        checkpoint.commit(temporary, files, {"version": version, **state}, keep=self._keep)
+        checkpoint.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
+        self._saved.append(SavedCheckpoint(version=version, num_bytes=0, seconds=0.0, blocked_seconds=0.0))
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        saved, self._saved = self._saved, []
+        return saved
 
     async def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        return np.full(len(batch.token_ids_T), self._logprob, dtype=np.float32)
+        with self._residency.running("logprobs"):
+            return np.full(len(batch.token_ids_T), self._logprob, dtype=np.float32)
 
     async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         return await self.logprobs(batch)
 
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
-        self.version += 1
-        self.batches.append(batch)
+        with self._residency.running("update"):
+            self.version += 1
+            self.batches.append(batch)
         mismatch_T = np.abs(self._logprob - batch.rollout_logprobs_T[batch.response_mask_T])
         return StepStats(
             loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(batch.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
@@ -87,5 +111,9 @@ class FakeTrainGroup:
         self._sender.transmit(bucket)
 
     def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._residency.running("export"):
+            yield from self._tensors_of_version()
+
+    def _tensors_of_version(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self._tensors:
             yield spec.name, torch.full(spec.shape, float(self.version), dtype=getattr(torch, spec.dtype))

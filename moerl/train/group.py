@@ -1,8 +1,10 @@
 """All ranks of one model, seen from the driver: verbs that run on every rank, one cause when a rank fails."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,8 +13,10 @@ import ray
 
 from moerl.algorithms.base import Objective
 from moerl.config.schema import RunConfig
-from moerl.train import checkpoint
-from moerl.types import Bucket, Manifest, MoerlError, StepStats, TrainBatch, TrainError
+from moerl.train.checkpoint import newest
+from moerl.train.checkpoint_check import damaged, read_state
+from moerl.train.saving import CheckpointSaver
+from moerl.types import Bucket, Manifest, MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +29,23 @@ _ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket clos
 class TrainGroup(Protocol):
     """What the loop needs of a trainer. Implementations: MegatronTrainGroup, FakeTrainGroup."""
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """It starts awake."""
+
+    def awake(self) -> AbstractAsyncContextManager[None]:
+        """What training needs is on the GPU inside; afterwards the trainer sleeps, and every verb but close raises ResidencyError.
+
+        Not to be nested. A failure inside leaves the trainer as it is.
+        """
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         """(version, the state saved with it) of the newest checkpoint; (0, {}) without one."""
 
-    async def save(self, version: int, state: Mapping[str, Any]) -> None: ...
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        """Begin a checkpoint; returns when training may go on. Raises what this or the one before failed with."""
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        """Those completed since the last call; with `wait` also the one in flight. Raises what one failed with, once."""
 
     async def logprobs(self, batch: TrainBatch) -> np.ndarray:
         """float32 [T] aligned with token_ids_T, under the current weights."""
@@ -60,15 +75,24 @@ class MegatronTrainGroup:
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
         self._joining_export: asyncio.Task[list[Any]] | None = None
+        self._saver = CheckpointSaver(
+            self._checkpoint_dir,
+            model=json.loads((self._model_dir / "config.json").read_text()),
+            keep=config.keep_checkpoints,
+            in_background=config.checkpoint.async_save,
+            all_ranks=self._all,
+            rank0=self._rank0,
+        )
+        self._is_asleep = self._is_in_use = False
 
     async def start(self) -> None:
-        from moerl.train.worker import TrainWorker
+        from moerl.train.worker import SAVE_THREAD, TrainWorker
 
         config, num_ranks = self._config, self._config.train.layout.ranks
         resources = ray.cluster_resources()
         # Where there are fewer cores than ranks they share them; Ray would never start the last ones.
         share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
-        actor = ray.remote(max_restarts=0, **share)(TrainWorker)
+        actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1}, **share)(TrainWorker)
         self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
         settings, deadline = self._settings(), config.train.start_seconds
         host = await self._rank0("host", deadline=deadline)
@@ -76,20 +100,31 @@ class MegatronTrainGroup:
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        assert not self._is_in_use, "awake() inside awake(): the inner one would end with a trainer that sleeps"
+        if self._is_asleep:
+            await self._all("wake")
+        self._is_in_use, self._is_asleep = True, False
+        yield
+        await self._all("sleep")
+        self._is_in_use, self._is_asleep = False, True
+
     async def load(self) -> tuple[int, dict[str, Any]]:
-        directory = checkpoint.newest(self._checkpoint_dir)
+        directory = newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
-        state = checkpoint.read_state(directory)
+        state = read_state(directory)
+        if faults := [fault for share in await self._all("faults_of_checkpoint", directory) for fault in share]:
+            raise damaged(directory, sorted(faults))
         await self._all("load", directory)
         return state["version"], state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        temporary = checkpoint.begin(self._checkpoint_dir, version)
-        shares = await self._all("save", temporary)
-        files = {name: entry for share in shares for name, entry in share.items()}
-        keep = self._config.keep_checkpoints
-        await asyncio.to_thread(checkpoint.commit, temporary, files, {"version": version, **state}, keep=keep)
+        await self._saver.save(version, state)
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        return await self._saver.saved(wait=wait)
 
     async def logprobs(self, batch: TrainBatch) -> np.ndarray:
         return (await self._all("logprobs", ray.put(batch)))[0]
@@ -105,6 +140,7 @@ class MegatronTrainGroup:
         await self._all("export_hf", directory, 5 * 10**9)
 
     async def close(self) -> None:
+        self._saver.close()
         if self._joining_export is not None:
             self._joining_export.cancel()
         for worker in self._workers:

@@ -5,13 +5,14 @@ Call only after megatron_patches.activate().
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
@@ -25,6 +26,9 @@ from moerl.models.bridge import Bridge, Groups
 from moerl.models.family import Family, Sizes, num_mtp_layers
 from moerl.train import fp8
 from moerl.train.mtp_model import MTPModel
+from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
+from moerl.train.recompute import recompute_fields
+from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.routers import Routers
 
 
@@ -41,17 +45,20 @@ class Model:
     """Rows of the logits above it are padding."""
 
 
-def initialize_groups(layout: Layout, seed: int) -> None:
-    """Megatron's process groups over the default group, and its RNG streams."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
+def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) -> ReloadableGroups | None:
+    """Megatron's process groups over the default group, and its RNG streams. `reloadable`: the groups can be ended and made again."""
+    groups = ReloadableGroups() if reloadable else None
+    with groups.recording() if groups is not None else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return groups
 
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
@@ -64,7 +71,8 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
     chunks = [_chunk(config, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
     for chunk in chunks:
         _reduce_replicated_experts(chunk, train.layout)
-    wrapped = [_wrap(config, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
+    wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
+    reduce_after_last_micro_batch(config, wrapped)
     sizes = Sizes(
         num_layers=config.num_layers,
         num_query_groups=config.num_query_groups,
@@ -137,7 +145,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         **fp8.megatron_fields(train.fp8),
     )
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
-    config = kind(**described | chosen | train.megatron)
+    config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
     config.finalize_model_grads_func = sum_gradients
     return config
 
@@ -164,15 +172,14 @@ def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def _wrap(config: TransformerConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=config.params_dtype != torch.float64)
+def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
     module = Float16Module(config, chunk) if config.bf16 else chunk
     for name, buffer in chunk.named_buffers():
         # Rounded to bfloat16 by Float16Module; Megatron widens it again only in the first forward pass, after the weights were loaded.
         if name.endswith(".expert_bias"):
             buffer.data = buffer.data.float()
     # The gradients of the other chunks are complete only when those of the first are: their buckets would hide nothing.
-    return DistributedDataParallel(config, ddp, module, disable_bucketing=not is_first)
+    return DistributedDataParallel(config, data_parallel_config(train), module, disable_bucketing=not is_first)
 
 
 def _bridge_groups() -> Groups:

@@ -6,6 +6,7 @@ divides nothing at the end, so the division goes into the coefficients, mini-bat
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class Routers:
 
     @contextmanager
     def mini_batch(self, num_positions: int) -> Iterator[None]:
-        """Inside, the losses of micro-batches add up to their mean weighted by positions. `num_positions` of all micro-batches and ranks."""
+        """Inside, the losses of micro-batches add up to their mean, weighted by positions. `num_positions`: of all ranks."""
         given = {name: getattr(self._config, name) for name in _COEFFICIENTS}
         for name, value in given.items():
             if value is not None:
@@ -62,7 +63,7 @@ class Routers:
             self._counted = None
 
     @torch.no_grad()
-    def _count(self, router: nn.Module, _: object, output: tuple[Tensor, Tensor]) -> None:
+    def _count(self, router: Any, _: object, output: tuple[Tensor, Tensor]) -> None:
         if self._counted is not None:
             router.local_tokens_per_expert += output[1][self._counted].sum(dim=0)
 

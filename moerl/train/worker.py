@@ -1,6 +1,6 @@
 """One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights (rank 0).
 
-Every method but `host`, `open_store` and rank 0's bucket verbs is collective: the controller calls it on all ranks.
+Every method but `host`, `open_store`, `write_checkpoint` and rank 0's own verbs is collective: the controller calls it on all ranks.
 """
 
 import os
@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
 import megatron_patches
 from moerl.algorithms.base import Objective
-from moerl.train import checkpoint
+from moerl.train.checkpoint import FileDigests, WrittenShards
+from moerl.train.checkpoint_check import faults_of_part
 from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
+
+
+SAVE_THREAD = "save"
+"""Ray's concurrency group of what runs beside training: the verbs of the thread that writes checkpoints."""
 
 
 class TrainWorker:
@@ -47,10 +53,16 @@ class TrainWorker:
         store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
-        initialize_groups(settings.train.layout, seed)
-        self._engine = MegatronEngine(settings)
+        groups = initialize_groups(settings.train.layout, seed, reloadable=settings.train.destroy_groups)
+        self._engine = MegatronEngine(settings, groups)
         megatron_patches.assert_active()
         return megatron_patches.active_names()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+    def sleep(self) -> None:
+        self._engine.sleep()
 
     def logprobs(self, batch: TrainBatch) -> np.ndarray:
         return self._engine.logprobs(batch)
@@ -63,16 +75,25 @@ class TrainWorker:
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path) -> checkpoint.FileDigests:
-        """Write this rank's shards into `directory`; returns its share of the files with their digests."""
-        self._engine.save(directory)
-        dist.barrier()
-        names = sorted(path.name for path in directory.iterdir())
-        return checkpoint.digest_files(directory, names[self._rank :: self._num_ranks])
+    def stage_checkpoint(self, copies: bool) -> int:
+        """Fix what the rank will write; returns its bytes. With `copies` training may go on before it is written."""
+        return self._engine.stage(copies=copies)
+
+    @ray.method(concurrency_group=SAVE_THREAD)
+    def write_checkpoint(self, directory: Path) -> WrittenShards:
+        """Not collective."""
+        return self._engine.shards.write(directory)
+
+    @ray.method(concurrency_group=SAVE_THREAD)
+    def finish_checkpoint(self, directory: Path, indices: list[bytes]) -> FileDigests:
+        """Rank 0, when every rank has written."""
+        return self._engine.shards.finish(directory, indices)
+
+    def faults_of_checkpoint(self, directory: Path) -> list[str]:
+        """In this rank's share of the files."""
+        return faults_of_part(directory, part=self._rank, num_parts=self._num_ranks)
 
     def load(self, directory: Path) -> None:
-        checkpoint.verify(directory, part=self._rank, num_parts=self._num_ranks)
-        dist.barrier()
         self._engine.load(directory)
 
     def export_hf(self, directory: Path, shard_bytes: int) -> None:

@@ -16,14 +16,14 @@ def test_there_are_recipes():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_valid(recipe: str):
-    config = load_checked([f"recipe={recipe}"])
+def test_every_recipe_is_valid(recipe: str, tmp_path):
+    config = load_checked([f"recipe={recipe}", f"output_dir={tmp_path}"])
     assert config.name == recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipes_name_says_what_it_runs(recipe: str):
-    config = load_checked([f"recipe={recipe}"])
+def test_a_recipes_name_says_what_it_runs(recipe: str, tmp_path):
+    config = load_checked([f"recipe={recipe}", f"output_dir={tmp_path}"])
     match = re.fullmatch(r"(\w+)-(.+)-(\d+)n(\d+)g-(sync|async)", recipe)
     assert match is not None, "names read <algorithm>-<model>-<nodes>n<ranks per node>g-<sync|async>"
     algorithm, _, nodes, ranks, mode = match.groups()

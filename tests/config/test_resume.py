@@ -22,6 +22,8 @@ def differences(*overrides: str) -> list[str]:
         "rollout.num_servers=2",
         "reward.terms.repeat.weight=2.0",
         "algorithm.clip_high=0.3",
+        "train.layout.ep=1",
+        "train.dtype=bfloat16",
     ],
 )
 def test_settings_that_act_step_by_step_may_change(override: str):
@@ -38,8 +40,6 @@ def test_settings_that_act_step_by_step_may_change(override: str):
         (["algorithm=dapo", "algorithm.overlong=none"], ["algorithm.name"]),
         (["sft={num_steps:1,batch_size:1,lr:0.1}"], ["sft"]),
         (["deterministic=false"], ["deterministic"]),
-        (["train.layout.ep=1"], ["train.layout.ep"]),
-        (["train.dtype=bfloat16"], ["train.dtype"]),
     ],
 )
 def test_settings_the_checkpoint_depends_on_are_named_one_by_one(overrides: list[str], paths: list[str]):

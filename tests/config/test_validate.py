@@ -11,6 +11,7 @@ from moerl.types import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 DAPO = "recipe=dapo-tiny-moe-1n2g-async"
+MEGATRON = "train.megatron.moe_router_"
 
 
 def problems_of(*overrides: str) -> list[Problem]:
@@ -30,8 +31,10 @@ def words(overrides: str) -> list[str]:
         "train.layout={ranks:3}",
         "train.layout={ranks:2,tp:2}",
         "train.layout={ranks:4,ep:2,etp:2}",
-        "train.megatron.recompute_granularity=full",
+        "train.recompute.kind=full",
         "train.updates_per_step=256",
+        "model.scratch.family=deepseek_v3 train.mtp_loss=0.1 train.megatron={moe_router_bias_update_rate:0.001}",
+        "train.megatron={moe_router_load_balancing_type:aux_loss,moe_aux_loss_coeff:0.01}",
         "rollout.port=65534 rollout.num_servers=2",
         "train.micro_batch_tokens=32",
         "rollout.max_response_tokens=16",
@@ -66,6 +69,13 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DEMO, "train.layout={ranks:4,tp:4}", "train.layout.tp", "2 key/value heads"),
         (DEMO, "train.layout={ranks:3,ep:3}", "train.layout.ep", "8 experts"),
         (DEMO, "model.scratch.family=qwen3", "train.layout.ep", "must be 1 for a dense model"),
+        (DEMO, "train.mtp_loss=0.1", "train.mtp_loss", "no num_nextn_predict_layers"),
+        (DEMO, "model.scratch.family=deepseek_v3 model.scratch.head_dim=6", "model.scratch.head_dim", "model.scratch.head_dim=8"),
+        (DEMO, "model.scratch.family=deepseek_v3 model.scratch.experts_per_token=1", "model.scratch.experts_per_token", "multiple of 2"),
+        (DEMO, "train.megatron={moe_router_load_balancing_type:global_aux_loss}", MEGATRON + "load_balancing_type", "none or aux_loss"),
+        (DEMO, "train.megatron={moe_aux_loss_coeff:0.01}", "train.megatron.moe_aux_loss_coeff", "no loss to weigh"),
+        (DEMO, "train.megatron={moe_router_bias_update_rate:0.01}", MEGATRON + "bias_update_rate", "routers have no bias"),
+        (DEMO, "train.megatron={mtp_num_layers:1}", "train.megatron.mtp_num_layers", "config.json"),
         (DEMO, "train.layout={ranks:3,pp:3}", "train.layout.pp", "must divide the model's 4 layers"),
         (DEMO, "train.layout={ranks:2,pp:2,first_stage_layers:4}", "train.layout.first_stage_layers", "leave 0 layers for 1 other stages"),
         (DEMO, "train.layout={ranks:2,pp:2,vpp:2,first_stage_layers:3}", "train.layout.first_stage_layers", "multiple of vpp=2"),

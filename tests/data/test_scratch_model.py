@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
 from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.model_shape import shape_of_checkpoint, shape_of_config
+from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.schema import ScratchModel
 from moerl.config.scratch import CHARACTERS, VOCAB_SIZE, scratch_config
 from moerl.models.scratch import write_scratch_model
@@ -68,18 +68,36 @@ def test_transformers_loads_every_weight_and_ties_the_embeddings(family, tmp_pat
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == 1
 
 
+def test_a_deepseek_model_has_layers_of_multi_token_prediction_under_published_names(tmp_path):
+    scratch = ScratchModel(family="deepseek_v3", mtp_layers=2, **SMALL)
+    write_scratch_model(scratch, 64, tmp_path / "model", seed=3)
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == scratch_config(scratch, 64)
+    assert list(checkpoint_problems(tmp_path / "model")) == []
+    assert shape_of_config(read_config(tmp_path / "model")).num_mtp_layers == 2
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "mismatched_keys", "error_msgs"))
+    for layer in (2, 3):
+        own = {name.removeprefix(f"model.layers.{layer}.") for name in weights if name.startswith(f"model.layers.{layer}.")}
+        like_layer_1 = {name.removeprefix("model.layers.1.") for name in weights if name.startswith("model.layers.1.")}
+        extra = {"enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"}
+        assert own == like_layer_1 | {f"{name}.weight" for name in extra}
+        assert torch.equal(weights[f"model.layers.{layer}.embed_tokens.weight"], weights["model.embed_tokens.weight"])
+        assert weights[f"model.layers.{layer}.eh_proj.weight"].shape == (32, 64)
+
+
 def test_the_written_model_is_the_one_that_was_checked(checkpoint):
     scratch = ScratchModel(**SMALL)
     assert json.loads((checkpoint / "config.json").read_text()) == scratch_config(scratch, 256)
     assert list(checkpoint_problems(checkpoint)) == []
-    shape = shape_of_checkpoint(checkpoint)
+    shape = shape_of_config(read_config(checkpoint))
     assert shape == shape_of_config(scratch_config(scratch, 256))
     assert (shape.num_experts, shape.expert_ffn_size, shape.max_positions) == (8, 16, 256)
 
 
 def test_a_checkpoint_saved_again_by_transformers_keeps_its_shape(checkpoint, tmp_path):
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path)
-    assert shape_of_checkpoint(tmp_path) == shape_of_checkpoint(checkpoint)
+    assert shape_of_config(read_config(tmp_path)) == shape_of_config(read_config(checkpoint))
 
 
 def test_experts_are_stored_one_by_one_under_published_names(checkpoint):

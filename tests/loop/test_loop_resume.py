@@ -115,5 +115,5 @@ def test_a_checkpoint_whose_state_is_damaged_is_refused(tmp_path):
     play(config)
     state = checkpoint.newest(tmp_path / "loop" / "checkpoints") / "state.json"
     state.write_text(json.dumps({"version": 4, "drawn": 3, "num_rows": 25}))
-    with pytest.raises(CheckpointError, match=r"(?s)delete .*step-000004 to continue from step-000003\n.*state\.json: \d+ bytes"):
+    with pytest.raises(CheckpointError, match=r"(?s)delete .*step-000004 to continue from step-000003, .*\n.*state\.json: \d+ bytes"):
         play(replace(config, num_steps=6))

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from moerl.observe.metrics import METRICS, metric, step_metrics, summarize
+from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
+from moerl.types import MemoryStats, SavedCheckpoint
 
 
 @pytest.fixture
@@ -69,7 +70,18 @@ def test_phases_and_other_add_up_to_the_step(measure, make_group, make_sample):
 
 
 def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, make_sample, make_stats):
-    values = measure(make_group(make_sample(1.0, math=1.0)), stats=make_stats(kl_reference=0.1))
+    memory = MemoryStats(
+        device_bytes={"training": {"parameters": 8, "reference": 0}},
+        host_bytes={"optimizer": 24},
+        transition_seconds={"asleep_to_scoring": 0.5},
+    )
+    values = measure(make_group(make_sample(1.0, math=1.0)), stats=make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory))
+    assert {name: values[name] for name in values if name.startswith("memory/")} == {
+        "memory/device/training/parameters": 8.0,
+        "memory/host/optimizer": 24.0,
+        "memory/seconds/asleep_to_scoring": 0.5,
+    }
+    values |= checkpoint_metrics(SavedCheckpoint(version=1, num_bytes=1, seconds=1.0, blocked_seconds=1.0))
     assert {metric(name).name for name in values} == {entry.name for entry in METRICS}
 
 

@@ -35,6 +35,10 @@ def undo(name: str) -> None:
         token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **_: tensor
     elif name == "uneven_gloo":
         mappings._gather_along_first_dim = lambda tensor, *_: tensor
+    elif name == "duplicated_linear":
+        from megatron.core.extensions.transformer_engine import TELinear
+
+        TELinear.__init__ = torch.nn.Module.__init__
     else:
         torch.cuda.current_device = lambda: 0
     megatron_patches.assert_active()
@@ -45,11 +49,16 @@ def patch_changed_source(name: str) -> None:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_patches import alltoall_splits, uneven_gloo
+    from megatron_patches import alltoall_splits, duplicated_linear, uneven_gloo
 
     if name == "alltoall_splits":
         moe_utils.maybe_move_tensor_to_cpu = _another
         alltoall_splits.apply()
+    elif name == "duplicated_linear":
+        from megatron.core.extensions.transformer_engine import TELinear
+
+        TELinear.__init__ = _another
+        duplicated_linear.apply()
     else:
         setattr(mappings, name, _another)
         uneven_gloo.apply()

@@ -55,7 +55,10 @@ def last_error(program, *args):
 
 @pytest.mark.parametrize(
     ("without", "error"),
-    [("cuda_stand_in", "CUDA|NVIDIA"), ("reference_te", "NameError: name 'TE.*' is not defined|'NoneType' object is not callable")],
+    [
+        ("cuda_stand_in", "CUDA|NVIDIA"),
+        ("reference_te", "NameError: name 'TE.*' is not defined|'NoneType' object is not callable|duplicated_linear: unittest.mock"),
+    ],
 )
 def test_an_engine_needs_a_stand_in_for_cuda_and_for_transformer_engine(without, error, checkpoints, tmp_path):
     last, everything = last_error(BUILD_AN_ENGINE, without, checkpoints["qwen3_moe"], tmp_path / "store")
@@ -90,7 +93,7 @@ def test_activating_again_changes_nothing():
     assert names == tuple(patch.NAME for patch in megatron_patches.PATCHES)
 
 
-@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo"])
+@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo", "duplicated_linear"])
 def test_a_patch_that_was_undone_is_named(patch):
     with pytest.raises(RankError, match=rf"in undo\n(?s:.*)PatchError: patches not in force: {patch};"):
         run_ranks(undo, 1, patch)
@@ -127,6 +130,7 @@ def test_a_function_with_another_source_is_refused_with_its_name_and_the_known_v
         ("alltoall_splits", "alltoall_splits"),
         ("uneven_gloo", "_gather_along_first_dim"),
         ("uneven_gloo", "_reduce_scatter_along_first_dim"),
+        ("duplicated_linear", "duplicated_linear"),
     ],
 )
 def test_a_patch_refuses_a_target_that_has_changed(patch, target):

@@ -148,5 +148,5 @@ def test_adam_counts_steps_in_the_group_where_distributed_checkpoints_look_for_i
 
 
 def test_adam_options_that_the_reference_lacks_are_an_error():
-    with pytest.raises(RuntimeError, match="master_weights"):
-        optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], master_weights=True)
+    with pytest.raises(RuntimeError, match="capturable.*store_param_remainders"):
+        optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], capturable=True, store_param_remainders=True)

@@ -44,6 +44,14 @@ def test_every_layout_trains_as_expert_parallel_does(tmp_path, expert_parallel, 
     assert trained[0]["train/entropy"] == pytest.approx(expert_parallel[0]["train/entropy"], rel=1e-6)
 
 
+def test_a_run_that_sleeps_between_its_steps_trains_the_same_bits(tmp_path, expert_parallel):
+    """And one whose activations are computed again the same but for rounding."""
+    asleep = ("train.offload=all", "train.destroy_groups=true", "save_every=2")
+    assert train(tmp_path / "asleep", *asleep) == expert_parallel
+    again = train(tmp_path / "again", "train.recompute={kind:full}", "train.overlap_grad_reduce=true", "train.overlap_param_gather=true")
+    assert again[-1]["train/grad_norm"] == pytest.approx(expert_parallel[-1]["train/grad_norm"], rel=1e-4)
+
+
 def test_bfloat16_trains_within_its_own_mismatch_limit(tmp_path):
     trained = train(tmp_path, "train.dtype=bfloat16", "weights.mismatch_limit=0.03")
     assert 1e-6 < trained[0]["mismatch/mean"] < 0.03

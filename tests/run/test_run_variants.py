@@ -63,11 +63,19 @@ def test_tensor_parallel_ranks_push_over_gloo_and_take_two_updates_per_step(tp_g
     assert all(math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)
 
 
+def test_a_deepseek_model_trains_its_multi_token_prediction_and_its_biases(tmp_path):
+    family = ("model.scratch.family=deepseek_v3", "train.mtp_loss=0.1", "train.megatron.moe_router_bias_update_rate=0.001")
+    rows = train(tmp_path, *family, "num_steps=2", DIGIT)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["train/kl_old"] == 0.0 and row["mismatch/mean"] < 1e-6 for row in rows)
+    assert rows[1]["train/mtp_loss"] < rows[0]["train/mtp_loss"]
+
+
 # -- what cannot be continued ----------------------------------------------------------------------------------
 
 
-def test_another_seed_model_or_layout_is_refused_with_exit_code_2_and_every_field(copied, monkeypatch, capsys):
-    overrides = [*SMALL, *TP_GLOO, "seed=1", "model.scratch.num_layers=3", "train.layout.etp=1"]
+def test_another_seed_model_or_group_is_refused_with_exit_code_2_and_every_field(copied, monkeypatch, capsys):
+    overrides = [*SMALL, *TP_GLOO, "seed=1", "model.scratch.num_layers=3", "group_size=8"]
     monkeypatch.setattr(sys, "argv", ["moerl", "train", f"recipe={SYNC}", f"output_dir={copied}", *overrides])
     before = (copied / SYNC / "config.yaml").read_text()
     with pytest.raises(SystemExit) as exited:
@@ -75,9 +83,21 @@ def test_another_seed_model_or_layout_is_refused_with_exit_code_2_and_every_fiel
     assert exited.value.code == 2
     message = capsys.readouterr().err
     assert "3 problems in the configuration" in message
-    for line in ("seed = 1: was 0 and", "model.scratch.num_layers = 3: was 2 and", "train.layout.etp = 1: was 2 and"):
+    for line in ("seed = 1: was 0 and", "model.scratch.num_layers = 3: was 2 and", "group_size = 8: was 4 and"):
         assert line in message
     assert (copied / SYNC / "config.yaml").read_text() == before
+
+
+def test_a_run_continues_under_another_layout_and_dtype(copied):
+    """From tensor parallel float32 on two ranks: first to pipeline parallel, then to one rank in bfloat16."""
+    layout = ("train.layout.tp=1", "train.layout.etp=1")
+    rows = train(copied, *TP_GLOO, *layout, "train.layout.pp=2", "num_steps=3")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["mismatch/mean"] < 1e-6
+    one = (*layout, "train.layout.ranks=1", "train.dtype=bfloat16", "weights.mismatch_limit=0.03", "rollout.dtype=bfloat16")
+    rows = train(copied, *TP_GLOO, *one, "num_steps=4")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["mismatch/mean"] < 0.03
 
 
 def test_a_second_process_on_the_same_run_is_refused(copied):

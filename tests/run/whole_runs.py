@@ -42,9 +42,12 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> list[psutil.Pr
 
 
 def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:
-    """metrics.jsonl without what a clock measured."""
+    """metrics.jsonl without what a clock measured, where memory was, and the checkpoints: which step reports one is a matter of time."""
     lines = (output_dir / recipe / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/") and k != "tokens/per_second"} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "checkpoint/", "memory/")) and k != "tokens/per_second"}
+        for line in lines
+    ]
 
 
 def shared_memory() -> set[str]:

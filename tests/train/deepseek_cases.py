@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_cases import ODD_VOCABULARY, settings
 from safetensors.torch import load_file, save_file
@@ -25,13 +26,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """What each differs by from the scratch model. odd: no group limit, and a vocabulary that no tensor-parallel size divides."""
 
 
-def write_deepseek(root: Path, *, mtp_layers: int = 2) -> dict[str, Path]:
-    """Directories by variant."""
-    for name, changes in VARIANTS.items():
-        write_scratch_model(ScratchModel(family="deepseek_v3", mtp_layers=mtp_layers, **_SCRATCH), 32, root / name, seed=0)
-        _change(root / name, changes)
+def write_deepseek(root: Path, *names: str) -> dict[str, Path]:
+    """Directories by variant; without names all. Each has two layers of multi-token prediction."""
+    chosen = names if names else tuple(VARIANTS)
+    for name in chosen:
+        write_scratch_model(ScratchModel(family="deepseek_v3", mtp_layers=2, **_SCRATCH), 32, root / name, seed=0)
+        _change(root / name, VARIANTS[name])
         _disturb(root / name / "model.safetensors")
-    return {name: root / name for name in VARIANTS}
+    return {name: root / name for name in chosen}
+
+
+def slow(*values: Any) -> Any:
+    """A parameter set that `make test` has no time for."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def deepseek_settings(

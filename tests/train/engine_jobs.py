@@ -36,10 +36,14 @@ def new_engine(settings: EngineSettings) -> Any:
     from moerl.train.engine import MegatronEngine
     from moerl.train.model import initialize_groups
 
-    initialize_groups(settings.train.layout, 1)
-    engine = MegatronEngine(settings)
+    engine = MegatronEngine(settings, initialize_groups(settings.train.layout, 1, reloadable=settings.train.destroy_groups))
     megatron_patches.assert_active()
     return engine
+
+
+def parameters(engine: Any) -> list[Any]:
+    """Of every model chunk of this rank."""
+    return [parameter for chunk in engine.model.chunks for parameter in chunk.parameters()]
 
 
 def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_updates: int = 2) -> Trained:
@@ -75,28 +79,6 @@ def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepSta
 
     moerl.train.model._reduce_replicated_experts = lambda chunk, layout: None
     return first_step(settings, batch)
-
-
-def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Any, Any]:
-    """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint."""
-    engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
-    engine.save(directory)
-    straight = _two_steps(engine, batch)
-    engine.load(directory)
-    return straight, _two_steps(engine, batch)
-
-
-def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Any:
-    """The same two steps in a new engine."""
-    engine = new_engine(settings)
-    engine.load(directory)
-    return _two_steps(engine, batch)
-
-
-def _two_steps(engine: Any, batch: TrainBatch) -> tuple[list[StepStats], np.ndarray]:
-    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
-    return steps, engine.logprobs(batch)
 
 
 def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], list[TensorSpec]]:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import engine_cases
-import torch
 from safetensors.torch import load_file, save_file
 
 from moerl.config.layout import Layout
+from moerl.config.memory import NoRecompute
 from moerl.config.schema import FP8Config, ScratchModel
 from moerl.models.scratch import write_scratch_model
 from moerl.train.settings import EngineSettings
@@ -27,14 +27,9 @@ def write_fp8_checkpoint(directory: Path) -> Path:
 
 
 def fp8_settings(
-    model_dir: Path, layout: Layout | None = None, *, recipe: str = "none", dtype: str = "bfloat16", megatron: Any = None, **options: Any
+    model_dir: Path, layout: Layout | None = None, *, recipe: str | None, dtype: str = "bfloat16", recompute: Any = None, **options: Any
 ) -> EngineSettings:
     """float32 around the FP8 products, which no run may have, is for comparisons: nothing else then rounds."""
     made = engine_cases.settings(model_dir, Layout() if layout is None else layout, dtype=dtype, micro_batch_tokens=512)
-    fp8 = FP8Config(recipe=recipe, **options)  # type: ignore[arg-type]
-    return replace(made, train=replace(made.train, fp8=fp8, megatron={} if megatron is None else megatron))
-
-
-def gradients_of(engine: Any) -> list[torch.Tensor]:
-    """What every parameter of this rank accumulated, in float32."""
-    return [parameter.main_grad.detach().clone() for parameter in engine._parameters()]
+    fp8 = None if recipe is None else FP8Config(recipe=recipe, **options)  # type: ignore[arg-type]
+    return replace(made, train=replace(made.train, fp8=fp8, recompute=NoRecompute() if recompute is None else recompute))

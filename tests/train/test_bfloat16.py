@@ -1,8 +1,8 @@
 """bfloat16 training keeps what bfloat16 alone would lose: master weights and gradient sums in float32."""
 
-import fp8_jobs
-import pytest
-from engine_cases import LAYOUTS, random_batch, settings
+import fp8_training_jobs as jobs
+import numpy as np
+from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
 
 from moerl.config.layout import Layout
@@ -10,7 +10,7 @@ from moerl.config.layout import Layout
 
 def test_updates_too_small_for_bfloat16_add_up_in_the_masters(checkpoints):
     """40 updates of 1e-5: each far below the distance of two bfloat16 values near 0.2, 1e-3."""
-    kept = run_ranks(fp8_jobs.small_updates, 1, settings(checkpoints["qwen3"], Layout(), dtype="bfloat16"), random_batch(), 40, 1e-5)
+    kept = run_ranks(jobs.small_updates, 1, settings(checkpoints["qwen3"], Layout(), dtype="bfloat16"), random_batch(), 40, 1e-5)
     assert kept["is_float32"] == 1
     assert kept["largest_update"] < 2e-5
     assert kept["masters_moved"] > 0.8
@@ -21,26 +21,22 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_masters(checkpoints):
 
 def test_gradients_of_many_micro_batches_are_added_in_float32(checkpoints):
     """Each micro-batch gives gradients that fit bfloat16; their sum does not, and equals the float32 sum bit by bit."""
-    sums = run_ranks(fp8_jobs.accumulated, 1, settings(checkpoints["qwen3_moe"], Layout(), dtype="bfloat16"), random_batch())
+    sums = run_ranks(jobs.accumulated, 1, settings(checkpoints["qwen3_moe"], Layout(), dtype="bfloat16"), random_batch())
     assert sums["dtype"] == "torch.float32"
     assert sums["pieces_fit_bfloat16"]
     assert sums["equal"]
     assert sums["differ_from_bfloat16"] > 0.5
 
 
-@pytest.mark.parametrize("name", ["dp2", "ep2"])
-def test_gradients_of_ranks_are_added_in_float32(name, checkpoints):
+def test_gradients_of_ranks_are_added_in_float32(checkpoints):
     """Two micro-batches on two ranks give bit by bit what they give one after the other on one."""
-    from gate_jobs import Cut, measure
-
-    batch, apart, together = (
-        random_batch(num_sequences=4),
-        Cut(name="apart", num_sequences=4, count=1),
-        Cut(name="one", num_sequences=4, count=2),
+    model, batch = checkpoints["qwen3_moe"], random_batch(num_sequences=4)
+    plans = {2: [[[0, 2]], [[1, 3]]], 1: [[[0, 2], [1, 3]]]}
+    on_two, on_one = (
+        run_ranks(jobs.reduced_gradients, ranks, settings(model, Layout(ranks=ranks), dtype="bfloat16"), batch, plan)
+        for ranks, plan in plans.items()
     )
-    model = checkpoints["qwen3_moe"]
-    on_two = run_ranks(measure, 2, settings(model, LAYOUTS[name], dtype="bfloat16"), batch, [apart], False)["apart"]
-    on_one = run_ranks(measure, 1, settings(model, Layout(), dtype="bfloat16"), batch, [together], False)["one"]
-    assert on_two.gradients.keys() == on_one.gradients.keys()
-    for parameter, gradient in on_two.gradients.items():
-        assert (gradient == on_one.gradients[parameter]).all(), parameter
+    assert on_two.keys() == on_one.keys()
+    for name, gradient in on_two.items():
+        assert gradient.dtype == np.float32
+        np.testing.assert_array_equal(gradient, on_one[name], err_msg=name)

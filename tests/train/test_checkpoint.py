@@ -1,6 +1,5 @@
 """Checkpoints on disk: complete or not there, never loaded damaged, never more than asked for."""
 
-import json
 import shutil
 
 import pytest
@@ -10,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.train import checkpoint
+from moerl.train import checkpoint_check as check
 from moerl.types import CheckpointError
 
 TENSORS = {f"decoder.layers.{i}.weight": torch.arange(64, dtype=torch.float32) + i for i in range(5)}
 SHARD = "__0_0.distcp"
+MODEL = {"num_hidden_layers": 5, "rope_theta": 1e4}
 
 
 def save(root, version, *, keep=100, **state):
@@ -21,14 +22,15 @@ def save(root, version, *, keep=100, **state):
     temporary = checkpoint.begin(root, version)
     dcp.save(dict(TENSORS), checkpoint_id=temporary, no_dist=True)
     files = checkpoint.digest_files(temporary, sorted(path.name for path in temporary.iterdir()))
-    return checkpoint.commit(temporary, files, {"version": version, **state}, keep=keep)
+    return checkpoint.commit(temporary, files, {"version": version, **state}, MODEL, keep=keep)
 
 
 def verify(directory, num_parts=1):
-    """As the driver and `num_parts` ranks do, every rank for itself."""
-    checkpoint.read_state(directory)
-    for part in range(num_parts):
-        checkpoint.verify(directory, part=part, num_parts=num_parts)
+    """As the driver and `num_parts` ranks do together."""
+    check.read_state(directory)
+    faults = [fault for part in range(num_parts) for fault in check.faults_of_part(directory, part=part, num_parts=num_parts)]
+    if faults:
+        raise check.damaged(directory, faults)
 
 
 def names(root):
@@ -56,7 +58,8 @@ def saved(saved_once, tmp_path):
 def test_a_checkpoint_comes_back_with_its_state_and_its_tensors(saved_once):
     directory = checkpoint.newest(saved_once)
     verify(directory)
-    assert checkpoint.read_state(directory) == {"version": 2}
+    assert check.read_state(directory) == {"version": 2}
+    assert check.read_manifest(directory).model == MODEL
     loaded = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     dcp.load(loaded, checkpoint_id=directory, no_dist=True)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
@@ -75,19 +78,20 @@ def test_without_a_checkpoint_there_is_no_newest(tmp_path):
     assert checkpoint.newest(tmp_path / "not-there") is None
 
 
-def test_an_interrupted_save_is_not_the_newest_and_is_replaced_by_the_next(tmp_path):
+def test_interrupted_saves_and_deletions_are_not_the_newest_and_are_removed_by_the_next_save(tmp_path):
     save(tmp_path, 2)
-    for version in (3, 4):
-        (checkpoint.begin(tmp_path, version) / SHARD).write_bytes(b"half")
+    for name in ("step-000003.tmp", "step-000004.tmp", "step-000001.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / SHARD).write_bytes(b"half")
     assert checkpoint.newest(tmp_path).name == "step-000002"
     again = save(tmp_path, 3)
     assert checkpoint.newest(tmp_path) == again
     verify(again)
-    assert names(tmp_path) == ["step-000002", "step-000003", "step-000004.tmp"]
+    assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
 def test_newest_goes_by_number_and_ignores_other_names(tmp_path):
-    for name in ("step-000009", "step-999999", "step-1000000", "step-7", "step-notes", "step-2000000.tmp"):
+    for name in ("step-000009", "step-999999", "step-1000000", "step-7", "step-notes", "step-2000000.tmp", "step-3000000.old"):
         (tmp_path / name).mkdir()
     assert checkpoint.newest(tmp_path).name == "step-1000000"
 
@@ -96,15 +100,6 @@ def test_only_the_newest_are_kept(tmp_path):
     for version in (1, 2, 3, 999_999, 1_000_000):
         save(tmp_path, version, keep=2)
     assert names(tmp_path) == ["step-1000000", "step-999999"]
-
-
-def test_a_step_saved_again_replaces_the_first(tmp_path):
-    save(tmp_path, 4, drawn=1)
-    save(tmp_path, 5)
-    directory = save(tmp_path, 4, drawn=2)
-    verify(directory)
-    assert checkpoint.read_state(directory) == {"version": 4, "drawn": 2}
-    assert names(tmp_path) == ["step-000004", "step-000005"]
 
 
 # -- never loaded damaged --------------------------------------------------------------------------------------
@@ -134,7 +129,7 @@ def cut(path):
 def test_a_damaged_shard_is_named_with_its_tensors_and_the_checkpoint_to_go_back_to(saved, damage, what):
     damage(saved / SHARD)
     with pytest.raises(
-        CheckpointError, match=rf"is damaged; delete .*step-000002 to continue from step-000001\n\* {SHARD}: {what}; {HOLDS}$"
+        CheckpointError, match=rf"is damaged; delete .*step-000002 to continue from step-000001, .*\n\* {SHARD}: {what}; {HOLDS}$"
     ):
         verify(saved)
 
@@ -142,7 +137,7 @@ def test_a_damaged_shard_is_named_with_its_tensors_and_the_checkpoint_to_go_back
 @given(st.data())
 def test_every_flipped_bit_is_found(saved_once, data):
     directory = checkpoint.newest(saved_once)
-    name = data.draw(st.sampled_from(sorted(json.loads((directory / checkpoint.MANIFEST).read_text()))))
+    name = data.draw(st.sampled_from(sorted(check.read_manifest(directory).files)))
     position, bit = data.draw(st.integers(0, (directory / name).stat().st_size - 1)), data.draw(st.integers(0, 7))
     flip(directory / name, position, bit)
     try:
@@ -164,17 +159,41 @@ def test_every_damaged_file_is_named(saved):
 
 
 def test_a_damaged_state_is_found_before_it_is_read(saved):
-    (saved / "state.json").write_text('{"version": 9}')
-    with pytest.raises(CheckpointError, match=r"(?s)continue from step-000001\n\* state\.json: contents differ"):
-        checkpoint.read_state(saved)
+    (saved / "state.json").write_text('{"version": 7}')
+    with pytest.raises(CheckpointError, match=r"(?s)continue from step-000001.*\n\* state\.json: contents differ"):
+        check.read_state(saved)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '{"common.pt": 3}'])
 def test_a_damaged_manifest_is_named_with_the_checkpoint_to_go_back_to(saved, text):
     manifest = saved / checkpoint.MANIFEST
     manifest.unlink() if text is None else manifest.write_text(text)
-    with pytest.raises(CheckpointError, match=r"delete .*step-000002 to continue from step-000001\n\* manifest\.json: cannot be read"):
-        checkpoint.verify(saved, part=0, num_parts=1)
+    with pytest.raises(CheckpointError, match=r"delete .*step-000002 to continue from step-000001.*\n\* manifest\.json: cannot be read"):
+        check.check(saved)
+
+
+def test_a_changed_manifest_is_not_taken_for_damage_to_what_it_lists(saved):
+    manifest = saved / checkpoint.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"num_hidden_layers": 5', '"num_hidden_layers": 7'))
+    with pytest.raises(CheckpointError, match=r"\* manifest\.json: contents differ from what was written$"):
+        check.read_manifest(saved)
+
+
+def test_the_checkpoint_to_go_back_to_is_a_whole_one(saved):
+    """The newest of those, and every one between is named with its faults."""
+    root = saved.parent
+    for version in (3, 4):
+        save(root, version)
+    for version in (2, 3, 4):
+        (root / f"step-{version:06d}" / SHARD).unlink()
+    with pytest.raises(CheckpointError) as error:
+        check.check(checkpoint.newest(root))
+    first, *others = str(error.value).splitlines()
+    doomed = f"{root}/step-000004 and {root}/step-000003 and {root}/step-000002"
+    assert first == (
+        f"checkpoint {root}/step-000004 is damaged; delete {doomed} to continue from step-000001, which has every file in its full size"
+    )
+    assert [line.split(":")[0] for line in others if line.startswith("*")] == [f"* {SHARD}"] * 3
 
 
 def test_without_an_older_checkpoint_the_remedy_is_to_start_again(saved):
@@ -188,4 +207,4 @@ def test_after_the_remedy_the_older_checkpoint_is_the_newest(saved):
     cut(saved / SHARD)
     shutil.rmtree(saved)
     verify(checkpoint.newest(saved.parent))
-    assert checkpoint.read_state(checkpoint.newest(saved.parent)) == {"version": 1}
+    assert check.read_state(checkpoint.newest(saved.parent)) == {"version": 1}

@@ -5,18 +5,19 @@ import json
 import numpy as np
 import pytest
 import torch
-from deepseek_cases import VARIANTS, deepseek_settings, write_deepseek
+from checkpoint_jobs import load_and_continue, save_and_continue
+from deepseek_cases import deepseek_settings, slow, write_deepseek
 from engine_cases import LAYOUTS, random_batch
-from engine_jobs import export_to, first_step, load_and_continue, new_engine, save_and_continue, train
+from engine_jobs import export_to, first_step, new_engine, train
 from engine_ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
-from test_hf_parity import load, plain_step
+from test_hf_parity import train_plainly
 
 from moerl.config.layout import Layout
 from moerl.models.checkpoint import HFCheckpoint
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
-ROUNDED = 2e-7
+ROUNDED = 1e-6
 """Between float64 runs: Megatron's router makes float32 numbers of its scores whatever the model's dtype."""
 
 
@@ -29,21 +30,20 @@ def deepseek(tmp_path_factory):
 # -- transformers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layout"), [*((name, "one") for name in VARIANTS), ("yarn", "tp2"), ("odd", "tp2")])
-def test_a_training_step_equals_transformers_with_adamw(name, layout, deepseek, tmp_path):
-    batch, model = random_batch(), load(deepseek[name])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("plain", "one"), slow("yarn", "one"), ("yarn-unscaled", "one"), slow("odd", "one"), ("yarn", "tp2"), ("odd", "tp2")],
+)
+def test_training_equals_the_oracle(name, layout, deepseek):
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout])
-    result = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1)
-    loss, norm, entropy, logprobs_T = plain_step(model, batch, chosen)
-    np.testing.assert_allclose(result.before_T, logprobs_T, atol=2e-5, rtol=0)
-    step = result.steps[0]
-    assert (step.loss, step.grad_norm) == pytest.approx((loss, norm), rel=1e-4, abs=1e-6)
-    assert step.entropy == pytest.approx(entropy, rel=1e-5)
-
-    model.save_pretrained(tmp_path)
-    with HFCheckpoint(tmp_path) as trained:
-        for tensor_name in trained.names():
-            np.testing.assert_allclose(result.weights[tensor_name], trained.read(tensor_name).numpy(), atol=1e-5, rtol=0)
+    result = run_ranks(train, chosen.train.layout.ranks, chosen, random_batch(), 1, 1)
+    expected = train_plainly(chosen, random_batch(), 1, 1)
+    np.testing.assert_allclose(result.before_T, expected.before_T, atol=2e-5, rtol=0)
+    [step], [wanted] = result.steps, expected.steps
+    assert (step.loss, step.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-4, abs=1e-6)
+    assert step.entropy == pytest.approx(wanted.entropy, rel=1e-5)
+    for tensor_name, weight in expected.weights.items():
+        np.testing.assert_allclose(result.weights[tensor_name], weight, atol=1e-5, rtol=0)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------
@@ -59,13 +59,11 @@ def one_process(deepseek):
 
 
 EXACT = {"dtype": "float64", "uses_reference": True}
-FAST = ("dp2", "tp2", "ep2", "tp2-etp2", "tp2-ep2", "pp2", "cp2")
+FAST = (("tp2-etp2", 0.0), ("tp2-ep2", 0.3), ("pp2", 0.3), ("cp2", 0.3))
+CASES = [(name, mtp_loss) for name in LAYOUTS if name != "one" for mtp_loss in (0.0, 0.3)]
 
 
-@pytest.mark.parametrize("mtp_loss", [0.0, 0.3])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in LAYOUTS if name != "one"]
-)
+@pytest.mark.parametrize(("name", "mtp_loss"), [case if case in FAST else slow(*case) for case in CASES])
 def test_a_layout_equals_one_process_with_and_without_multi_token_prediction(name, mtp_loss, deepseek, one_process):
     layout, expected = LAYOUTS[name], one_process[mtp_loss]
     result = run_ranks(train, layout.ranks, deepseek_settings(deepseek["yarn"], layout, mtp_loss=mtp_loss, **EXACT), random_batch(), 2)
@@ -73,7 +71,7 @@ def test_a_layout_equals_one_process_with_and_without_multi_token_prediction(nam
         np.testing.assert_allclose(getattr(result, kind), getattr(expected, kind), atol=ROUNDED, rtol=0, err_msg=kind)
     for step, wanted in zip(result.steps, expected.steps, strict=True):
         for statistic in ("loss", "grad_norm", "entropy", "kl_reference"):
-            assert getattr(step, statistic) == pytest.approx(getattr(wanted, statistic), rel=1e-7, abs=1e-8), statistic
+            assert getattr(step, statistic) == pytest.approx(getattr(wanted, statistic), rel=1e-6, abs=1e-8), statistic
         assert (step.mtp_loss is None) == (mtp_loss == 0)
         assert step.mtp_loss is None or step.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-8)
     assert result.weights.keys() == expected.weights.keys()
@@ -93,8 +91,13 @@ def test_weights_that_ranks_duplicate_count_once_in_the_gradient_norm(deepseek):
 # -- weights -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mtp_loss", [0.0, 0.3])
-@pytest.mark.parametrize(("name", "layout"), [("odd", "tp2-ep2"), ("yarn-unscaled", "tp2-etp2"), ("plain", "pp2"), ("plain", "pp2-vpp2")])
+@pytest.mark.parametrize(
+    ("name", "layout", "mtp_loss"),
+    [
+        ("odd", "tp2-ep2", 0.3), slow("odd", "tp2-ep2", 0.0), ("yarn-unscaled", "tp2-etp2", 0.0), slow("yarn-unscaled", "tp2-etp2", 0.3),
+        ("plain", "pp2", 0.3), slow("plain", "pp2", 0.0), slow("plain", "pp2-vpp2", 0.3), slow("plain", "pp2-vpp2", 0.0),
+    ],
+)  # fmt: skip
 def test_loading_and_exporting_gives_the_checkpoint_back_bit_by_bit(name, layout, mtp_loss, deepseek, tmp_path):
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout], mtp_loss=mtp_loss)
     names, served = run_ranks(export_to, chosen.train.layout.ranks, chosen, tmp_path)
@@ -143,21 +146,22 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused_by_the_engine_
         run_ranks(new_engine, 1, deepseek_settings(tmp_path, Layout()))
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("tp2-ep2", "ep2"), ("pp2", "cp2")])
+@pytest.mark.parametrize(("saved", "loaded"), [slow("tp2-ep2", "pp2"), ("pp2", "cp2")])
 def test_a_checkpoint_with_biases_and_multi_token_prediction_continues_under_another_layout(saved, loaded, deepseek, tmp_path):
     options = {"mtp_loss": 0.3, "megatron": {"moe_router_bias_update_rate": 0.05}}
-    straight, again = run_ranks(
+    straight, again, _ = run_ranks(
         save_and_continue, 2, deepseek_settings(deepseek["plain"], LAYOUTS[saved], **options), random_batch(), tmp_path
     )
-    assert straight[0] == again[0]
-    np.testing.assert_array_equal(straight[1], again[1])
+    assert straight.steps == again.steps
+    np.testing.assert_array_equal(straight.logprobs_T, again.logprobs_T)
     elsewhere = run_ranks(load_and_continue, 2, deepseek_settings(deepseek["plain"], LAYOUTS[loaded], **options), random_batch(), tmp_path)
-    np.testing.assert_allclose(elsewhere[1], straight[1], atol=1e-4, rtol=0)
-    for step, expected in zip(elsewhere[0], straight[0], strict=True):
+    np.testing.assert_allclose(elsewhere.logprobs_T, straight.logprobs_T, atol=1e-4, rtol=0)
+    for step, expected in zip(elsewhere.steps, straight.steps, strict=True):
         wanted = (expected.loss, expected.grad_norm, expected.mtp_loss)
         assert (step.loss, step.grad_norm, step.mtp_loss) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close_to_float32(deepseek):
     batch = random_batch()
     results = [

@@ -25,7 +25,7 @@ from moerl.config.schema import (
 )
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import TrainError
+from moerl.types import ResidencyError, TrainError
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 
@@ -57,8 +57,9 @@ def run_with(cluster, checkpoints, tmp_path):
         weights=WeightsConfig(bucket_bytes=20_000),
     )
 
-    def run(scenario):
-        group = MegatronTrainGroup(config, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)
+    def run(scenario, **changes):
+        changed = replace(config, train=replace(config.train, **changes))
+        group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)
 
         async def whole():
             try:
@@ -99,3 +100,23 @@ def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
             await group.update(BATCH, SFT(), lr=1e-3)
 
     run_with(scenario)
+
+
+def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
+    async def scenario(group, pids):
+        async with group.awake():
+            assert await group.load() == (0, {})
+        with pytest.raises(ResidencyError, match=r"^update: the trainer is asleep; legal now: wake$"):
+            await group.update(BATCH, SFT(), lr=1e-3)
+        async with group.awake():
+            stats = await group.update(BATCH, SFT(), lr=1e-3)
+            await group.listen("shm", 1)
+            assert (await group.next_bucket(0)).index == 0
+            await pack_the_rest(group)
+            await group.save(1, {})
+        async with group.awake():
+            assert await group.load() == (1, {"version": 1})
+        assert set(stats.memory.device_bytes["asleep"].values()) == {0}
+        assert stats.memory.transition_seconds["scoring_to_training"] > 0
+
+    run_with(scenario, offload="all", destroy_groups=True)

@@ -1,81 +1,87 @@
 """Megatron computes what transformers computes from the same checkpoint, forward, backward and through the optimizer."""
 
-from itertools import pairwise
+import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from engine_cases import LAYOUTS, random_batch, settings
-from engine_jobs import train
+from engine_jobs import Trained, train
 from engine_ranks import run_ranks
-from transformers import AutoModelForCausalLM
+from hf_trainer import HFTrainGroup
 
+from moerl.algorithms.grpo import GRPO
 from moerl.config.layout import Layout
-from moerl.models.checkpoint import HFCheckpoint
+from moerl.config.schema import GRPOConfig
 
-NAMES = ("qwen3", "qwen3_moe", "untied-qwen3", "untied-qwen3_moe")
-
-
-def plain_logprobs(model, batch, temperature=1.0):
-    """Log-probs with gradient, and entropies, [T] aligned with token_ids_T; one sequence after the other, no packing."""
-    logprobs, entropies = [], []
-    for start, end in pairwise(batch.offsets):
-        tokens = torch.from_numpy(batch.token_ids_T[start:end])
-        table = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1] / temperature, dim=-1)
-        nothing = table.new_zeros(1)
-        logprobs.append(torch.cat([nothing, table.gather(1, tokens[1:, None])[:, 0]]))
-        entropies.append(torch.cat([nothing, -(table.exp() * table).sum(-1)]))
-    return torch.cat(logprobs), torch.cat(entropies)
+STATISTICS = ("loss", "entropy", "kl_old", "kl_reference", "clip_fraction", "mismatch_mean", "mismatch_max", "mismatch_kl")
 
 
-def plain_step(model, batch, chosen):
-    """One GRPO step by autograd and torch.optim.AdamW: loss, gradient norm, mean entropy, log-probs before."""
-    logp_T, entropy_T = plain_logprobs(model, batch, chosen.temperature)
-    mask_T, advantage_T = torch.from_numpy(batch.response_mask_T), torch.from_numpy(batch.advantages_T)
-    # The old policy is the policy: the ratio is 1, no token is clipped.
-    token_loss_T = -advantage_T * torch.exp(logp_T - logp_T.detach())
-    loss = torch.stack([token_loss_T[a:b][mask_T[a:b]].mean() for a, b in pairwise(batch.offsets)]).mean()
-    loss.backward()
-    adam = chosen.train.optimizer
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), adam.clip_grad)
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps).step()
-    return float(loss.detach()), float(norm), float(entropy_T[mask_T].mean().detach()), logp_T.detach().numpy()
+def train_plainly(chosen, batch, num_steps=3, num_updates=2):
+    """What engine_jobs.train does, by the oracle."""
+    chosen = replace(chosen, train=replace(chosen.train, updates_per_step=num_updates))
+
+    async def scenario():
+        group = HFTrainGroup(chosen, checkpoint_dir=chosen.model_dir)
+        await group.start()
+        objective = GRPO(GRPOConfig(kl_coefficient=0.1 if chosen.uses_reference else 0.0))
+        before_T, steps, given = await group.logprobs(batch), [], batch
+        for _ in range(num_steps):
+            if chosen.uses_reference:
+                given = batch.with_logprobs(reference_logprobs_T=await group.reference_logprobs(batch))
+            steps.append(await group.update(given, objective, lr=chosen.train.optimizer.lr))
+        weights = {name: tensor.float().numpy() for name, tensor in group.weights().items()}
+        reference_T = await group.reference_logprobs(batch) if chosen.uses_reference else None
+        return Trained(before_T=before_T, after_T=await group.logprobs(batch), reference_T=reference_T, steps=steps, weights=weights)
+
+    return asyncio.run(scenario())
 
 
-def load(directory):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def assert_same_training(result, expected, *, rel, atol):
+    """`atol` of log-probs and weights, which have sizes near 1; `rel` of statistics."""
+    np.testing.assert_allclose(result.before_T, expected.before_T, atol=atol, rtol=0)
+    np.testing.assert_allclose(result.after_T, expected.after_T, atol=10 * atol, rtol=0)
+    for step, wanted in zip(result.steps, expected.steps, strict=True):
+        for name in STATISTICS:
+            value, expected_value = getattr(step, name), getattr(wanted, name)
+            assert value is expected_value or value == pytest.approx(expected_value, rel=rel, abs=1e-8), name
+        assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=rel)
+        assert (step.num_tokens, step.learning_rate) == (wanted.num_tokens, wanted.learning_rate)
+    assert result.weights.keys() == expected.weights.keys()
+    for name, weight in result.weights.items():
+        np.testing.assert_allclose(weight, expected.weights[name], atol=atol, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_training_step_equals_transformers_with_adamw(name, layout, checkpoints, tmp_path):
-    batch, model = random_batch(), load(checkpoints[name])
-    chosen = settings(checkpoints[name], Layout() if layout == "one" else LAYOUTS[layout])
-    result = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1)
-    loss, norm, entropy, logprobs_T = plain_step(model, batch, chosen)
-    np.testing.assert_allclose(result.before_T, logprobs_T, atol=2e-5, rtol=0)
-    step = result.steps[0]
-    assert (step.loss, step.grad_norm) == pytest.approx((loss, norm), rel=1e-4)
-    assert step.entropy == pytest.approx(entropy, rel=1e-5)
+TOLERANCES = {"float32": {"rel": 1e-4, "atol": 2e-5}, "float64": {"rel": 1e-6, "atol": 1e-6}}
+"""float64: the norm, rotary angles and the columns of a batch are float32 in both, weights are compared in it."""
 
-    model.save_pretrained(tmp_path)
-    with HFCheckpoint(tmp_path) as trained:
-        for tensor_name, weight in result.weights.items():
-            np.testing.assert_allclose(weight, trained.read(tensor_name).numpy(), atol=1e-5, rtol=0, err_msg=tensor_name)
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("name", "layout"), [("qwen3", "one"), ("qwen3_moe", "one"), ("untied-qwen3", "tp2"), ("untied-qwen3_moe", "tp2")])
+def test_three_grpo_steps_equal_transformers_with_adamw(name, layout, dtype, checkpoints):
+    chosen = settings(checkpoints[name], Layout() if layout == "one" else LAYOUTS[layout], dtype=dtype, uses_reference=True)
+    result = run_ranks(train, chosen.train.layout.ranks, chosen, random_batch())
+    expected = train_plainly(chosen, random_batch())
+    assert expected.before_T.dtype == result.before_T.dtype == dtype
+    assert_same_training(result, expected, **TOLERANCES[dtype])
+    np.testing.assert_array_equal(expected.reference_T, expected.before_T)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_the_temperature_divides_the_logits(temperature, checkpoints):
-    directory, batch = checkpoints["untied-qwen3_moe"], random_batch()
-    chosen = settings(directory, Layout(), temperature=temperature)
-    result = run_ranks(train, 1, chosen, batch, 1, 1)
-    loss, norm, entropy, logprobs_T = plain_step(load(directory), batch, chosen)
-    np.testing.assert_allclose(result.before_T, logprobs_T, atol=2e-5, rtol=0)
-    assert (result.steps[0].loss, result.steps[0].grad_norm) == pytest.approx((loss, norm), rel=1e-4)
-    assert result.steps[0].entropy == pytest.approx(entropy, rel=1e-5)
+    chosen = settings(checkpoints["untied-qwen3_moe"], Layout(), temperature=temperature)
+    expected = train_plainly(chosen, random_batch(), 1, 1)
+    assert_same_training(run_ranks(train, 1, chosen, random_batch(), 1, 1), expected, **TOLERANCES["float32"])
+
+
+def test_old_logprobs_of_another_policy_are_clipped_alike(checkpoints):
+    """Far from the policy in both directions, so that tokens are clipped, some with each sign of the advantage."""
+    chosen, batch = settings(checkpoints["qwen3"], Layout(), dtype="float64"), random_batch()
+    noise_T = np.random.default_rng(1).normal(size=len(batch.token_ids_T)).astype(np.float32) * 0.3
+    batch = batch.with_logprobs(old_logprobs_T=train_plainly(chosen, batch, 0).before_T.astype(np.float32) + noise_T)
+    result, expected = run_ranks(train, 1, chosen, batch, 1, 1), train_plainly(chosen, batch, 1, 1)
+    assert 0.1 < expected.steps[0].clip_fraction < 0.9
+    assert_same_training(result, expected, **TOLERANCES["float64"])
 
 
 def test_the_first_token_of_a_sequence_has_no_logprob_and_sequences_do_not_see_each_other(checkpoints):

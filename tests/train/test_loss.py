@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from moerl.algorithms import build_algorithm
 from moerl.algorithms.sft import SFT
 from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.train.balance import plan_micro_batches
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
-from moerl.train.packing import pack, plan_micro_batches
+from moerl.train.packing import pack
 from moerl.types import TrainBatch
 
 OBJECTIVES = {
@@ -150,7 +151,7 @@ def test_split_free(seed, name, with_old):
     batch = make_batch(rng, with_old=with_old)
     policy, objective = Policy(rng, len(batch.token_ids_T)), OBJECTIVES[name]
     whole = run(batch, policy, objective, single(batch))
-    plan = plan_micro_batches(batch.lengths, num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2)
+    plan = plan_micro_batches(batch.lengths, num_ranks=3, token_budget=24, token_multiple=8, sequence_multiple=2, attention_tokens=1000)
     shuffled = [members for rank in plan for members in rank]
     rng.shuffle(shuffled)
     for split in (
@@ -280,15 +281,17 @@ def is_clipped(batch, d, t, config):
 
 def test_a_step_of_several_mini_batches_reports_mismatch_and_kl_old_of_the_first():
     def sums_of(**values):
-        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl")
+        names = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl", "mtp_loss")
         return LossSums(sums=torch.tensor([float(values[n]) for n in names]).double(), mismatch_max=torch.tensor(values["worst"]).double())
 
-    first = sums_of(loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15)
-    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0)
-    assert step_statistics([first, second], uses_reference=False, trains_mtp=False) == pytest.approx(
+    first = sums_of(
+        loss=1, num_tokens=2, entropy=4, kl_old=0, kl_reference=2, clipped=0, mismatch=0.2, mismatch_kl=0.02, worst=0.15, mtp_loss=5
+    )
+    second = sums_of(loss=3, num_tokens=6, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6, worst=5.0, mtp_loss=4)
+    assert step_statistics([first, second], uses_reference=False, trains_mtp=True) == pytest.approx(
         {
             "loss": 2, "num_tokens": 8, "entropy": 1, "kl_old": 0, "kl_reference": None, "clip_fraction": 0.5,
-            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01,
+            "mismatch_mean": 0.1, "mismatch_max": 0.15, "mismatch_kl": 0.01, "mtp_loss": 4.5,
         }
     )  # fmt: skip
 

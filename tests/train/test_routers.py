@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from deepseek_cases import deepseek_settings, write_deepseek
+from deepseek_cases import deepseek_settings, slow, write_deepseek
 from engine_cases import LAYOUTS, random_batch
 from engine_jobs import train
 from engine_ranks import run_ranks
 from router_jobs import biases
-from test_hf_parity import load
+from transformers import AutoModelForCausalLM
 
 from moerl.config.layout import Layout
 from moerl.types import TrainBatch
@@ -22,7 +22,7 @@ UPDATED = {"moe_router_bias_update_rate": RATE}
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return write_deepseek(tmp_path_factory.mktemp("deepseek"))["plain"]
+    return write_deepseek(tmp_path_factory.mktemp("deepseek"), "plain")["plain"]
 
 
 # -- biases --------------------------------------------------------------------------------------------------------
@@ -64,19 +64,19 @@ def test_biases_stay_as_they_are_unless_an_update_rate_is_set(directory):
         np.testing.assert_array_equal(after[name], bias)
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2", "tp2", "pp2", "cp4", "tp2-ep2"])
+@pytest.mark.parametrize("layout", ["one", slow("dp2"), slow("tp2"), slow("pp2"), "cp4", "tp2-ep2"])
 def test_a_bias_moves_by_the_rate_towards_the_mean_load_whatever_the_layout_and_its_padding(layout, directory):
     chosen = deepseek_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], megatron=UPDATED)
     batch = short_batch()
     _, before, after = run_ranks(biases, chosen.train.layout.ranks, chosen, batch)
-    counts = chosen_experts(load(directory), batch)
+    counts = chosen_experts(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), batch)
     assert len(counts) == 3
     for name, load_E in counts.items():
         expected = before[name] + RATE * np.sign(load_E.float().mean() - load_E).numpy()
         np.testing.assert_allclose(after[name], expected, atol=1e-6, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", [slow("tp2"), "cp2", slow("pp2")])
 def test_biases_of_multi_token_prediction_move_alike_under_every_layout(layout, directory):
     options = {"megatron": UPDATED, "mtp_loss": 0.3}
     _, before, expected = run_ranks(biases, 1, deepseek_settings(directory, Layout(), **options), random_batch())
@@ -148,9 +148,9 @@ def plain_loss(model, batch, name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("layout", ["one", "tp2", "tp2-ep2", "pp2"])
+@pytest.mark.parametrize("layout", ["one", slow("tp2"), "tp2-ep2", slow("pp2")])
 def test_a_load_balancing_loss_has_the_gradient_of_its_mean_over_tokens(layout, name, directory):
-    batch, model = without_policy_loss(random_batch()), load(directory)
+    batch, model = without_policy_loss(random_batch()), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     chosen = balance_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], name)
     result = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1)
     plain_loss(model, batch, name).backward()

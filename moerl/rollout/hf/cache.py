@@ -108,8 +108,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention that reads keys and values where they lie.
 
-    query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the query heads that share a
-    key/value head are laid along the query axis, so that keys and values need no repetition.
+    query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the
+    query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]

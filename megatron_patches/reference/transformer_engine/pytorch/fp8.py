@@ -55,7 +55,7 @@ class FP8GlobalStateManager:
     @classmethod
     def register(cls, scales: DelayedScales) -> None:
         """From now on the scales are updated with those of the other modules, and reduced over the autocast's group."""
-        cls._delayed.setdefault(id(scales), (scales, cls.get_fp8_group()))
+        cls._delayed[id(scales)] = (scales, cls.get_fp8_group())
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:

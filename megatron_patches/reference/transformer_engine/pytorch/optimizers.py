@@ -1,44 +1,87 @@
-"""FusedAdam and FusedSGD with Transformer Engine's constructor and state layout, and its operations on lists of tensors.
+"""FusedAdam and FusedSGD with Transformer Engine's constructor and state layout.
 
 The step count is in the param group, not in each parameter's state: Megatron's distributed optimizer saves and loads it
 there. (With torch.optim.AdamW instead, loading a distributed checkpoint fails in megatron-core 0.16.1.)
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
 
 FusedSGD = torch.optim.SGD
-
-
-def multi_tensor_applier(op: Any, noop_flag: torch.Tensor, tensor_lists: Any, *args: Any) -> Any:
-    return op(0, noop_flag, tensor_lists, *args)
-
-
-def multi_tensor_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, per_tensor: bool) -> tuple[torch.Tensor, None]:
-    """[1] norm over every tensor together, in float32, or in float64 for float64 tensors."""
-    if per_tensor:
-        raise RuntimeError("norms per tensor are not in the reference transformer_engine")
-    computed = torch.promote_types(tensor_lists[0][0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(tensor, dtype=computed) for tensor in tensor_lists[0]]
-    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
-
-
-def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, scale: float) -> None:
-    """Second list = first list * scale."""
-    for source, target in zip(*tensor_lists, strict=True):
-        torch.mul(source, scale, out=target)
+_RANGE = torch.finfo(torch.float16).max / 2
+"""float16 states are stored divided by a scale per tensor, so that their largest value is this."""
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (arXiv:1412.6980), decoupled weight decay with adam_w_mode (arXiv:1711.05101)."""
+    """Adam (arXiv:1412.6980), decoupled weight decay with adam_w_mode (arXiv:1711.05101).
+
+    With master_weights it owns the wide copies of narrow parameters; states narrower than float32 are widened for each step.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, **unsupported: Any) -> None:  # fmt: skip
+                 eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, master_weights: bool = False,
+                 master_weight_dtype: torch.dtype = torch.float32, exp_avg_dtype: torch.dtype = torch.float32,
+                 exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False, store_param_remainders: bool = False,
+                 **unsupported: Any) -> None:  # fmt: skip
+        unsupported["store_param_remainders"] = store_param_remainders
         if asked := sorted(name for name, value in unsupported.items() if value):
             raise RuntimeError(f"FusedAdam options {asked} need Transformer Engine on a GPU")
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.adam_w_mode = adam_w_mode
+        self.adam_w_mode, self.master_weights, self.use_decoupled_grad = adam_w_mode, master_weights, use_decoupled_grad
+        self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        self._scales: dict[Any, dict[str, torch.Tensor]] = {}
+
+    # -- states, under the names and with the meaning Megatron's distributed optimizer expects ----------------------
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        names = ("exp_avg", "exp_avg_sq", "master_param") if self.master_weights else ("exp_avg", "exp_avg_sq")
+        for name in names:
+            values = param.detach() if name == "master_param" else torch.zeros_like(param)
+            self.set_scaled_state(param, name, values.to(self._wide(param)))
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """In float32 or wider; the state itself if it is stored so."""
+        stored = self.state[param][name]
+        if stored.dtype == torch.float16:
+            return stored.float() * self._scales[param][name]
+        return stored.float() if stored.dtype == torch.bfloat16 else stored
+
+    def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        dtype = self.name_to_dtype_map[name]
+        if dtype == torch.float16:
+            scale = values.abs().amax() / _RANGE if values.numel() else values.new_zeros(())
+            self._scales.setdefault(param, {})[name] = scale
+            values = torch.where(scale > 0, values / scale, 0.0)
+        state = self.state[param]
+        if name in state:
+            state[name].copy_(values)
+        else:
+            state[name] = values.to(dtype if values.dtype != torch.float64 else None, copy=True)
+
+    @staticmethod
+    def _wide(param: torch.Tensor) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    def state_dict(self) -> dict[str, Any]:
+        """States in float32 whatever they are stored in."""
+        answer = super().state_dict()
+        for index, param in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
+            if index in answer["state"]:
+                answer["state"][index] = {name: self.get_unscaled_state(param, name) for name in answer["state"][index]}
+        return answer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch alone would cast every state to the parameter's type."""
+        super().load_state_dict(state_dict)
+        for index, param in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
+            if index in state_dict["state"]:
+                self.state[param] = {}
+                for name, values in state_dict["state"][index].items():
+                    self.set_scaled_state(param, name, values.to(self._wide(param)))
+
+    # -- the update ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -47,23 +90,28 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, group)
+                grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+                if grad is not None:
+                    self._update(param, grad, group)
 
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad, (beta1, beta2) = self.state[param], param.grad, group["betas"]
-        assert grad is not None
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32 if param.dtype != torch.float64 else None)
-            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if param not in self.state:
+            self.initialize_state(param)
+        (beta1, beta2), states = group["betas"], {name: self.get_unscaled_state(param, name) for name in self.state[param]}
+        weight, grad = states.get("master_param", param), grad.to(states["exp_avg"].dtype)
         if group["weight_decay"] != 0:
             if self.adam_w_mode:
-                param.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
             else:
-                grad = grad + group["weight_decay"] * param
-        state["exp_avg"].lerp_(grad.to(state["exp_avg"].dtype), 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                grad = grad + group["weight_decay"] * weight
+        states["exp_avg"].lerp_(grad, 1 - beta1)
+        states["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
         correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
-        denominator = (state["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
-        param.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / correction1)
+        denominator = (states["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
+        weight.addcdiv_(states["exp_avg"], denominator, value=-group["lr"] / correction1)
+        if weight is not param:
+            param.copy_(weight)
+        for name, values in states.items():
+            if values is not self.state[param][name]:
+                self.set_scaled_state(param, name, values)

@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_jobs import new_engine, train
-from fp8_cases import gradients_of
+import torch.distributed as dist
+from checkpoint_jobs import save
+from engine_jobs import new_engine, parameters, train
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema import GRPOConfig
@@ -86,18 +87,18 @@ def saved_and_continued(settings: EngineSettings, batch: TrainBatch, directory: 
 
     engine = new_engine(settings)
     two_steps(engine)
-    engine.save(directory)
+    save(engine, directory)
     straight = two_steps(engine)
     FP8GlobalStateManager.reset()
-    engine = type(engine)(settings)
-    engine.load(directory)
+    engine = type(engine)(settings, engine._groups)
+    engine.shards.load(directory)
     return straight, two_steps(engine)
 
 
 def small_updates(settings: EngineSettings, batch: TrainBatch, num_steps: int, lr: float) -> dict[str, float]:
     """What becomes of updates far below a bfloat16 step: shares of all parameters."""
     engine = new_engine(settings)
-    parts = [part for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])]
+    parts = list(getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]))
 
     def masters() -> torch.Tensor:
         return torch.cat([shard.flatten() for part in parts for group in part.shard_fp32_from_float16_groups for shard in group]).clone()
@@ -138,7 +139,7 @@ def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
         for chunk in engine.model.wrapped:
             chunk.zero_grad_buffer()
         engine._run(chosen, loss, forward_only=False)
-        return torch.cat([gradient.flatten() for gradient in gradients_of(engine)])
+        return torch.cat([parameter.main_grad.flatten() for parameter in parameters(engine)]).clone()
 
     together = gradients(micro_batches)
     pieces = [gradients([micro]) for micro in micro_batches]
@@ -152,3 +153,23 @@ def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
         "equal": torch.equal(together, in_float32),
         "differ_from_bfloat16": float((together != in_bfloat16.float()).float().mean()),
     }
+
+
+def reduced_gradients(settings: EngineSettings, batch: TrainBatch, plan: list[list[list[int]]]) -> dict[str, np.ndarray]:
+    """What the optimizer sees, of every parameter of rank 0, when the ranks run these micro-batches."""
+    engine = new_engine(settings)
+    engine._plan = lambda _: plan
+    found: dict[str, np.ndarray] = {}
+
+    def note() -> None:
+        for chunk in engine.model.wrapped:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                ranks = group.intra_distributed_optimizer_instance_group
+                for bucket in group.buckets:
+                    shards = bucket.grad_data.chunk(ranks.size())
+                    dist.all_gather(list(shards), shards[ranks.rank()].clone(), group=ranks)
+        found.update({name: p.main_grad.numpy().copy() for chunk in engine.model.chunks for name, p in chunk.named_parameters()})
+
+    engine.optimizer.step = note
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    return found

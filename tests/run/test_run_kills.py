@@ -1,0 +1,60 @@
+"""kill -9 of the driver, of one rank and of all while a whole run writes a checkpoint: the same command goes on with the same bits."""
+
+import os
+import signal
+import subprocess
+
+import psutil
+import pytest
+from whole_runs import DIGIT, SYNC, assert_all_end, checkpoint_tensors, command, find, rows, shared_memory
+
+from moerl.train.checkpoint import complete
+from moerl.train.checkpoint_check import faults_of_part, read_state
+
+pytestmark = pytest.mark.slow
+
+OVERRIDES = ("num_steps=6", "save_every=1", DIGIT)
+
+
+def go(output_dir):
+    return subprocess.run(command(output_dir, *OVERRIDES), capture_output=True, text=True, timeout=180, check=True)
+
+
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("never-killed")
+    go(output_dir)
+    return output_dir
+
+
+KILLS = {
+    "driver": lambda driver, family: driver.kill(),
+    "rank 0": lambda driver, family: find(family, "ray::TrainWorker").kill(),
+    "all ranks": lambda driver, family: [each.kill() for each in family if "ray::TrainWorker" in " ".join(each.cmdline())],
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version, never_killed, tmp_path):
+    before = shared_memory()
+    process = subprocess.Popen(command(tmp_path, *OVERRIDES), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    checkpoints = tmp_path / SYNC / "checkpoints"
+    temporary = checkpoints / f"step-{version:06d}.tmp"
+    while not temporary.exists() and process.poll() is None:
+        os.sched_yield()
+    driver = psutil.Process(process.pid)
+    family = driver.children(recursive=True)
+    KILLS[name](driver, family)
+    process.communicate(timeout=60)
+    assert process.returncode in (1, -signal.SIGKILL)
+    assert_all_end(family)
+    assert shared_memory() == before
+    for directory in complete(checkpoints):
+        assert read_state(directory)["version"] <= version
+        assert faults_of_part(directory, part=0, num_parts=1) == []
+    go(tmp_path)
+    assert rows(tmp_path) == rows(never_killed)
+    tensors, expected = checkpoint_tensors(tmp_path / SYNC), checkpoint_tensors(never_killed / SYNC)
+    assert tensors == expected
+    assert not list(checkpoints.glob("*.tmp"))

@@ -1,0 +1,86 @@
+"""What the ranks of a checkpoint's tests do. Every function runs on every rank; rank 0's value goes to the test."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from engine_jobs import new_engine
+
+from moerl.algorithms.grpo import GRPO
+from moerl.config.schema import GRPOConfig
+from moerl.train.settings import EngineSettings
+from moerl.types import StepStats, TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued:
+    steps: list[StepStats]
+    logprobs_T: np.ndarray
+    weights: dict[str, np.ndarray]
+    """Exported at the end."""
+
+
+def save(engine: Any, directory: Path, *, copies: bool = True) -> list[Any]:
+    """As the driver and the ranks do together; every rank's WrittenShards on rank 0."""
+    engine.shards.stage(copies=copies)
+    return write(engine, directory)
+
+
+def write(engine: Any, directory: Path) -> list[Any]:
+    written: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(written, engine.shards.write(directory))
+    if dist.get_rank() == 0:
+        engine.shards.finish(directory, [share.index for share in written])
+    dist.barrier()
+    return written
+
+
+def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Continued, Continued, list[Any]]:
+    """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint; and what each rank wrote."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
+    engine.shards.stage(copies=True)
+    straight = two_steps(engine, batch)
+    written = write(engine, directory)  # of the weights before those steps
+    engine.shards.load(directory)
+    return straight, two_steps(engine, batch), written
+
+
+def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Continued:
+    """The same two steps in a new engine."""
+    engine = new_engine(settings)
+    engine.shards.load(directory)
+    return two_steps(engine, batch)
+
+
+def two_steps(engine: Any, batch: TrainBatch) -> Continued:
+    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
+    weights = {name: tensor.double().numpy() for name, tensor in engine.export()}
+    return Continued(steps=steps, logprobs_T=engine.logprobs(batch), weights=weights)
+
+
+def save_once(settings: EngineSettings, batch: TrainBatch, directory: Path, copies: bool = True) -> list[Any]:
+    """What each rank wrote, after one step."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    return save(engine, directory, copies=copies)
+
+
+def load_and_save(settings: EngineSettings, before: Path, after: Path) -> None:
+    engine = new_engine(settings)
+    engine.shards.load(before)
+    save(engine, after)
+
+
+def staged_and_held(settings: EngineSettings, batch: TrainBatch, directory: Path) -> list[tuple[int, int, int]]:
+    """By rank, in bytes: what a checkpoint stages; the moments of the rank's optimizer; its weights."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    staged = engine.shards.stage(copies=True)
+    moments = [tensor for each in engine.optimizer.chained_optimizers for state in each.state.values() for tensor in state.values()]
+    weights = [weight for chunk in engine.model.chunks for weight in chunk.parameters()]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (staged, *(sum(t.numel() * t.element_size() for t in tensors) for tensors in (moments, weights))))
+    return every

@@ -1,0 +1,149 @@
+"""Saving beside training, seen by the driver: what is in flight, what is visible when, what a failure says. Ranks are coroutines."""
+
+import asyncio
+
+import pytest
+
+from moerl.train import checkpoint
+from moerl.train.checkpoint_check import faults_of_part, read_state
+from moerl.train.saving import CheckpointSaver
+from moerl.types import CheckpointError, TrainError
+
+
+class Ranks:
+    """Two ranks that write one small file each; `writing` is awaited in between."""
+
+    def __init__(self, copies):
+        self.copies = copies
+        self.writing = asyncio.Event()
+        self.staged = 0
+        self.in_flight = 0
+        self.error = None
+
+    async def all(self, verb, argument):
+        if verb == "stage_checkpoint":
+            self.staged += 1
+            assert argument == self.copies
+            assert self.in_flight == 0
+            return [30, 40]
+        directory = argument
+        self.in_flight += 1
+        await self.writing.wait()
+        self.in_flight -= 1
+        if self.error is not None:
+            raise self.error
+        for rank in range(2):
+            (directory / f"rank{rank}").write_text(f"{directory.name} {rank}")
+        return [
+            checkpoint.WrittenShards(files=checkpoint.digest_files(directory, [f"rank{rank}"]), index=b"%d" % rank) for rank in range(2)
+        ]
+
+    async def rank0(self, verb, directory, indices):
+        assert (verb, indices) == ("finish_checkpoint", [b"0", b"1"])
+        (directory / "common").write_text("both")
+        return checkpoint.digest_files(directory, ["common"])
+
+
+def play(tmp_path, scenario, *, in_background=True):
+    async def whole():
+        ranks = Ranks(copies=in_background)
+        saver = CheckpointSaver(tmp_path, model={"layers": 1}, keep=2, in_background=in_background, all_ranks=ranks.all, rank0=ranks.rank0)
+        await scenario(saver, ranks)
+
+    asyncio.run(whole())
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+async def turns(count=50):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_training_goes_on_while_files_are_written_and_the_checkpoint_appears_last(tmp_path):
+    async def scenario(saver, ranks):
+        await saver.save(1, {"drawn": 5})
+        await turns()
+        assert names(tmp_path) == ["step-000001.tmp"]
+        assert await saver.saved() == []
+        ranks.writing.set()
+        (saved,) = await saver.saved(wait=True)
+        assert (saved.version, saved.num_bytes) == (1, 70)
+        assert 0 < saved.blocked_seconds < saved.seconds
+        assert names(tmp_path) == ["step-000001"]
+        directory = checkpoint.newest(tmp_path)
+        assert read_state(directory) == {"version": 1, "drawn": 5}
+        assert faults_of_part(directory, part=0, num_parts=1) == []
+        assert await saver.saved(wait=True) == []
+
+    play(tmp_path, scenario)
+
+
+def test_one_is_in_flight_at_a_time_and_none_is_forgotten(tmp_path):
+    async def scenario(saver, ranks):
+        await saver.save(1, {})
+        second = asyncio.create_task(saver.save(2, {}))
+        await turns()
+        assert (ranks.staged, ranks.in_flight, second.done()) == (1, 1, False)
+        ranks.writing.set()
+        await second
+        assert ranks.staged == 2
+        assert [saved.version for saved in await saver.saved(wait=True)] == [1, 2]
+        assert names(tmp_path) == ["step-000001", "step-000002"]
+
+    play(tmp_path, scenario)
+
+
+def test_without_background_training_waits_for_the_whole_checkpoint(tmp_path):
+    async def scenario(saver, ranks):
+        saving = asyncio.create_task(saver.save(1, {}))
+        await turns()
+        assert not saving.done()
+        ranks.writing.set()
+        await saving
+        assert names(tmp_path) == ["step-000001"]
+        (saved,) = await saver.saved()
+        assert saved.blocked_seconds == saved.seconds
+
+    play(tmp_path, scenario, in_background=False)
+
+
+@pytest.mark.parametrize("error", [TrainError("rank 1 failed in write_checkpoint:\nNo space left"), OSError("No space left")])
+@pytest.mark.parametrize("hears", ["saved", "save", "wait"])
+def test_a_failure_in_the_background_is_raised_once_by_whatever_comes_next(tmp_path, hears, error):
+    async def scenario(saver, ranks):
+        ranks.writing.set()
+        await saver.save(1, {})
+        await saver.saved(wait=True)
+        ranks.error = error
+        await saver.save(2, {})
+        await turns()
+        calls = {"saved": saver.saved, "save": lambda: saver.save(3, {}), "wait": lambda: saver.saved(wait=True)}
+        with pytest.raises(CheckpointError) as caught:
+            await calls[hears]()
+        first, *rest = str(caught.value).splitlines()
+        assert first == f"checkpoint {tmp_path}/step-000002 could not be written; the newest complete one is {tmp_path}/step-000001"
+        assert "\n".join(rest) == str(error)
+        assert caught.value.__cause__ is error
+        assert checkpoint.newest(tmp_path).name == "step-000001"
+        ranks.error = None
+        await saver.save(3, {})
+        assert [saved.version for saved in await saver.saved(wait=True)] == [3]
+        assert names(tmp_path) == ["step-000001", "step-000003"]
+
+    play(tmp_path, scenario)
+
+
+def test_a_cancelled_wait_leaves_the_checkpoint_in_flight(tmp_path):
+    async def scenario(saver, ranks):
+        await saver.save(1, {})
+        waiting = asyncio.create_task(saver.saved(wait=True))
+        await turns()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        ranks.writing.set()
+        assert [saved.version for saved in await saver.saved(wait=True)] == [1]
+
+    play(tmp_path, scenario)

@@ -1,0 +1,199 @@
+"""What moerl.train.group.TrainGroup promises, for the Megatron group, the oracle and the fake. Tests share one started group."""
+
+import asyncio
+import os
+from contextlib import nullcontext
+from dataclasses import fields
+from itertools import count
+from math import isfinite
+
+import numpy as np
+import pytest
+import ray
+from engine_cases import random_batch, settings
+from hf_trainer import HFTrainGroup
+
+from moerl.algorithms.grpo import GRPO
+from moerl.config.layout import Layout
+from moerl.config.schema import (
+    GRPOConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    TinyData,
+    TrainConfig,
+    WeightsConfig,
+)
+from moerl.models.checkpoint import HFCheckpoint
+from moerl.train.fake import FakeTrainGroup
+from moerl.train.group import MegatronTrainGroup
+from moerl.types import ResidencyError, TensorSpec, TransportOffer
+from moerl.weights.receive import WeightSession
+
+BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
+OBJECTIVE, BATCH = GRPO(GRPOConfig(kl_coefficient=0.1)), random_batch()
+
+
+def megatron(directory, checkpoint_dir):
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1)
+    config = RunConfig(
+        name="contract",
+        num_steps=1,
+        groups_per_step=1,
+        group_size=2,
+        model=ModelConfig(path=str(directory), max_context=32),
+        data=TinyData(task="repeat"),
+        reward=RewardConfig(terms={"reward": RewardTerm(kind="prefix")}),
+        algorithm=OBJECTIVE.config,
+        train=TrainConfig(optimizer=OptimizerConfig(lr=LR), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
+        rollout=RolloutConfig(max_response_tokens=8),
+        weights=WeightsConfig(bucket_bytes=BUCKET_BYTES),
+        keep_checkpoints=KEEP,
+    )
+    return MegatronTrainGroup(config, model_dir=directory, checkpoint_dir=checkpoint_dir)
+
+
+def oracle(directory, checkpoint_dir):
+    chosen = settings(directory, Layout(), uses_reference=True)
+    return HFTrainGroup(chosen, checkpoint_dir=checkpoint_dir, keep=KEEP, bucket_bytes=BUCKET_BYTES)
+
+
+def fake(directory, checkpoint_dir):
+    with HFCheckpoint(directory) as checkpoint:
+        names = ("model.embed_tokens.weight", "model.norm.weight")
+        tensors = tuple(TensorSpec(name=name, shape=checkpoint.shape(name), dtype="float32") for name in names)
+    return FakeTrainGroup(vocab_size=101, tensors=tensors, checkpoint_dir=checkpoint_dir, keep=KEEP)
+
+
+@pytest.fixture(scope="module", params=[megatron, oracle, fake], ids=lambda make: make.__name__)
+def served(request, checkpoints, tmp_path_factory):
+    """A function that runs a scenario, an async function of the group and its checkpoint directory, with the group awake if not told."""
+    checkpoint_dir = tmp_path_factory.mktemp("contract")
+    group = request.param(checkpoints["qwen3_moe"], checkpoint_dir)
+
+    async def run(scenario, *, awake):
+        async with group.awake() if awake else nullcontext():
+            return await scenario(group, checkpoint_dir)
+
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(group.start())
+            yield lambda scenario, awake=True: runner.run(run(scenario, awake=awake))
+        finally:
+            runner.run(group.close())
+            runner.run(group.close())
+            if request.param is megatron:
+                ray.shutdown()
+
+
+async def update(group, batch=BATCH):
+    given = batch.with_logprobs(reference_logprobs_T=await group.reference_logprobs(batch))
+    return await group.update(given, OBJECTIVE, lr=LR)
+
+
+async def pushed(group, version):
+    """Every tensor of one push by name, received and verified as a rollout server does."""
+    manifest, tensors = await group.manifest(version), {}
+
+    def install(name, tensor):
+        tensors[name] = tensor.clone()
+        return tensors[name]
+
+    session = WeightSession({spec.name: spec for spec in manifest.tensors}, install)
+    try:
+        session.connect(TransportOffer(transport="shm", address=await group.listen("shm", 1)))
+        await group.connect()
+        session.begin(manifest)
+        for index in count():
+            bucket = await group.next_bucket(index)
+            if bucket is None:
+                break
+            await group.transmit(bucket)
+            session.install(bucket)
+        session.finish(version)
+    finally:
+        session.close()
+    return tensors
+
+
+def test_every_token_has_a_logprob_of_the_current_weights(served):
+    async def scenario(group, _):
+        return await group.logprobs(BATCH)
+
+    logprobs_T = served(scenario)
+    assert (logprobs_T.shape, logprobs_T.dtype) == (BATCH.token_ids_T.shape, np.float32)
+    assert (logprobs_T <= 0).all()
+    assert (logprobs_T[BATCH.response_mask_T] < 0).all()
+
+
+def test_an_update_reports_finite_statistics_of_the_response_tokens(served):
+    async def scenario(group, _):
+        return await update(group)
+
+    stats = served(scenario)
+    assert (stats.num_tokens, stats.learning_rate) == (int(BATCH.response_mask_T.sum()), LR)
+    values = [getattr(stats, field.name) for field in fields(stats)]
+    assert all(isfinite(value) for value in values if isinstance(value, float))
+    assert stats.kl_old == 0
+    assert stats.entropy > 0
+    assert 1 <= stats.rank_imbalance <= stats.round_imbalance
+    assert stats.skipped_updates == ()
+
+
+def test_the_reference_does_not_move(served):
+    async def scenario(group, _):
+        before = await group.reference_logprobs(BATCH)
+        await update(group)
+        return before, await group.reference_logprobs(BATCH)
+
+    before, after = served(scenario)
+    np.testing.assert_array_equal(before, after)
+
+
+def test_a_checkpoint_brings_back_its_weights_its_version_and_its_state(served):
+    async def scenario(group, directory):
+        assert await group.load() == (0, {})
+        for version in (6, 7):
+            await update(group)
+            await group.save(version, {"cursor": version * 10})
+        assert [saved.version for saved in await group.saved(wait=True)] == [6, 7]
+        assert await group.saved(wait=True) == []
+        saved_T, straight = await group.logprobs(BATCH), await update(group)
+        version, state = await group.load()
+        assert (version, state["cursor"]) == (7, 70)
+        np.testing.assert_array_equal(await group.logprobs(BATCH), saved_T)
+        # The optimizer is back too: the same step again.
+        assert await update(group) == straight
+        assert len(list(directory.glob("step-*"))) == KEEP
+
+    served(scenario)
+
+
+def test_a_push_brings_exactly_the_tensors_of_the_manifest_as_they_are_after_the_last_update(served):
+    async def scenario(group, _):
+        before = await pushed(group, 3)
+        await update(group)
+        return before, await pushed(group, 4)
+
+    before, after = served(scenario)
+    assert before.keys() == after.keys()
+    assert any(not before[name].equal(after[name]) for name in before)
+
+
+def test_a_sleeping_trainer_refuses_every_verb_until_it_is_awake(served):
+    async def scenario(group, _):
+        async with group.awake():
+            before_T = await group.logprobs(BATCH)
+        with pytest.raises(ResidencyError, match="asleep"):
+            await group.logprobs(BATCH)
+        with pytest.raises(ResidencyError, match="asleep"):
+            await update(group)
+        async with group.awake():
+            np.testing.assert_array_equal(await group.logprobs(BATCH), before_T)
+            await update(group)
+
+    served(scenario, awake=False)
