@@ -4,7 +4,10 @@ Names as published (config.json of DeepSeek-V3) and as transformers 5 writes the
 """
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.version import Version
 
 Rule = tuple[str, str, str]
 """(rule, reason, what to write instead)"""
@@ -31,9 +34,19 @@ def broken_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         reason = "the last layer must have experts: the layers of multi-token prediction are built like it"
         yield f"needs first_k_dense_replace below num_hidden_layers={config['num_hidden_layers']}", reason, "a model with experts"
+    if config["q_lora_rank"] is None and _norms_plain_queries():
+        reason = "without compressed queries this version of Megatron norms their input a second time"
+        yield "needs q_lora_rank with megatron-core 0.19", reason, "megatron-core 0.16.1"
     if config.get("quantization_config") is not None:
         reason = "its weights are stored quantized with scales beside them, and moerl loads plain weights"
         yield "must not be quantized (quantization_config)", reason, "convert the checkpoint to bfloat16 (published with DeepSeek-V3)"
+
+
+def _norms_plain_queries() -> bool:
+    try:
+        return Version(version("megatron-core")) >= Version("0.19")
+    except PackageNotFoundError:
+        return False
 
 
 _FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {

@@ -127,10 +127,12 @@ class Bridge:
             yield Owned(name=name, rule=rule, numbers=numbers, tensor=tensor)
 
     def _global_name(self, chunk: nn.Module, local: str) -> str:
-        """Megatron counts layers from 0 in each stage and experts from 0 on each rank."""
+        """Megatron counts layers from 0 in each stage and experts from 0 on each rank; names are those of version 0.16."""
         parts = local.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)  # type: ignore[union-attr,index]
+        if parts[:2] == ["mtp", "layers"] and parts[3] == "mtp_model_layer":  # Megatron 0.19's name for 0.16's
+            parts[3] = "transformer_layer"
         if "experts" in parts:
             stem = parts[-1].rstrip("0123456789")
             num_local = sum(1 for key, _ in chunk.get_submodule(".".join(local.split(".")[:-1])).named_parameters() if key.startswith(stem))

@@ -6,6 +6,7 @@ divides nothing at the end, so the division goes into the coefficients, mini-bat
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 from torch import Tensor, nn
 
 from moerl.config.layout import Layout
@@ -25,8 +27,8 @@ class Routers:
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module], layout: Layout):
         self._config = config
-        # A rank of a tensor or context parallel group has its share of the positions, and Megatron weighs its loss by that share again.
-        self._shares = layout.tp * layout.cp
+        # A rank of a tensor or context parallel group has its share of the positions; Megatron 0.16 weighs its loss by that share again.
+        self._shares = layout.tp * layout.cp if Version(version("megatron-core")) < Version("0.19") else 1
         self._tp = layout.tp
         self._biased = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter) and m.expert_bias is not None]
         self._counted: Tensor | None = None

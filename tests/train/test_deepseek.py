@@ -13,6 +13,8 @@ from engine_ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 from test_hf_parity import train_plainly
 
+from megatron_patches import duplicated_linear
+from moerl.config.deepseek import broken_rules
 from moerl.config.layout import Layout
 from moerl.models.checkpoint import HFCheckpoint
 
@@ -27,6 +29,12 @@ def deepseek(tmp_path_factory):
     return write_deepseek(tmp_path_factory.mktemp("deepseek"))
 
 
+def require_megatron_for(directory):
+    """Megatron 0.19 has no latent attention without compressed queries, and validation says so."""
+    if list(broken_rules(json.loads((directory / "config.json").read_text()))):
+        pytest.skip("not with this version of Megatron")
+
+
 # -- transformers ------------------------------------------------------------------------------------------------
 
 
@@ -35,6 +43,7 @@ def deepseek(tmp_path_factory):
     [("plain", "one"), slow("yarn", "one"), ("yarn-unscaled", "one"), slow("odd", "one"), ("yarn", "tp2"), ("odd", "tp2")],
 )
 def test_training_equals_the_oracle(name, layout, deepseek):
+    require_megatron_for(deepseek[name])
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout])
     result = run_ranks(train, chosen.train.layout.ranks, chosen, random_batch(), 1, 1)
     expected = train_plainly(chosen, random_batch(), 1, 1)
@@ -79,6 +88,7 @@ def test_a_layout_equals_one_process_with_and_without_multi_token_prediction(nam
         np.testing.assert_allclose(weight, expected.weights[tensor_name], atol=ROUNDED, rtol=0, err_msg=tensor_name)
 
 
+@pytest.mark.skipif(not duplicated_linear.needed(), reason="this version of Megatron marks them itself")
 def test_weights_that_ranks_duplicate_count_once_in_the_gradient_norm(deepseek):
     """The down-projections to the latents. Without the patch each tensor-parallel rank would add its copy."""
     batch = random_batch()
@@ -99,6 +109,7 @@ def test_weights_that_ranks_duplicate_count_once_in_the_gradient_norm(deepseek):
     ],
 )  # fmt: skip
 def test_loading_and_exporting_gives_the_checkpoint_back_bit_by_bit(name, layout, mtp_loss, deepseek, tmp_path):
+    require_megatron_for(deepseek[name])
     chosen = deepseek_settings(deepseek[name], LAYOUTS[layout], mtp_loss=mtp_loss)
     names, served = run_ranks(export_to, chosen.train.layout.ranks, chosen, tmp_path)
     original = load_file(deepseek[name] / "model.safetensors")
