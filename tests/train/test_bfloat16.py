@@ -9,10 +9,10 @@ from moerl.config.layout import Layout
 
 
 def test_updates_too_small_for_bfloat16_add_up_in_the_masters(checkpoints):
-    """40 updates of 1e-5: each far below the distance of two bfloat16 values near 0.2, 1e-3."""
-    kept = run_ranks(jobs.small_updates, 1, settings(checkpoints["qwen3"], Layout(), dtype="bfloat16"), random_batch(), 40, 1e-5)
+    """20 updates of 2e-5: each far below the distance of two bfloat16 values near 0.2, 1e-3."""
+    kept = run_ranks(jobs.small_updates, 1, settings(checkpoints["qwen3"], Layout(), dtype="bfloat16"), random_batch(), 20, 2e-5)
     assert kept["is_float32"] == 1
-    assert kept["largest_update"] < 2e-5
+    assert kept["largest_update"] < 4e-5
     assert kept["masters_moved"] > 0.8
     assert kept["parameters_are_rounded_masters"] == 1
     assert kept["parameters_moved"] > 0.2

@@ -96,8 +96,7 @@ def test_the_other_recipes_run_with_everything_cut(recipe, model, trained):
         assert step.grad_norm == pytest.approx(wanted.grad_norm, rel=0.1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["tp2", "cp2"])
+@pytest.mark.parametrize(("recipe", "name"), [("blockwise", "tp2"), ("blockwise", "cp2"), ("mxfp8", "tp2"), ("tensorwise", "cp2")])
 def test_every_rank_has_whole_blocks_of_tokens(recipe, name, model):
     before, products = run_ranks(jobs.rank_tokens, 2, fp8_settings(model, LAYOUTS[name], recipe=recipe), random_batch())
     assert all(tokens % PER_RANK[recipe] == 0 for tokens in before)
@@ -128,8 +127,8 @@ def test_experts_without_padding_are_refused(model):
 
 @pytest.mark.parametrize(
     "recompute",
-    [FullRecompute(), *(SelectiveRecompute(modules=(module,)) for module in ("core_attn", "layernorm", "moe_act", "moe"))],
-    ids=["full", "core_attn", "layernorm", "moe_act", "moe"],
+    [FullRecompute(), *(SelectiveRecompute(modules=(module,)) for module in ("layernorm", "moe_act"))],
+    ids=["full", "layernorm", "moe_act"],
 )
 def test_recomputation_under_fp8_changes_nothing(recompute, model, trained):
     result = run_ranks(train, 1, fp8_settings(model, recipe="blockwise", recompute=recompute), random_batch(), 2, 1)
