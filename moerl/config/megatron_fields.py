@@ -47,14 +47,23 @@ _MEMORY = {
     "param_sync_func": "leave it out: it follows from train.overlap_param_gather",
 }
 _DTYPE = dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "set train.dtype instead")
+_LINEAR_ONLY = "leave it out: FP8 is for linear layers only"
+_PADS = "leave it out: experts pad their tokens with zeros; this would send them tokens they did not choose"
+_NO_FP4 = "leave it out: moerl has no FP4 recipes; see train.fp8"
 _FP8 = {
     "fp8": "set train.fp8 instead",
     "fp8_recipe": "set train.fp8.recipe instead",
+    "fp8_quantizer_factory": "set train.fp8.recipe to one of the recipes moerl knows",
+    "quant_recipe": "set train.fp8.recipe instead",
+    "fp8_param": "leave it out: the weight push, the reference and checkpoints read plain parameters, and FP8 ones are already rounded",
+    "fp8_wgrad": "leave it out: gradients of weights use FP8 like the other products",
+    "fp8_interval": "leave it out: Transformer Engine ignores it",
+    **dict.fromkeys(("fp8_dot_product_attention", "fp8_multi_head_attention", "activation_func_fp8_input_store"), _LINEAR_ONLY),
     "first_last_layers_bf16": "set train.fp8.first_layers_bf16 and last_layers_bf16 instead",
     "num_layers_at_start_in_bf16": "set train.fp8.first_layers_bf16 instead",
     "num_layers_at_end_in_bf16": "set train.fp8.last_layers_bf16 instead",
-    "fp8_param": "leave it out: weights stay in bfloat16, because they are exported and reloaded in it",
-    "fp4": "leave it out: FP4 is not supported",
+    **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), _PADS),
+    **dict.fromkeys(("fp4", "fp4_recipe", "fp4_param", "fp4_quantizer_factory"), _NO_FP4),
 }
 _MODEL = dict.fromkeys(
     (

@@ -3,6 +3,7 @@
 A string under a field says what it does. Values that follow from others are properties, never settings.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -183,22 +184,24 @@ class OptimizerConfig(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config(_Strict):
-    """Matrix products of the transformer layers on FP8 operands, forward and backward; weights, router, attention, embedding, output
-    layer and optimizer keep their precision. By Transformer Engine; without a GPU the reference rounds operands as the recipe says."""
+    """Products of the transformer layers' linear parts with FP8 operands, forward and backward, by Transformer Engine. Parameters, router,
+    norms, attention, embedding, output layer and optimizer keep their precision. Without a GPU every recipe is emulated."""
 
-    recipe: Literal["blockwise", "tensorwise", "mxfp8"]
-    """blockwise: scales of 1 x 128 (activations, gradients) and 128 x 128 (weights) blocks, Hopper. tensorwise: one scale per tensor,
-    from its current maximum, Hopper. mxfp8: scales of 32 values, Blackwell."""
+    recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"]
+    """blockwise: a scale per 1 x 128 activations or gradients and 128 x 128 weights; Hopper (compute capability 9.0) and CUDA 12.9 or
+    newer. mxfp8: a scale per 32 values; Blackwell (10.0). tensorwise: one scale per tensor, from its values; Ada (8.9) or newer. delayed:
+    one per tensor, from earlier passes, hence with format=hybrid; Ada."""
     format: Literal["e4m3", "hybrid"] = "e4m3"
-    """hybrid: gradients in E5M2, with more range and less precision."""
+    """hybrid: gradients in e5m2, with more range and less precision."""
     first_layers_bf16: NotNegative = 0
     last_layers_bf16: NotNegative = 0
-    """So many layers at the start and at the end of the model stay in bfloat16."""
+    """So many layers at the start and at the end of the model stay in bfloat16; not for delayed. Layers of multi-token prediction never."""
 
     @property
     def alignment(self) -> int:
-        """Every dimension of an FP8 operand is a multiple of this. megatron/core/fp8_utils.py, get_fp8_align_size."""
-        return 32 if self.recipe == "mxfp8" else 16
+        """The tokens of a rank and the sizes of its shards are multiples of this: whole blocks, or what FP8 products demand
+        (megatron/core/fp8_utils.py, get_fp8_align_size)."""
+        return {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}[self.recipe]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +250,9 @@ class TrainConfig(_Strict):
 
     @property
     def token_multiple(self) -> int:
-        """Micro-batches are padded to it: for sequence and context parallelism, and for FP8 on every rank's part of the tokens."""
-        if self.fp8 is None:
-            return self.layout.token_multiple
-        return self.fp8.alignment * self.layout.tp * self.layout.cp
+        """Micro-batches are padded to it: for sequence and context parallelism, and so that every rank has whole FP8 blocks of tokens."""
+        layout, alignment = self.layout, 1 if self.fp8 is None else self.fp8.alignment
+        return math.lcm(layout.token_multiple, layout.tp * layout.cp * alignment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +288,7 @@ class WeightsConfig(_Strict):
     """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
     """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of the first step. 1e-4 suits float32;
-    bfloat16 mixture-of-experts models differ by about 3e-2."""
+    bfloat16 mixture-of-experts models differ by about 3e-2, training in FP8 by several times as much."""
 
 
 @dataclass(frozen=True, kw_only=True)

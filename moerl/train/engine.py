@@ -22,6 +22,7 @@ from moerl.algorithms.base import Objective
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
 from moerl.train.costs import attention_tokens
+from moerl.train.fp8 import require_device
 from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
 from moerl.train.model import build_model, sum_gradients
@@ -45,6 +46,7 @@ class MegatronEngine:
         `groups`: Megatron's, if train.destroy_groups says that they end while the trainer sleeps. It starts awake.
         """
         self._settings, self._train = settings, settings.train
+        require_device(settings.train.fp8)
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)

@@ -20,10 +20,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import nn
 
 from moerl.config.layout import Layout
-from moerl.config.schema import FP8Config, TrainConfig
+from moerl.config.schema import TrainConfig
 from moerl.models import FAMILIES
 from moerl.models.bridge import Bridge, Groups
 from moerl.models.family import Family, Sizes, num_mtp_layers
+from moerl.train import fp8
 from moerl.train.mtp_model import MTPModel
 from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
 from moerl.train.recompute import recompute_fields
@@ -117,7 +118,6 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        **_fp8(train.fp8),
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.tp > 1,
         pipeline_model_parallel_size=layout.pp,
@@ -142,23 +142,12 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         mtp_num_layers=num_mtp_layers(hf) if train.mtp_loss > 0 else None,
+        **fp8.megatron_fields(train.fp8),
     )
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
     config.finalize_model_grads_func = sum_gradients
     return config
-
-
-def _fp8(fp8: FP8Config | None) -> dict[str, Any]:
-    if fp8 is None:
-        return {}
-    return {
-        "fp8": fp8.format,
-        "fp8_recipe": fp8.recipe,
-        "first_last_layers_bf16": fp8.first_layers_bf16 + fp8.last_layers_bf16 > 0,
-        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
-        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
-    }
 
 
 def _router_dtype(dtype: torch.dtype) -> dict[str, str]:

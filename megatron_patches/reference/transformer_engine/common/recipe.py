@@ -1,70 +1,84 @@
-"""FP8 recipes, with the constructor arguments Megatron-Core passes: how tensors are cut into blocks and what their scales may be.
-
-Semantics: Transformer Engine, common/recipe/__init__.py. Delayed scaling, which carries a history of maxima, is not here.
-"""
+"""The FP8 recipes Megatron builds, with Transformer Engine's names and defaults (transformer_engine/common/recipe/__init__.py)."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class _Type:
-    dtype: torch.dtype
-    largest: float
+class _Largest(NamedTuple):
+    """Largest finite values of the forward and the backward type."""
 
-
-_E4M3, _E5M2 = _Type(torch.float8_e4m3fn, 448.0), _Type(torch.float8_e5m2, 57344.0)
+    max_fwd: float
+    max_bwd: float
 
 
 class Format(Enum):
-    """value: (type of activations and weights, type of gradients)."""
+    """HYBRID: gradients in e5m2, which has more range and less precision; everything else, and with E4M3 all, in e4m3."""
 
-    E4M3 = (_E4M3, _E4M3)
-    HYBRID = (_E4M3, _E5M2)
+    E4M3 = _Largest(448.0, 448.0)
+    HYBRID = _Largest(448.0, 57344.0)
 
 
 class Recipe:
-    """Base of all recipes."""
+    """Questions that Transformer Engine and Megatron ask any recipe."""
+
+    def delayed(self) -> bool:
+        return isinstance(self, DelayedScaling)
+
+    def float8_current_scaling(self) -> bool:
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_per_tensor_scaling(self) -> bool:
+        return isinstance(self, DelayedScaling | Float8CurrentScaling)
+
+    def float8_block_scaling(self) -> bool:
+        return isinstance(self, Float8BlockScaling)
 
     def mxfp8(self) -> bool:
         return isinstance(self, MXFP8BlockScaling)
 
-    def delayed(self) -> bool:
-        return False
-
 
 class DelayedScaling(Recipe):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("the FP8 recipe delayed is not in the reference transformer_engine; use tensorwise, blockwise or mxfp8")
+    """One scale per tensor, from the largest values of earlier passes."""
+
+    def __init__(self, margin: int = 0, fp8_format: Format = Format.HYBRID, amax_history_len: int = 1024,
+                 amax_compute_algo: Literal["max", "most_recent"] = "max", reduce_amax: bool = True, fp8_dpa: bool = False,
+                 fp8_mha: bool = False, override_linear_precision: tuple[bool, ...] = (False, False, False), **_: Any) -> None:  # fmt: skip
+        _refuse_attention(fp8_dpa, fp8_mha)
+        if any(override_linear_precision):
+            raise RuntimeError("override_linear_precision (Megatron's fp8_wgrad=False) is not in the reference transformer_engine")
+        self.margin, self.fp8_format, self.reduce_amax = margin, fp8_format, reduce_amax
+        self.amax_history_len, self.amax_compute_algo = amax_history_len, amax_compute_algo
 
 
 @dataclass
 class Float8CurrentScaling(Recipe):
-    """One float32 scale per tensor, from its own maximum."""
+    """One float32 scale per tensor, from its own largest value."""
 
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
-    power_of_two = False
+
+    def __post_init__(self) -> None:
+        _refuse_attention(self.fp8_dpa)
 
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """Scales of 1 x 128 blocks of activations and gradients and of 128 x 128 blocks of weights.
-
-    Powers of two, unless NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1, as in Transformer Engine.
-    """
+    """Activations and gradients in blocks of 1 x 128, weights of 128 x 128. Scales are powers of two unless use_f32_scales."""
 
     fp8_format: Format = Format.E4M3
-    power_of_two: bool = field(default_factory=lambda: os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") != "1")
+    # Megatron cannot pass it: this variable of Transformer Engine is the only way.
+    use_f32_scales: bool = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
 
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """Scales that are powers of two, of 32 values along the dimension that is summed (OCP Microscaling Formats 1.0)."""
+    """Everything in blocks of 1 x 32 with an exponent of 8 bits as scale (OCP Microscaling Formats 1.0)."""
 
     fp8_format: Format = Format.E4M3
-    power_of_two = True
+
+
+def _refuse_attention(*options: bool) -> None:
+    if any(options):
+        raise RuntimeError("attention in FP8 (fp8_dot_product_attention) is not in the reference transformer_engine")

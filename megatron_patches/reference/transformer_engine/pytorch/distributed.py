@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils import checkpoint as recompute
-
-from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 
 class CudaRNGStatesTracker:
@@ -17,22 +15,34 @@ class CudaRNGStatesTracker:
 
 def checkpoint(function: Any, *args: Any, distribute_saved_activations: bool = False, get_rng_state_tracker: Any = None,
                tp_group: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-    """Run `function` again in the backward pass, under the FP8 recipe of the forward pass. There is no dropout whose bits matter."""
-    if distribute_saved_activations:
-        raise RuntimeError("distribute_saved_activations is not in the reference transformer_engine")
-    recipe = FP8GlobalStateManager.recipe
+    """`function(*args)` computed again in the backward pass, under the FP8 autocast of the first time."""
+    from megatron.core.tensor_parallel import random
 
-    def run(*again: Any, **options: Any) -> Any:
-        with fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
-            return function(*again, **options)
+    state = FP8GlobalStateManager.get_fp8_autocast_state()
+    _refuse_delayed()
 
-    return recompute.checkpoint(run, *args, use_reentrant=False, **kwargs)
+    def run(*inputs: Any) -> Any:
+        outer = FP8GlobalStateManager.get_fp8_autocast_state()
+        FP8GlobalStateManager.set_fp8_autocast_state(state)
+        try:
+            return function(*inputs, **kwargs)
+        finally:
+            FP8GlobalStateManager.set_fp8_autocast_state(outer)
+
+    return random.checkpoint(run, distribute_saved_activations, *args)
 
 
 @contextmanager
 def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
+    if activation_recompute:
+        _refuse_delayed()
     yield
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
     return False
+
+
+def _refuse_delayed() -> None:
+    if FP8GlobalStateManager.is_fp8_enabled() and FP8GlobalStateManager.get_fp8_recipe().delayed():
+        raise RuntimeError("recomputation under delayed scaling needs Transformer Engine on a GPU: the scales of the first pass are gone")

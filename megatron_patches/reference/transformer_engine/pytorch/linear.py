@@ -1,18 +1,39 @@
 """Linear, LayerNormLinear and GroupedLinear with Megatron's tensor and sequence parallelism.
 
-Weights are [out, in]. column: rows of the weight are split over tp; row: its columns. Communication goes through Megatron's own
-autograd functions, so forward and backward match its native layers. Inside fp8_autocast the operands of every product are rounded
-to FP8 (quantize.py).
+Weights are [out, in]. column: rows of the weight are split over tp; row: its columns. Communication goes through
+Megatron's own autograd functions, so forward and backward match its native layers. Under an FP8 autocast the products take FP8
+operands. Sequence parallelism gathers before the cast: with whole blocks per rank (moerl pads so) the numbers are those of Transformer
+Engine, which casts first and gathers FP8. Weights are cast at every use, not once per mini-batch: only delayed scales could tell.
 """
 
+import pickle
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.delayed import DelayedScales
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 from transformer_engine.pytorch.norm import normalize
-from transformer_engine.pytorch.quantize import product
+from transformer_engine.pytorch.quantized_linear import Quantizers, quantized_linear, quantizers, types
+
+_HARMLESS = {"rng_tracker_name", "ub_name", "name"}
+"""Arguments that name things and change no number."""
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Identity whose backward pass, which follows that of everything computed from it, updates the delayed scales of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return grad
 
 
 class _TensorParallel(nn.Module):
@@ -20,23 +41,38 @@ class _TensorParallel(nn.Module):
 
     def _set_up(self, in_features: int, out_features: int, *, tp_group: Any, tp_size: int, parallel_mode: str | None,
                 sequence_parallel: bool, bias: bool, return_bias: bool, fuse_wgrad_accumulation: bool,
-                delay_wgrad_compute: bool) -> tuple[int, int]:  # fmt: skip
+                unsupported: dict[str, Any], num_gemms: int = 1) -> tuple[int, int]:  # fmt: skip
         if fuse_wgrad_accumulation:
             raise RuntimeError("gradient_accumulation_fusion needs Transformer Engine on a GPU")
-        if delay_wgrad_compute:
-            raise RuntimeError("delay_wgrad_compute needs Transformer Engine on a GPU")
+        if asked := sorted(name for name, value in unsupported.items() if value and name not in _HARMLESS):
+            raise RuntimeError(f"options {asked} of linear layers need Transformer Engine on a GPU")
         self.in_features, self.out_features = in_features, out_features
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = sequence_parallel and tp_size > 1
         self.use_bias, self.return_bias = bias, return_bias
+        self.num_gemms = num_gemms
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "recipe": None}
         self.fp8 = self.fp8_calibration = False
+        self._delayed: DelayedScales | None = None
+        # Megatron sets it where the input is kept anyway or discarded. Here the cast operands are kept, which serves both.
+        self.save_original_input = False
         return out_features // (tp_size if parallel_mode == "column" else 1), in_features // (tp_size if parallel_mode == "row" else 1)
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        """Delayed scales are the only state FP8 has."""
+        return torch.empty(0, dtype=torch.uint8) if self._delayed is None else self._delayed.to_bytes()
 
-    def set_extra_state(self, state: Any) -> None: ...
+    def set_extra_state(self, state: Any) -> None:
+        if isinstance(state, torch.Tensor) and state.numel():
+            recipe = pickle.loads(state.cpu().numpy().tobytes())["recipe"]
+            if isinstance(recipe, DelayedScaling):
+                self._delayed_scales(recipe).load_bytes(state)
+
+    def _delayed_scales(self, recipe: DelayedScaling) -> DelayedScales:
+        if self._delayed is None:
+            self._delayed = DelayedScales(recipe, self.num_gemms, next(self.parameters()).device)
+            self.fp8_meta |= {"fp8_checkpoint": True, "recipe": recipe}
+        return self._delayed
 
     def set_tensor_parallel_group(self, group: Any) -> None:
         self.tp_group = group
@@ -78,9 +114,29 @@ class _TensorParallel(nn.Module):
             return mappings.reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
         return mappings.reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
 
+    def _quantizers(self) -> list[Quantizers] | None:
+        """Of each GEMM; None outside of FP8."""
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return None
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        if not isinstance(recipe, DelayedScaling):
+            return [quantizers(recipe)] * self.num_gemms
+        scales, (forward, backward) = self._delayed_scales(recipe), types(recipe)
+        FP8GlobalStateManager.register(scales)
+        kinds = (("input", forward), ("weight", forward), ("grad", backward))
+        return [Quantizers(*(scales.quantizer(kind, gemm, dtype) for kind, dtype in kinds), multiple=0) for gemm in range(self.num_gemms)]
+
+    def _watched(self, x: torch.Tensor) -> torch.Tensor:
+        """The first module of an autocast is the last of its backward pass."""
+        manager = FP8GlobalStateManager
+        watches = manager.is_fp8_enabled() and manager.is_first_fp8_module() and manager.get_fp8_recipe().delayed()
+        return _AfterBackward.apply(x) if watches else x
+
     def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         """x W^T (+ bias after the reduction, so that a row-parallel bias is added once)."""
-        y = self._after(product(self._before(x), weight, FP8GlobalStateManager.recipe))
+        chosen = self._quantizers()
+        x = self._before(self._watched(x))
+        y = self._after(functional.linear(x, weight) if chosen is None else quantized_linear(x, weight, chosen[0]))
         if self.return_bias:
             return y, bias
         return y if bias is None else y + bias
@@ -90,12 +146,11 @@ class Linear(_TensorParallel):
     def __init__(self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
                  tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None, init_method: Any = None, bias: bool = True,
                  return_bias: bool = False, parallel_mode: str | None = None, params_dtype: Any = None, device: Any = "cpu",
-                 delay_wgrad_compute: bool = False, **_: Any) -> None:  # fmt: skip
+                 **unsupported: Any) -> None:  # fmt: skip
         super().__init__()
         out, into = self._set_up(in_features, out_features, tp_group=tp_group, tp_size=tp_size, parallel_mode=parallel_mode,
                                  sequence_parallel=sequence_parallel, bias=bias, return_bias=return_bias,
-                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                                 delay_wgrad_compute=delay_wgrad_compute)  # fmt: skip
+                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation, unsupported=unsupported)  # fmt: skip
         self.weight = self._new_weight(out, into, device, params_dtype, init_method)
         self.bias = self._new_bias(out, device, params_dtype) if bias else None
 
@@ -108,15 +163,13 @@ class LayerNormLinear(_TensorParallel):
                  fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None,
                  init_method: Any = None, bias: bool = True, return_bias: bool = False, parallel_mode: str | None = None,
                  return_layernorm_output: bool = False, zero_centered_gamma: bool = False, normalization: str = "LayerNorm",
-                 params_dtype: Any = None, device: Any = "cpu",
-                 delay_wgrad_compute: bool = False, **_: Any) -> None:  # fmt: skip
+                 params_dtype: Any = None, device: Any = "cpu", **unsupported: Any) -> None:  # fmt: skip
         super().__init__()
         if return_layernorm_output:
             raise RuntimeError("return_layernorm_output needs Transformer Engine on a GPU")
         out, into = self._set_up(in_features, out_features, tp_group=tp_group, tp_size=tp_size, parallel_mode=parallel_mode,
                                  sequence_parallel=sequence_parallel, bias=bias, return_bias=return_bias,
-                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                                 delay_wgrad_compute=delay_wgrad_compute)  # fmt: skip
+                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation, unsupported=unsupported)  # fmt: skip
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         start = torch.zeros if zero_centered_gamma else torch.ones
         self.layer_norm_weight = nn.Parameter(start(in_features, device=device, dtype=params_dtype))
@@ -139,14 +192,11 @@ class GroupedLinear(_TensorParallel):
     def __init__(self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
                  fuse_wgrad_accumulation: bool = False, tp_group: Any = None, tp_size: int = 1, get_rng_state_tracker: Any = None,
                  rng_tracker_name: str | None = None, init_method: Any = None, bias: bool = True, return_bias: bool = False,
-                 params_dtype: Any = None, parallel_mode: str | None = None, device: Any = "cpu",
-                 delay_wgrad_compute: bool = False, **_: Any) -> None:  # fmt: skip
+                 params_dtype: Any = None, parallel_mode: str | None = None, device: Any = "cpu", **unsupported: Any) -> None:  # fmt: skip
         super().__init__()
         out, into = self._set_up(in_features, out_features, tp_group=tp_group, tp_size=tp_size, parallel_mode=parallel_mode,
                                  sequence_parallel=sequence_parallel, bias=bias, return_bias=return_bias,
-                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                                 delay_wgrad_compute=delay_wgrad_compute)  # fmt: skip
-        self.num_gemms = num_gemms
+                                 fuse_wgrad_accumulation=fuse_wgrad_accumulation, unsupported=unsupported, num_gemms=num_gemms)  # fmt: skip
         for index in range(num_gemms):
             self.register_parameter(f"weight{index}", self._new_weight(out, into, device, params_dtype, init_method))
             if bias:
@@ -157,10 +207,11 @@ class GroupedLinear(_TensorParallel):
     def forward(self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
         sizes = m_splits.tolist() if torch.is_tensor(m_splits) else [int(size) for size in m_splits]
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
-        pieces = [self._expert(i, part, biases) for i, part in enumerate(torch.split(x, sizes))]
+        chosen = self._quantizers()
+        pieces = []
+        for i, part in enumerate(torch.split(self._watched(x), sizes)):
+            weight = getattr(self, f"weight{i}")
+            y = functional.linear(part, weight) if chosen is None else quantized_linear(part, weight, chosen[i])
+            pieces.append(y if biases is None or self.return_bias else y + biases[i])
         y = torch.cat(pieces)
         return (y, biases) if self.return_bias else y
-
-    def _expert(self, index: int, x: torch.Tensor, biases: list[torch.Tensor] | None) -> torch.Tensor:
-        y = product(x, getattr(self, f"weight{index}"), FP8GlobalStateManager.recipe)
-        return y if biases is None or self.return_bias else y + biases[index]
