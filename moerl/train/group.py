@@ -211,7 +211,11 @@ class MegatronTrainGroup:
             return []
         seconds = self._config.train.phase_seconds if deadline is None else deadline
         calls = [asyncio.ensure_future(_await(getattr(worker, verb).remote(*args))) for worker in workers]
-        _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        try:
+            _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            _cancel(calls)
+            raise
         if any(map(_failed, calls)):
             if pending:
                 await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
@@ -230,8 +234,10 @@ async def _await(reference: Any) -> Any:
 
 
 def _cancel(calls: Sequence[asyncio.Future[Any]]) -> None:
+    """Nobody waits for them any more: what they may yet fail with is no news."""
     for call in calls:
         call.cancel()
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _failed(task: asyncio.Future[Any]) -> bool:

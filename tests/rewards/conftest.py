@@ -22,7 +22,7 @@ def seen(data_source, solution_str, ground_truth, extra_info):
 def misbehave(data_source, solution_str, ground_truth, extra_info):
     print("a print must not disturb the answers", flush=True)
     if extra_info.get("announce"):
-        os.write(2, b"checking\n")
+        open(os.path.join(extra_info["announce"], str(os.getpid())), "x").close()
     if solution_str == "raise":
         raise KeyError("no such answer")
     if solution_str == "exit":

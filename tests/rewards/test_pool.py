@@ -240,7 +240,7 @@ from moerl.types import Prompt
 
 async def main():
     config = RewardConfig(terms={"bad": RewardTerm(kind="function", path=sys.argv[1])}, timeout_seconds=600.0, num_workers=3)
-    prompt = Prompt(index=0, token_ids=(1,), text="", data_source="", ground_truth="", extra_info={"announce": True})
+    prompt = Prompt(index=0, token_ids=(1,), text="", data_source="", ground_truth="", extra_info={"announce": sys.argv[2]})
     async with RewardPool(config) as pool:
         busy = [asyncio.create_task(pool.score(prompt, text)) for text in ("spin", "sleep")]
         print(*[worker.pid for worker in pool._workers], flush=True)
@@ -250,20 +250,19 @@ asyncio.run(main())
 """
 
 
-def test_workers_die_with_a_killed_driver_even_in_the_middle_of_a_bomb(functions):
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", DRIVER, f"{functions}:misbehave"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root) as driver:
+def test_workers_die_with_a_killed_driver_even_in_the_middle_of_a_bomb(functions, tmp_path):
+    root, announced, log = Path(__file__).parents[2], tmp_path / "announced", tmp_path / "log"
+    announced.mkdir()
+    command = [sys.executable, "-c", DRIVER, f"{functions}:misbehave", str(announced)]
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root) as driver:
         assert driver.stdout is not None
-        assert driver.stderr is not None
         try:
-            num_busy = 0
-            while num_busy < 2:
-                line = driver.stderr.readline()
-                assert line
-                num_busy += line == "checking\n"
             pids = [int(pid) for pid in driver.stdout.readline().split()]
-            assert len(pids) == 3
+            assert len(pids) == 3, log.read_text()
+            deadline = time.monotonic() + 60
+            while len(list(announced.iterdir())) < 2:
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.01)
             assert all(is_running(pid) for pid in pids)
         finally:
             os.kill(driver.pid, signal.SIGKILL)
