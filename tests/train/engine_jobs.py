@@ -41,6 +41,11 @@ def new_engine(settings: EngineSettings) -> Any:
     return engine
 
 
+def parameters(engine: Any) -> list[Any]:
+    """Of every model chunk of this rank."""
+    return [parameter for chunk in engine.model.chunks for parameter in chunk.parameters()]
+
+
 def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_updates: int = 2) -> Trained:
     """GRPO steps, with a penalty on the distance from the reference if there is one."""
     engine = new_engine(settings)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_jobs import new_engine
+from engine_jobs import new_engine, parameters
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.layout import Layout
@@ -54,7 +54,7 @@ class Measured:
 
 def measure(settings: EngineSettings, batch: TrainBatch, wanted: Sequence[Cut], trains: bool) -> dict[str, Measured]:
     engine = new_engine(settings)
-    start = [parameter.detach().clone() for parameter in engine._parameters()]
+    start = [parameter.detach().clone() for parameter in parameters(engine)]
     results = {}
     for cut in wanted:
         _reset(engine, start)
@@ -83,7 +83,7 @@ def _measure(engine: Any, batch: TrainBatch, *, trains: bool) -> Measured:
 def _reset(engine: Any, start: list[torch.Tensor]) -> None:
     """Initial weights, an optimizer that has taken no step."""
     with torch.no_grad():
-        for parameter, value in zip(engine._parameters(), start, strict=True):
+        for parameter, value in zip(parameters(engine), start, strict=True):
             parameter.copy_(value)
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         optimizer.optimizer.state.clear()
@@ -112,17 +112,21 @@ def _gradients(engine: Any) -> dict[str, np.ndarray]:
                 pieces = [torch.empty_like(shard) for shard in shards]
                 dist.all_gather(pieces, shards[ranks.rank()].clone(), group=ranks)
                 torch.cat(pieces, out=bucket.grad_data)
-    parameters = list(engine._parameters())
-    kept = [parameter.detach().clone() for parameter in parameters]
+    kept = [parameter.detach().clone() for parameter in parameters(engine)]
     with torch.no_grad():
-        for parameter in parameters:
+        for parameter in parameters(engine):
             parameter.copy_(parameter.main_grad)
     gradients = _exported(engine)
     with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
+        for parameter, value in zip(parameters(engine), kept, strict=True):
             parameter.copy_(value)
     return gradients
 
 
+def _parameters(engine: Any) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in engine.model.chunks for parameter in chunk.parameters()]
+
+
 def _exported(engine: Any) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy().copy() for name, tensor in engine.export()}
+    """By the bridge itself: the engine does not export in the middle of an update."""
+    return {name: tensor.numpy().copy() for name, tensor in engine.model.bridge.export(dtype=engine.model.config.params_dtype)}

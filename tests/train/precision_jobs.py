@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_jobs import new_engine
+from engine_jobs import new_engine, parameters
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema import GRPOConfig
@@ -17,12 +17,12 @@ def many_tiny_steps(settings: EngineSettings, batch: TrainBatch, num_steps: int)
     what the masters changed."""
     engine = new_engine(settings)
     masters = _masters(engine)
-    start, visible_start = _copies(masters), _copies(engine._parameters())
+    start, visible_start = _copies(masters), _copies(parameters(engine))
     engine.update(batch, GRPO(GRPOConfig()), lr=1e-6, num_updates=1)
-    master_change, first_change = _change(masters, start), _change(engine._parameters(), visible_start)
+    master_change, first_change = _change(masters, start), _change(parameters(engine), visible_start)
     for _ in range(num_steps - 1):
         engine.update(batch, GRPO(GRPOConfig()), lr=1e-6, num_updates=1)
-    return master_change, first_change, _change(engine._parameters(), visible_start) / _change(masters, start)
+    return master_change, first_change, _change(parameters(engine), visible_start) / _change(masters, start)
 
 
 def _masters(engine: Any) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ def summed_gradient(settings: EngineSettings, batch: TrainBatch, count: int) -> 
 
 
 def _gradient(engine: Any) -> torch.Tensor:
-    gradients = [parameter.main_grad for parameter in engine._parameters()]
+    gradients = [parameter.main_grad for parameter in parameters(engine)]
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     return torch.cat([gradient.flatten() for gradient in gradients]).clone()
 

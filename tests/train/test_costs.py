@@ -14,7 +14,7 @@ from moerl.config.layout import Layout
 
 @pytest.fixture(scope="module")
 def all_checkpoints(checkpoints, tmp_path_factory):
-    deepseek = write_deepseek(tmp_path_factory.mktemp("deepseek"), mtp_layers=0)
+    deepseek = write_deepseek(tmp_path_factory.mktemp("deepseek"), "plain", "yarn-unscaled", "odd")
     return checkpoints | {f"deepseek-{name}": directory for name, directory in deepseek.items()}
 
 

@@ -5,7 +5,7 @@ import pytest
 from deepseek_cases import deepseek_settings, write_deepseek
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_jobs import train
-from engine_ranks import run_ranks
+from engine_ranks import RankError, run_ranks
 from memory_jobs import saved_bytes_and_forwards, with_train
 
 from moerl.config.layout import Layout
@@ -67,7 +67,7 @@ LATENT = {
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory):
-    return write_deepseek(tmp_path_factory.mktemp("deepseek"), mtp_layers=1)["yarn"]
+    return write_deepseek(tmp_path_factory.mktemp("deepseek"), "yarn")["yarn"]
 
 
 @pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.slow), "tp2-ep2"])
@@ -81,6 +81,12 @@ def test_latent_attention_shared_experts_and_token_prediction_computed_again_cha
             assert (step.loss, step.grad_norm, step.mtp_loss) == pytest.approx(
                 (wanted.loss, wanted.grad_norm, wanted.mtp_loss), rel=1e-5
             ), name
+
+
+def test_without_its_patch_token_prediction_of_packed_sequences_cannot_be_computed_again(deepseek):
+    chosen = with_train(deepseek_settings(deepseek, Layout(), mtp_loss=0.3), recompute=FullRecompute())
+    with pytest.raises(RankError, match="argument 10 is of type PackedSeqParams"):
+        run_ranks(train, 1, chosen, random_batch(), 1, 1, without=["mtp_recompute"])
 
 
 @pytest.mark.parametrize(
