@@ -14,12 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from plain_routing import following
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
-
-from plain_routing import following
 
 from moerl.algorithms.base import Objective
 from moerl.train import checkpoint

@@ -19,7 +19,7 @@ def gates(model: Any) -> list[Any]:
 
 @contextmanager
 def following(model: Any, routes: np.ndarray | None) -> Iterator[None]:
-    """Inside, tokens of the one sequence that runs go to `routes` [T, layers, top_k]; where these are unknown, and without them, as usual."""
+    """Inside, the tokens of the one sequence that runs go to `routes` [T, layers, top_k], and as usual where these are unknown."""
     if routes is None:
         yield
         return
