@@ -9,7 +9,7 @@ from moerl.types import Completion, FinishReason, RouteShape, SamplingParams, Ve
 class SlotTable:
     """Row i is meaningful while slot i is taken."""
 
-    def __init__(self, num_slots: int, max_context: int, vocab_size: int, routes: RouteShape | None):
+    def __init__(self, num_slots: int, max_context: int, vocab_size: int, routes: RouteShape | None = None):
         self.prompt_length = np.zeros(num_slots, dtype=np.int64)
         self.num_generated = np.zeros(num_slots, dtype=np.int64)
         self._max_tokens = np.zeros(num_slots, dtype=np.int64)
