@@ -10,9 +10,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from moerl.algorithms.base import Algorithm
+from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.observe.guards import check_finite, check_first_step
 from moerl.observe.observer import Observer
@@ -40,13 +42,13 @@ async def run(
                 prompts.seek(state)  # refuses other data than the checkpoint was made with
         with observe.phase("push"):
             await weights.push(first_version)
-    buffer = _buffer(config, algorithm, state)
+    buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             with observe.phase("rollout"):
                 groups = await buffer.take(config.groups_per_step)
             async with train.awake():
-                batch = await _with_logprobs(config, build_batch(groups, algorithm), train, observe)
+                batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
                 with observe.phase("update"):
                     stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
                 _check(config, stats, step=step, is_first=step == first_version)
@@ -114,15 +116,18 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -
 
 async def _with_logprobs(config: RunConfig, batch: TrainBatch, train: TrainGroup, observe: Observer) -> TrainBatch:
     """The log-probs the update needs beside the policy's own."""
+    columns = {}
     if config.train.old_logprobs == "rollout":
-        batch = batch.with_logprobs(old_logprobs_T=batch.rollout_logprobs_T)
-    elif config.needs_old_logprobs:
+        columns["old_logprobs_T"] = batch.rollout_logprobs_T
+    if config.needs_old_logprobs or config.records_routes:
         with observe.phase("logprobs"):
-            batch = batch.with_logprobs(old_logprobs_T=await train.logprobs(batch))
+            logprobs_T = await train.logprobs(batch, records_routes=config.records_routes)
+        if config.needs_old_logprobs:
+            columns["old_logprobs_T"] = logprobs_T
     if config.uses_reference:
         with observe.phase("reference"):
-            batch = batch.with_logprobs(reference_logprobs_T=await train.reference_logprobs(batch))
-    return batch
+            columns["reference_logprobs_T"] = await train.reference_logprobs(replace(batch, routes_T=None))
+    return batch.with_logprobs(**columns)
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:

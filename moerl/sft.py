@@ -31,7 +31,7 @@ async def warm_start(
     if directory.exists():
         return directory
     optimizer = replace(config.train.optimizer, lr=sft.lr, warmup_steps=sft.warmup_steps)
-    train = replace(config.train, optimizer=optimizer, updates_per_step=1)
+    train = replace(config.train, optimizer=optimizer, updates_per_step=1, router_replay="off")
     group = MegatronTrainGroup(replace(config, train=train), model_dir=model_dir, checkpoint_dir=directory / "unused")
     try:
         await group.start()

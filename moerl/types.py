@@ -43,6 +43,28 @@ class SamplingParams:
     """0 keeps every token."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the completion; the token itself is part of it."""
+    returns_routes: bool = False
+    """The completion brings the experts its tokens went to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteShape:
+    """Of a model's routes: in every layer with experts each token goes to `top_k` of `num_experts`."""
+
+    num_layers: int
+    """Layers with experts, in order; the others have no route."""
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The narrower of uint8 and uint16 that holds every expert and, as its largest value, "unknown"."""
+        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
+
+
+def unknown_route(dtype: np.dtype[Any]) -> int:
+    """What all entries of a token's route are when nobody recorded it."""
+    return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +87,9 @@ class Completion:
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """uint8 or uint16 [prompt + response tokens - 1, layers, top_k], see RouteShape: the last token was sampled, not computed. None if
+    they were not asked for or nothing was sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +150,7 @@ class TrainBatch:
     offsets: np.ndarray  # int64 [num_sequences + 1]
     old_logprobs_T: np.ndarray | None = None  # float32, from the trainer before the update
     reference_logprobs_T: np.ndarray | None = None  # float32, from the frozen initial model
+    routes_T: np.ndarray | None = None  # uint8 or uint16 [T, layers, top_k], from the engine; unknown_route where it has none
 
     @property
     def num_sequences(self) -> int:
@@ -162,6 +188,26 @@ class MemoryStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingStats:
+    """Where an update's tokens went, padding left out; the tuples have an entry per layer with experts."""
+
+    layers: tuple[int, ...]
+    """Their numbers in the model, from 0."""
+    load_max: tuple[float, ...]
+    """Of the busiest expert: its share of the layer's routes * experts - 1."""
+    load_min: tuple[float, ...]
+    """The same of the idlest; -1: it got no token."""
+    load_mean: tuple[float, ...]
+    """Mean over experts of the absolute value (the mean itself is always 0)."""
+    dead_experts: tuple[int, ...]
+    """Experts without a token."""
+    replayed: float | None = None
+    """Share of the routes that were replayed; None without replay."""
+    overlap: tuple[float, ...] | None = None
+    """Share of the replayed routes whose set of experts the router would have chosen itself, given what came before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """What one `TrainGroup.update` measured, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
 
@@ -191,6 +237,8 @@ class StepStats:
     """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
     mtp_loss: float | None = None
     """Mean cross-entropy of multi-token prediction over depths and response tokens, in nats; None if it is not trained."""
+    routing: RoutingStats | None = None
+    """None for a dense model, and where there is no model."""
     memory: MemoryStats | None = field(default=None, compare=False)
     """None where there is no model."""
     skipped_updates: tuple[str, ...] = ()

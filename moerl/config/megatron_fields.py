@@ -102,6 +102,7 @@ _RUN = {
     "calculate_per_token_loss": "leave it out: algorithm.normalize_by says how the loss is scaled",
     "variable_seq_lengths": "leave it out: micro-batches are packed, so their lengths vary",
     "mtp_loss_scaling_factor": "set train.mtp_loss instead",
+    "moe_enable_routing_replay": "set train.router_replay instead",
 }
 OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""

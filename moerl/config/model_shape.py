@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.types import RouteShape
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -19,6 +21,8 @@ class ModelShape:
     """0 for a dense model."""
     num_mtp_layers: int = 0
     """Layers of multi-token prediction, which are not among `num_layers`."""
+    routes: RouteShape | None = None
+    """None for a dense model."""
 
     @property
     def has_expert_bias(self) -> bool:
@@ -40,7 +44,13 @@ def shape_of_config(config: dict[str, Any]) -> ModelShape:
         num_experts=num_experts,
         expert_ffn_size=config["moe_intermediate_size"] if num_experts is not None else 0,
         num_mtp_layers=0 if num_mtp_layers is None else num_mtp_layers,
+        routes=None if num_experts is None else _routes(config, num_experts),
     )
+
+
+def _routes(config: dict[str, Any], num_experts: int) -> RouteShape:
+    num_layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    return RouteShape(num_layers=num_layers, top_k=config["num_experts_per_tok"], num_experts=num_experts)
 
 
 def read_config(path: Path) -> dict[str, Any]:

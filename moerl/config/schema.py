@@ -222,6 +222,11 @@ class TrainConfig(_Strict):
     """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Whose log-probs are the old policy of the ratio. trainer: recomputed before the update (free if updates_per_step=1)."""
+    router_replay: Literal["off", "trainer", "rollout"] = "off"
+    """Which experts a token goes to in an update; the routers' probabilities of them, and their gradients, are always the current ones.
+    off: those its routers choose. trainer (R2): those chosen in a log-prob pass before the update, which is run for this even if
+    updates_per_step=1 or old_logprobs=rollout. rollout (R3, arXiv:2510.11370): those the server's routers chose when the token was
+    computed for sampling, in that pass and in the update; the last token of a sequence has none. The reference routes by itself."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When loss or gradient is NaN or infinite no weight is changed, and the rank, micro-batch and samples are named. stop: the
     run ends with that. skip: it goes on with a warning, and the update is counted in train/skipped_updates."""
@@ -359,6 +364,11 @@ class RunConfig(_Strict):
     def needs_old_logprobs(self) -> bool:
         """With one update per step the old policy is the policy itself, and no extra pass is needed."""
         return self.train.old_logprobs == "trainer" and self.train.updates_per_step > 1
+
+    @property
+    def records_routes(self) -> bool:
+        """The trainer runs a log-prob pass in which it notes where tokens go."""
+        return self.train.router_replay == "trainer"
 
     @property
     def uses_reference(self) -> bool:

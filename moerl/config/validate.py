@@ -12,6 +12,7 @@ from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
 from moerl.config.model_shape import ModelShape, read_config, shape_of_config
 from moerl.config.problems import problem
+from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
 from moerl.config.scratch import scratch_config
 from moerl.types import Problem
@@ -204,6 +205,10 @@ def _megatron(config: RunConfig) -> Iterator[Problem]:
     yield from router_problems(config.train.megatron, _shape(config.model))
 
 
+def _router_replay(config: RunConfig) -> Iterator[Problem]:
+    yield from replay_problems(config, _shape(config.model))
+
+
 def _mtp(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model)
     if config.train.mtp_loss > 0 and shape is not None and shape.num_mtp_layers == 0:
@@ -230,6 +235,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _rollout,
     _observe,
     _megatron,
+    _router_replay,
     _mtp,
     _fp8,
 )

@@ -1,8 +1,14 @@
-"""Prompts and responses for people to read: samples/step-000010.jsonl, one line per sample of the step's first groups."""
+"""Prompts and responses for people to read: samples/step-000010.jsonl, one line per sample of the step's first groups.
 
+Where engines returned routes, step-000010.routes.npz beside it holds them, an array [tokens, layers, top_k] by `request_id`.
+"""
+
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from moerl.observe.records import replace_records
 from moerl.types import Group, Sample
@@ -25,6 +31,7 @@ class SampleDumps:
         for found, path in dumped_steps(self._directory).items():
             if found > step:
                 path.unlink()
+                _routes_path(path).unlink(missing_ok=True)
 
     def step(self, version: int, groups: Sequence[Group]) -> None:
         if self._every == 0:
@@ -40,7 +47,14 @@ class SampleDumps:
             self._dump(*self._not_dumped)
 
     def _dump(self, version: int, groups: Sequence[Group]) -> None:
-        replace_records(self._directory / f"step-{version:06d}.jsonl", sample_records(version, groups))
+        path = self._directory / f"step-{version:06d}.jsonl"
+        replace_records(path, sample_records(version, groups))
+        completions = [sample.completion for group in groups for sample in group.samples]
+        routes = {completion.request_id: completion.routes for completion in completions if completion.routes is not None}
+        if routes:
+            beside = path.with_suffix(".new.npz")
+            np.savez_compressed(beside, **routes)  # type: ignore[arg-type]
+            os.replace(beside, _routes_path(path))
         self._not_dumped = None
 
 
@@ -48,6 +62,10 @@ def dumped_steps(directory: Path) -> dict[int, Path]:
     """The dump of every step that has one, in the order of steps."""
     paths = {int(path.stem.removeprefix("step-")): path for path in directory.glob("step-*.jsonl")}
     return dict(sorted(paths.items()))
+
+
+def _routes_path(dump: Path) -> Path:
+    return dump.with_suffix(".routes.npz")
 
 
 def sample_records(version: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
@@ -62,11 +80,12 @@ def sample_records(version: int, groups: Sequence[Group]) -> Iterator[dict[str, 
             yield {**about, **dict.fromkeys(_UNKNOWN), "parts": {}, "versions": [], "error": error}
 
 
-_UNKNOWN = ("response", "reward", "length", "finish_reason")
+_UNKNOWN = ("request_id", "response", "reward", "length", "finish_reason")
 
 
 def _sample_fields(sample: Sample) -> dict[str, Any]:
     return {
+        "request_id": sample.completion.request_id,
         "response": sample.text,
         "reward": sample.score.reward,
         "length": len(sample.completion.token_ids),

@@ -4,7 +4,7 @@ METRICS is the vocabulary: the terminal, TensorBoard, wandb, metrics.jsonl and t
 that ends in `*` stands for a family. Metrics are for looking at; nothing in a run is decided by one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.types import Group, MemoryStats, Sample, SavedCheckpoint, StepStats
+from moerl.types import Group, MemoryStats, RoutingStats, Sample, SavedCheckpoint, StepStats
 
 
 class Reduction(Enum):
@@ -79,6 +79,14 @@ METRICS = (
     Metric("tokens/padding_fraction", "share", "down", MEAN, "micro-batch tokens that are padding"),
     Metric("balance/ranks", "ratio", "down", MEAN, "work of the busiest data-parallel rank / mean; at least 1"),
     Metric("balance/rounds", "ratio", "down", MEAN, "the same if ranks wait for each other after every micro-batch, as with ep"),
+    Metric("routing/load_max", "ratio - 1", "steady", MAX, "busiest expert's share of a layer's routes * experts - 1; largest of all"),
+    Metric("routing/load_min", "ratio - 1", "steady", MIN, "the same of the idlest expert, smallest of all layers; -1: it got no token"),
+    Metric("routing/load_mean", "ratio - 1", "steady", MEAN, "mean over experts and layers of the absolute value; 0 is an even load"),
+    Metric("routing/dead_experts", "experts", "zero", MEAN, "experts of all layers that got no token of the step"),
+    Metric("routing/replayed", "share", "steady", MEAN, "routes of the update that were replayed; absent without train.router_replay"),
+    Metric("routing/overlap", "share", "up", MEAN, "replayed sets of experts that the trainer would have chosen too, mean over layers"),
+    Metric("routing/payload_bytes", "bytes", "none", SUM, "routes engines returned: tokens * layers * top_k, * 2 over 255 experts"),
+    Metric("routing/layer/*", "", "none", MEAN, "layer/NUMBER/NAME: load_max, load_min, load_mean, dead_experts, overlap of that layer"),
     Metric("checkpoint/bytes", "bytes", "none", LAST, "tensors of a checkpoint, all ranks; in the step reported after it was complete"),
     Metric("checkpoint/seconds", "s", "down", MEAN, "from the request of that checkpoint until it was complete"),
     Metric("checkpoint/blocked_seconds", "s", "down", SUM, "part of it during which training stood still"),
@@ -133,6 +141,8 @@ def step_metrics(
         "groups/dropped": float(dropped_groups),
         **_train_metrics(stats),
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
+        **({} if stats.routing is None else _routing_metrics(stats.routing)),
+        **_payload_metrics(samples),
         "tokens/response": float(num_tokens),
         "tokens/trained": float(stats.num_tokens),
         "tokens/per_second": num_tokens / step_seconds,
@@ -225,6 +235,31 @@ def _train_metrics(stats: StepStats) -> dict[str, float]:
         "mismatch/max": stats.mismatch_max,
         "mismatch/kl": stats.mismatch_kl,
     }
+
+
+def _routing_metrics(routing: RoutingStats) -> dict[str, float]:
+    by_layer: dict[str, Sequence[float]] = {
+        "load_max": routing.load_max,
+        "load_min": routing.load_min,
+        "load_mean": routing.load_mean,
+        "dead_experts": routing.dead_experts,
+        **({} if routing.overlap is None else {"overlap": routing.overlap}),
+    }
+    over_layers: dict[str, Callable[[np.ndarray], float]] = {"load_max": np.max, "load_min": np.min, "dead_experts": np.sum}
+    return {
+        **{f"routing/{name}": float(over_layers.get(name, np.mean)(np.array(values))) for name, values in by_layer.items()},
+        **({} if routing.replayed is None else {"routing/replayed": routing.replayed}),
+        **{
+            f"routing/layer/{layer}/{name}": float(value)
+            for name, values in by_layer.items()
+            for layer, value in zip(routing.layers, values, strict=True)
+        },
+    }
+
+
+def _payload_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    sizes = [sample.completion.routes.nbytes for sample in samples if sample.completion.routes is not None]
+    return {"routing/payload_bytes": float(sum(sizes))} if sizes else {}
 
 
 def _memory_metrics(memory: MemoryStats) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """From the configuration to the run's rollout engines."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.schema import RunConfig
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
@@ -45,10 +45,10 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -
     from moerl.rollout.fake import FakeEngine
     from moerl.rollout.hf.model import checkpoint_specs
 
-    vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    model = read_config(model_dir)
     return FakeEngine(
         f"fake-{index}",
-        limits=Limits(max_context=config.model.max_context, vocab_size=vocab_size),
+        limits=Limits(max_context=config.model.max_context, vocab_size=model["vocab_size"], routes=shape_of_config(model).routes),
         expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype)),
         max_running=config.rollout.max_running,
     )

@@ -81,7 +81,7 @@ class FakeEngine:
                 self._changed.notify_all()
         if request.ended == "error":
             raise EngineError(f"{self.name}: {request_id}: {request.reason}")
-        return self._completion(request, sampling, request_id)
+        return self._completion(request, tuple(prompt_ids), sampling, request_id)
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
         async with self._change():
@@ -159,8 +159,7 @@ class FakeEngine:
     def _draw(self, request: _Request, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         assert self._version is not None
         seed = None if sampling.temperature == 0 else sampling.seed
-        key = hashlib.blake2b(repr((tuple(prompt_ids), seed, self._version, len(request.tokens))).encode(), digest_size=16)
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key.digest())))
+        generator = _generator(tuple(prompt_ids), seed, self._version, len(request.tokens))
         request.tokens.append(int(generator.integers(self._limits.vocab_size)))
         request.versions.append(self._version)
 
@@ -168,7 +167,7 @@ class FakeEngine:
         stopped = bool(request.tokens) and request.tokens[-1] in sampling.stop_token_ids
         return bool(request.ended) or stopped or len(request.tokens) == sampling.max_tokens
 
-    def _completion(self, request: _Request, sampling: SamplingParams, request_id: str) -> Completion:
+    def _completion(self, request: _Request, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         stopped = bool(request.tokens) and request.tokens[-1] in sampling.stop_token_ids
         reason: FinishReason = "abort" if request.ended else "stop" if stopped else "length"
         return Completion(
@@ -177,7 +176,18 @@ class FakeEngine:
             logprobs=(-math.log(self._limits.vocab_size),) * len(request.tokens),
             spans=tuple(VersionSpan(version=version, num_tokens=len(list(run))) for version, run in groupby(request.versions)),
             finish_reason=reason,
+            routes=self._routes((*prompt_ids, *request.tokens)[:-1]) if sampling.returns_routes and request.tokens else None,
         )
+
+    def _routes(self, computed: tuple[int, ...]) -> np.ndarray:
+        """A token's are a function of it and of its position."""
+        shape = self._limits.routes
+        assert shape is not None, "limits refuse the request"
+        drawn = [
+            [_generator(position, token, layer).permutation(shape.num_experts)[: shape.top_k] for layer in range(shape.num_layers)]
+            for position, token in enumerate(computed)
+        ]
+        return np.array(drawn, dtype=shape.dtype)
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -208,6 +218,11 @@ class FakeEngine:
     def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self.tensors[name] = tensor.clone()
         return self.tensors[name]
+
+
+def _generator(*key: object) -> np.random.Generator:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest)))
 
 
 class FakeReceiver:

@@ -1,17 +1,19 @@
 """A rollout server in a process of its own, driven over HTTP."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.server_process import ServerProcess
 from moerl.types import Bucket, Completion, EngineError, Manifest, SamplingParams, TransportOffer, WeightError
+
+T = TypeVar("T")
 
 EXIT_SECONDS = 2.0
 """How long a server that broke a connection may take to end, before it counts as alive."""
@@ -44,7 +46,7 @@ class HTTPEngine:
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
-        return _parse(self.name, wire.COMPLETION, await self.call("POST", "/generate", wire.GENERATE, body))
+        return _parse(self.name, wire.parse_completion, await self.call("POST", "/generate", wire.GENERATE, body))
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
         await self.call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
@@ -62,7 +64,7 @@ class HTTPEngine:
         await self.call("POST", "/wake")
 
     async def health(self) -> EngineHealth:
-        return _parse(self.name, wire.HEALTH, await self.call("GET", "/health"))
+        return _parse(self.name, wire.HEALTH.validate_json, await self.call("GET", "/health"))
 
     def receiver(self) -> "HTTPReceiver":
         return HTTPReceiver(self)
@@ -84,7 +86,7 @@ class HTTPEngine:
         except aiohttp.ClientError as error:
             raise await self._explain(path, error) from error
         if response.status != 200:
-            reason = _parse(self.name, wire.ERROR, content).error
+            reason = _parse(self.name, wire.ERROR.validate_json, content).error
             raise EngineError(f"{self.name}: {reason}")
         return content
 
@@ -122,10 +124,10 @@ class HTTPReceiver:
             raise WeightError(str(error)) from error
 
 
-def _parse(name: str, adapter: TypeAdapter[Any], content: bytes) -> Any:
+def _parse(name: str, parse: Callable[[bytes], T], content: bytes) -> T:
     try:
-        return adapter.validate_json(content)
-    except ValidationError as error:
+        return parse(content)
+    except ValueError as error:
         raise EngineError(f"{name}: answered {content[:200]!r}; is rollout.python of the same moerl?\n{error}") from error
 
 

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
-from moerl.types import SamplingParams
+from moerl.types import RouteShape, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     max_context: int
     vocab_size: int
+    routes: RouteShape | None = None
+    """None: the model has no experts."""
 
     def violation(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> str:
         """The first rule the request breaks, with what to do; empty if none."""
@@ -24,5 +26,6 @@ class Limits:
             f"temperature = {sampling.temperature}: must be at least 0": sampling.temperature >= 0,
             f"top_p = {sampling.top_p}: must be in (0, 1]": 0 < sampling.top_p <= 1,
             f"top_k = {sampling.top_k}: must be at least 0": sampling.top_k >= 0,
+            "returns_routes: needs a model with experts; this one is dense": self.routes is not None or not sampling.returns_routes,
         }
         return next((rule for rule, holds in rules.items() if not holds), "")

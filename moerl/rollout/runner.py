@@ -4,9 +4,11 @@ import asyncio
 import hashlib
 from typing import Protocol
 
+from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.rewards.pool import RewardPool
 from moerl.rollout.pool import RolloutPool
+from moerl.rollout.routes import check_routes
 from moerl.types import Completion, DataError, Group, Prompt, Sample, SamplingParams
 
 
@@ -20,9 +22,10 @@ class GroupRunner:
     def __init__(self, config: RunConfig, *, pool: RolloutPool, rewards: RewardPool, tokenizer: Decoder, stop_token_ids: tuple[int, ...]):
         self._config, self._pool, self._rewards, self._tokenizer = config, pool, rewards, tokenizer
         self._stop_token_ids = stop_token_ids
+        self._routes = routes_to_replay(config)
 
     async def run(self, prompt: Prompt) -> Group:
-        """Raises DataError if not one completion of the prompt could be scored."""
+        """Raises DataError if not one completion of the prompt could be scored, EngineError for routes that are not the completion's."""
         outcomes = await asyncio.gather(*(self._sample(prompt, index) for index in range(self._config.group_size)))
         samples = tuple(sample for sample in outcomes if sample.score.error is None)
         errors = tuple(sample.score.error for sample in outcomes if sample.score.error is not None)
@@ -39,8 +42,12 @@ class GroupRunner:
             seed=sample_seed(self._config.seed, prompt.index, index),
             temperature=rollout.temperature,
             stop_token_ids=self._stop_token_ids,
+            returns_routes=self._routes is not None,
         )
         completion = await self._pool.generate(prompt.token_ids, sampling, f"{prompt.index}-{index}")
+        if self._routes is not None and completion.token_ids:
+            # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
+            await asyncio.to_thread(check_routes, completion, num_prompt=len(prompt.token_ids), shape=self._routes)
         text = self._text(completion)
         return Sample(completion=completion, text=text, score=await self._rewards.score(prompt, text))
 

@@ -1,11 +1,16 @@
-"""What goes over HTTP between the driver and a rollout server: JSON of these dataclasses and of those in moerl.types."""
+"""What goes over HTTP between the driver and a rollout server: JSON of these dataclasses and of those in moerl.types.
+
+A completion is one line of JSON, and after it the bytes of its routes, if it has any: as many as tokens * layers * top_k, or twice that.
+"""
 
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from moerl.rollout.engine import EngineHealth, PauseMode
-from moerl.types import Bucket, Completion, Manifest, SamplingParams, TransportOffer
+from moerl.types import Bucket, Completion, FinishReason, Manifest, SamplingParams, TransportOffer, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +18,19 @@ class GenerateBody:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionHead:
+    """A Completion but for the bytes of its routes."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    routes_shape: tuple[int, int, int] | None = None
+    routes_dtype: Literal["uint8", "uint16"] = "uint8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +65,7 @@ class ReadyLine:
 
 
 GENERATE = TypeAdapter(GenerateBody)
-COMPLETION = TypeAdapter(Completion)
+COMPLETION_HEAD = TypeAdapter(CompletionHead)
 ABORT = TypeAdapter(AbortBody)
 PAUSE = TypeAdapter(PauseBody)
 HEALTH = TypeAdapter(EngineHealth)
@@ -57,3 +75,37 @@ BUCKET = TypeAdapter(Bucket)
 FINISH = TypeAdapter(FinishBody)
 ERROR = TypeAdapter(ErrorBody)
 READY = TypeAdapter(ReadyLine)
+
+
+def dump_completion(completion: Completion) -> bytes:
+    routes, about = completion.routes, {}
+    if routes is not None:
+        about = {"routes_shape": routes.shape, "routes_dtype": str(routes.dtype)}
+    head = CompletionHead(
+        request_id=completion.request_id,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        **about,  # type: ignore[arg-type]
+    )
+    # The JSON has no line break of its own: it is written without indentation, and strings escape theirs.
+    return COMPLETION_HEAD.dump_json(head) + b"\n" + (b"" if routes is None else routes.tobytes())
+
+
+def parse_completion(content: bytes) -> Completion:
+    """ValueError if it is damaged."""
+    text, _, tail = content.partition(b"\n")
+    head = COMPLETION_HEAD.validate_json(text)
+    dtype = np.dtype(head.routes_dtype)
+    num_bytes = 0 if head.routes_shape is None else int(np.prod(head.routes_shape)) * dtype.itemsize
+    if len(tail) != num_bytes:
+        raise ValueError(f"{len(tail)} bytes of routes, must be {num_bytes} for {head.routes_dtype} {head.routes_shape}")
+    return Completion(
+        request_id=head.request_id,
+        token_ids=head.token_ids,
+        logprobs=head.logprobs,
+        spans=head.spans,
+        finish_reason=head.finish_reason,
+        routes=None if head.routes_shape is None else np.frombuffer(tail, dtype=dtype).reshape(head.routes_shape),
+    )

@@ -41,6 +41,14 @@ def _mlp_weights(config: TransformerConfig) -> int:
     shared = config.moe_shared_expert_intermediate_size
     width = config.moe_router_topk * config.moe_ffn_hidden_size + (0 if shared is None else shared)
     mixture = config.hidden_size * (matrices * width + config.num_moe_experts)
+    num_mixtures = len(mixture_layers(config))
+    return num_mixtures * mixture + (config.num_layers - num_mixtures) * dense
+
+
+def mixture_layers(config: TransformerConfig) -> list[int]:
+    """Layers with experts, counted from 0 over the whole model."""
+    if config.num_moe_experts is None:
+        return []
     frequency = config.moe_layer_freq
     pattern = frequency if isinstance(frequency, list) else [int(layer % frequency == 0) for layer in range(config.num_layers)]
-    return sum(mixture if is_mixture else dense for is_mixture in pattern)
+    return [layer for layer, is_mixture in enumerate(pattern) if is_mixture]

@@ -5,6 +5,7 @@ Every rank gets the whole TrainBatch and makes the same plan; it packs and runs 
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
 from moerl.train.costs import attention_tokens
 from moerl.train.fp8 import require_device
+from moerl.train.kept_routes import KeptRoutes
 from moerl.train.logprobs import logprobs_and_entropy
 from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
 from moerl.train.model import build_model, sum_gradients
@@ -34,9 +36,10 @@ from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.residency import ON_DEVICE, Residency, State
+from moerl.train.routing_stats import RoutingCounts
 from moerl.train.settings import EngineSettings
 from moerl.train.shard_store import ShardStore
-from moerl.types import StepStats, TensorSpec, TrainBatch
+from moerl.types import RoutingStats, StepStats, TensorSpec, TrainBatch
 
 
 class MegatronEngine:
@@ -55,6 +58,7 @@ class MegatronEngine:
         self.optimizer.reload_model_params()
         self.shards = ShardStore(self.model, self.optimizer, settings.train)
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
+        self._kept_routes = KeptRoutes()
         self._memory = DeviceMemory(self.model.wrapped, self.optimizer, self._reference)
         self._groups = groups
         self._residency = Residency(self._train.offload, self._move, self._memory.bytes)
@@ -78,10 +82,17 @@ class MegatronEngine:
 
     # -- the two verbs of a step -----------------------------------------------------------------------------
 
-    def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        """float32 (float64 at dtype float64) [T] aligned with token_ids_T: the log-prob of every token; the same on all ranks."""
+    def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
+        """float32 (float64 at dtype float64) [T] aligned with token_ids_T: the log-prob of every token; the same on all ranks.
+
+        `records_routes`: ranks keep where tokens went, for the update of this batch that comes next (train.router_replay=trainer).
+        """
         with self._residency.running("logprobs"):
-            return self._logprobs(batch)
+            if not records_routes:
+                return self._logprobs(batch)
+            self._kept_routes.forget()
+            parts = split_mini_batches(batch, self._train.updates_per_step)
+            return np.concatenate([self._logprobs(batch.select(part), records_routes=True) for part in parts])
 
     def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
@@ -90,13 +101,17 @@ class MegatronEngine:
             gather_parameters(self.model.wrapped)
             self._swap_reference()
             try:
-                return self._logprobs(batch)
+                return self._logprobs(replace(batch, routes_T=None))  # it is a model of its own, which routes by itself
             finally:
                 self._swap_reference()
 
-    def _logprobs(self, batch: TrainBatch) -> np.ndarray:
-        packed = self._micro_batches(batch, self._plan(batch))
-        outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
+    def _logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
+        packed, routing = self._micro_batches(batch, self._plan(batch)), self.model.routing
+        with routing.run(packed, trains=False, notes=records_routes):
+            outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
+        routing.counts()
+        if records_routes:
+            self._kept_routes.keep(packed, routing.noted(packed))
         pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
         dtype = "float64" if self._train.dtype == "float64" else "float32"
         total_T = torch.from_numpy(unpack_logprobs(pieces, batch, dtype=dtype)).to(torch.cuda.current_device())
@@ -109,6 +124,7 @@ class MegatronEngine:
             return self._update(batch, objective, lr=lr, num_updates=num_updates)
 
     def _update(self, batch: TrainBatch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+        self.model.routing.check(batch, self._train.router_replay)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
@@ -129,6 +145,7 @@ class MegatronEngine:
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
             rank_imbalance=balance.rank_imbalance,
             round_imbalance=balance.round_imbalance,
+            routing=_routing_stats([result.routing for result in counted]),
         )
 
     # -- weights ---------------------------------------------------------------------------------------------
@@ -170,6 +187,8 @@ class MegatronEngine:
         """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
         plan = self._plan(batch)
         packed = self._micro_batches(batch, plan)
+        if self._train.router_replay == "trainer":
+            packed = self._kept_routes.take(packed)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
@@ -179,8 +198,9 @@ class MegatronEngine:
         )
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         biases = self.model.routers.biases()
-        with self.model.routers.mini_batch(num_positions=int(counts[1])):
+        with self.model.routers.mini_batch(num_positions=int(counts[1])), self.model.routing.run(packed, trains=True):
             outputs = self._run(packed, loss, forward_only=False)
+        routing = self.model.routing.counts()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         # Only the last stage has outputs.
@@ -199,6 +219,7 @@ class MegatronEngine:
             num_padding=int(counts[0]),
             num_positions=int(counts[1]),
             balance=self._balance(batch, plan),
+            routing=routing,
             trouble=trouble,
         )
 
@@ -213,7 +234,7 @@ class MegatronEngine:
         try:
             with without_grad_reduce(self.model.wrapped):
                 return locate(
-                    run=lambda part: self._run(part, loss, forward_only=False),
+                    run=lambda part: self._run_part(part, loss),
                     packed=[named(micro) for micro in packed],
                     repack=lambda chosen: named(self._pack(batch, [place[sample] for sample in chosen])),
                     chunks=self.model.wrapped,
@@ -221,6 +242,11 @@ class MegatronEngine:
                 )
         finally:
             self.model.config.finalize_model_grads_func = sum_gradients
+
+    def _run_part(self, packed: Sequence[PackedMicroBatch], loss: Any) -> list[dict[str, Any]]:
+        """Sequences packed anew have no noted routes, and are routed as if nothing was replayed."""
+        with self.model.routing.run(packed, trains=True):
+            return self._run(packed, loss, forward_only=False)
 
     def _micro_batches(self, batch: TrainBatch, plan: Sequence[Bins]) -> list[PackedMicroBatch]:
         """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
@@ -253,7 +279,7 @@ class MegatronEngine:
         # Multi-token prediction runs only where gradients are wanted.
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
-                forward_step_func=partial(_forward, loss, partial(self.model.routers.counting, trains=not forward_only)),
+                forward_step_func=partial(_forward, loss, partial(self._routed, trains=not forward_only)),
                 data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
                 model=self.model.wrapped,
                 num_microbatches=len(packed),
@@ -261,6 +287,12 @@ class MegatronEngine:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+
+    @contextmanager
+    def _routed(self, micro: PackedMicroBatch, *, trains: bool) -> Iterator[None]:
+        model = self.model
+        with model.routers.counting(micro.is_token_T, trains=trains), model.routing.micro_batch(micro, trains=trains):
+            yield
 
     def _token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
         return self._label_logprobs(logits, micro.labels_T, temperature=self._settings.temperature)
@@ -303,6 +335,7 @@ class _MiniBatchResult:
     num_padding: int
     num_positions: int
     balance: Balance
+    routing: RoutingCounts | None
     trouble: str | None
     """Where loss or gradient was not finite; then nothing was updated."""
 
@@ -313,7 +346,12 @@ def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> N
     dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
 
 
-def _forward(loss: Any, counting: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
+def _routing_stats(mini_batches: Sequence[RoutingCounts | None]) -> RoutingStats | None:
+    counts = [counted for counted in mini_batches if counted is not None]
+    return sum(counts[1:], counts[0]).stats() if counts else None
+
+
+def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
     """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
     micro = next(iterator)
     device = torch.cuda.current_device()
@@ -322,7 +360,7 @@ def _forward(loss: Any, counting: Any, iterator: Iterator[PackedMicroBatch], mod
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen
     )
     tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
-    with counting(micro.is_token_T):
+    with routed(micro):
         logits = model(tokens, positions, None, packed_seq_params=sequences)
     return logits, partial(loss, micro)
 

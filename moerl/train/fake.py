@@ -64,7 +64,7 @@ class FakeTrainGroup:
         saved, self._saved = self._saved, []
         return saved
 
-    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
+    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
         with self._residency.running("logprobs"):
             return np.full(len(batch.token_ids_T), self._logprob, dtype=np.float32)
 

@@ -47,8 +47,11 @@ class TrainGroup(Protocol):
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
         """Those completed since the last call; with `wait` also the one in flight. Raises what one failed with, once."""
 
-    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        """float32 [T] aligned with token_ids_T, under the current weights."""
+    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
+        """float32 [T] aligned with token_ids_T, under the current weights.
+
+        `records_routes`: the trainer keeps where tokens went, and replays it in the next update, which is of the same batch.
+        """
 
     async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         """The same under the initial weights."""
@@ -126,8 +129,8 @@ class MegatronTrainGroup:
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
         return await self._saver.saved(wait=wait)
 
-    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        return (await self._all("logprobs", ray.put(batch)))[0]
+    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
+        return (await self._all("logprobs", ray.put(batch), records_routes))[0]
 
     async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         return (await self._all("reference_logprobs", ray.put(batch)))[0]

@@ -30,6 +30,7 @@ from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_ba
 from moerl.train.recompute import recompute_fields
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.routers import Routers
+from moerl.train.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Model:
     """The same in DistributedDataParallel: what runs."""
     bridge: Bridge
     routers: Routers
+    routing: Routing
     vocab_size: int
     """Rows of the logits above it are padding."""
 
@@ -86,6 +88,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
         wrapped=wrapped,
         bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied, source=model_dir),
         routers=Routers(config, chunks, train.layout),
+        routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
         vocab_size=vocab_size,
     )
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from moerl.train.balance import round_up
-from moerl.types import TrainBatch
+from moerl.types import TrainBatch, unknown_route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,12 @@ class PackedMicroBatch:
     advantages_T: np.ndarray  # float32
     old_logprobs_T: np.ndarray | None  # float32
     reference_logprobs_T: np.ndarray | None  # float32
+    routes_T: np.ndarray | None  # uint8 or uint16 [T, layers, top_k], of the token that stands there
     cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
     max_seqlen: int
     num_padding: int  # of the whole micro-batch
     members: tuple[int, ...]  # sequences of the batch, in order
+    kept_routes: np.ndarray | None = None  # [T / tp, layers of this rank, top_k], which the rank noted in an earlier pass
 
     @property
     def num_positions(self) -> int:
@@ -96,6 +98,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
         advantages_T=_gather(batch.advantages_T, label_index_T),
         old_logprobs_T=None if batch.old_logprobs_T is None else _gather(batch.old_logprobs_T, label_index_T),
         reference_logprobs_T=None if batch.reference_logprobs_T is None else _gather(batch.reference_logprobs_T, label_index_T),
+        routes_T=None if batch.routes_T is None else _gather(batch.routes_T, source_T, fill=unknown_route(batch.routes_T.dtype)),
         cu_seqlens=boundaries.astype(np.int32),
         max_seqlen=int(np.diff(boundaries).max()),
         num_padding=int((source_T < 0).sum()),
@@ -115,7 +118,7 @@ def unpack_logprobs(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch
     return logprobs_T
 
 
-def _gather(column: np.ndarray, index_T: np.ndarray) -> np.ndarray:
-    gathered_T = np.zeros(len(index_T), dtype=column.dtype)
+def _gather(column: np.ndarray, index_T: np.ndarray, *, fill: int = 0) -> np.ndarray:
+    gathered_T = np.full((len(index_T), *column.shape[1:]), fill, dtype=column.dtype)
     gathered_T[index_T >= 0] = column[index_T[index_T >= 0]]
     return gathered_T

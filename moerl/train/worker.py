@@ -64,8 +64,8 @@ class TrainWorker:
     def sleep(self) -> None:
         self._engine.sleep()
 
-    def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        return self._engine.logprobs(batch)
+    def logprobs(self, batch: TrainBatch, records_routes: bool) -> np.ndarray:
+        return self._engine.logprobs(batch, records_routes=records_routes)
 
     def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         return self._engine.reference_logprobs(batch)

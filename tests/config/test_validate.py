@@ -35,6 +35,9 @@ def words(overrides: str) -> list[str]:
         "train.updates_per_step=256",
         "model.scratch.family=deepseek_v3 train.mtp_loss=0.1 train.megatron={moe_router_bias_update_rate:0.001}",
         "train.megatron={moe_router_load_balancing_type:aux_loss,moe_aux_loss_coeff:0.01}",
+        "train.router_replay=rollout",
+        "train.router_replay=trainer train.megatron={moe_router_fusion:false,cuda_graph_impl:none}",
+        "train.megatron={moe_router_fusion:true}",
         "rollout.port=65534 rollout.num_servers=2",
         "train.micro_batch_tokens=32",
         "rollout.max_response_tokens=16",
@@ -75,6 +78,11 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DEMO, "train.megatron={moe_router_load_balancing_type:global_aux_loss}", MEGATRON + "load_balancing_type", "none or aux_loss"),
         (DEMO, "train.megatron={moe_aux_loss_coeff:0.01}", "train.megatron.moe_aux_loss_coeff", "no loss to weigh"),
         (DEMO, "train.megatron={moe_router_bias_update_rate:0.01}", MEGATRON + "bias_update_rate", "routers have no bias"),
+        (DEMO, "model.scratch.family=qwen3 train.router_replay=trainer", "train.router_replay", "must be off for a dense model"),
+        (DEMO, "model.scratch.family=qwen3 train.router_replay=rollout", "train.router_replay", "must be off for a dense model"),
+        (DEMO, "train.router_replay=trainer train.megatron={moe_router_fusion:true}", MEGATRON + "fusion", "takes no routes"),
+        (DEMO, "train.router_replay=rollout train.megatron={cuda_graph_impl:local}", "train.megatron.cuda_graph_impl", "captured"),
+        (DEMO, "train.megatron={moe_enable_routing_replay:true}", "train.megatron.moe_enable_routing_replay", "set train.router_replay"),
         (DEMO, "train.megatron={mtp_num_layers:1}", "train.megatron.mtp_num_layers", "config.json"),
         (DEMO, "train.layout={ranks:3,pp:3}", "train.layout.pp", "must divide the model's 4 layers"),
         (DEMO, "train.layout={ranks:2,pp:2,first_stage_layers:4}", "train.layout.first_stage_layers", "leave 0 layers for 1 other stages"),
@@ -118,6 +126,7 @@ QWEN3_MOE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "num_experts": 4,
+    "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
 }
 
@@ -174,3 +183,9 @@ def test_a_config_json_without_a_needed_size_is_a_problem(checkpoint: Path):
     (checkpoint / "config.json").write_text(json.dumps({k: v for k, v in QWEN3_MOE.items() if k != "num_attention_heads"}))
     (problem,) = problems_of(*with_checkpoint(checkpoint))
     assert "num_attention_heads" in str(problem)
+
+
+def test_an_engine_that_returns_no_routes_is_refused_for_replaying_them(monkeypatch):
+    monkeypatch.setattr("moerl.config.router_replay.ENGINES_WITH_ROUTES", ("fake",))
+    (problem,) = problems_of(DEMO, "train.router_replay=rollout")
+    assert (problem.path, problem.rule) == ("train.router_replay", "needs rollout.engine of fake")

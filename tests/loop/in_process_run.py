@@ -33,7 +33,7 @@ from moerl.rollout.pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.train.fake import FakeTrainGroup
-from moerl.types import Group, Prompt, Score, StepStats, TensorSpec
+from moerl.types import Group, Prompt, RouteShape, Score, StepStats, TensorSpec
 from moerl.weights.publish import WeightPublisher
 
 TENSORS = (TensorSpec(name="a", shape=(3, 5), dtype="float32"), TensorSpec(name="b", shape=(7,), dtype="bfloat16"))
@@ -120,9 +120,11 @@ class RecordingObserver(Observer):
         return super().step(version, groups, stats, dropped_groups=dropped_groups)
 
 
-def new_engine(name: str = "fake-0", kind: type[FakeEngine] = FakeEngine, *, vocab_size: int = VOCAB_SIZE) -> FakeEngine:
+def new_engine(
+    name: str = "fake-0", kind: type[FakeEngine] = FakeEngine, *, vocab_size: int = VOCAB_SIZE, routes: RouteShape | None = None
+) -> FakeEngine:
     expected = {spec.name: spec for spec in TENSORS}
-    return kind(name, limits=Limits(max_context=MAX_CONTEXT, vocab_size=vocab_size), expected=expected, max_running=64)
+    return kind(name, limits=Limits(max_context=MAX_CONTEXT, vocab_size=vocab_size, routes=routes), expected=expected, max_running=64)
 
 
 class InProcessRun:

@@ -1,5 +1,7 @@
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moerl.observe.dumps import SampleDumps, dumped_steps
@@ -48,6 +50,7 @@ def test_a_dump_says_everything_about_a_sample(tmp_path, group, make_group, make
     about = {"step": 10, "prompt_index": 0, "data_source": "tiny/repeat", "prompt": "say", "ground_truth": "77"}
     assert scored == {
         **about,
+        "request_id": "r",
         "response": "7 7",
         "reward": 1.0,
         "length": 3,
@@ -58,6 +61,7 @@ def test_a_dump_says_everything_about_a_sample(tmp_path, group, make_group, make
     }
     assert failed == {
         **about,
+        "request_id": None,
         "response": None,
         "reward": None,
         "length": None,
@@ -66,3 +70,17 @@ def test_a_dump_says_everything_about_a_sample(tmp_path, group, make_group, make
         "versions": [],
         "error": "timed out",
     }
+
+
+def test_routes_are_dumped_beside_the_samples_and_go_with_them(tmp_path, make_group, make_sample):
+    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    plain, routed = make_sample(), make_sample()
+    routed = replace(routed, completion=replace(routed.completion, request_id="0-1", routes=routes))
+    dumps = SampleDumps(tmp_path, every=1, num_groups=1)
+    for step in (1, 2):
+        dumps.step(step, [make_group(plain, routed)])
+    with np.load(tmp_path / "step-000002.routes.npz") as stored:
+        assert list(stored) == ["0-1"]
+        np.testing.assert_array_equal(stored["0-1"], routes)
+    dumps.truncate_after(1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000001.routes.npz"]

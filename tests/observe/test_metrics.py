@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
-from moerl.types import MemoryStats, SavedCheckpoint
+from moerl.types import MemoryStats, RoutingStats, SavedCheckpoint
 
 
 @pytest.fixture
@@ -75,7 +77,10 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
         host_bytes={"optimizer": 24},
         transition_seconds={"asleep_to_scoring": 0.5},
     )
-    values = measure(make_group(make_sample(1.0, math=1.0)), stats=make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory))
+    routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
+    sample = make_sample(1.0, math=1.0)
+    sample = replace(sample, completion=replace(sample.completion, routes=np.zeros((5, 1, 2), dtype=np.uint8)))
+    values = measure(make_group(sample), stats=make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing))
     assert {name: values[name] for name in values if name.startswith("memory/")} == {
         "memory/device/training/parameters": 8.0,
         "memory/host/optimizer": 24.0,
@@ -107,3 +112,33 @@ def test_a_summary_reduces_each_metric_in_its_own_way():
         {"step": 3, "mismatch/max": 2.0, "reward/of_another_version": 1.0},
     ]
     assert summarize(rows) == {"reward/mean": 0.5, "reward/min": -1.0, "mismatch/max": 5.0, "groups/dropped": 5.0, "train/lr": 0.5}
+
+
+def test_loads_are_reported_by_layer_and_over_all_layers(measure, make_stats, make_group, make_sample):
+    routing = RoutingStats(
+        layers=(1, 3), load_max=(0.5, 2.0), load_min=(-0.25, -1.0), load_mean=(0.25, 0.75), dead_experts=(0, 3), replayed=0.75,
+        overlap=(1.0, 0.5),
+    )  # fmt: skip
+    values = measure(make_group(make_sample()), stats=make_stats(routing=routing))
+    found = {name.removeprefix("routing/"): value for name, value in values.items() if name.startswith("routing/")}
+    assert found == {
+        "load_max": 2.0, "load_min": -1.0, "load_mean": 0.5, "dead_experts": 3.0, "overlap": 0.75, "replayed": 0.75,
+        "layer/1/load_max": 0.5, "layer/1/load_min": -0.25, "layer/1/load_mean": 0.25, "layer/1/dead_experts": 0.0, "layer/1/overlap": 1.0,
+        "layer/3/load_max": 2.0, "layer/3/load_min": -1.0, "layer/3/load_mean": 0.75, "layer/3/dead_experts": 3.0, "layer/3/overlap": 0.5,
+    }  # fmt: skip
+
+
+def test_a_dense_model_and_a_run_without_replay_report_no_routes(measure, make_stats, make_group, make_sample):
+    assert not any(name.startswith("routing/") for name in measure(make_group(make_sample())))
+    loads = RoutingStats(layers=(0,), load_max=(0.0,), load_min=(0.0,), load_mean=(0.0,), dead_experts=(0,))
+    values = measure(make_group(make_sample()), stats=make_stats(routing=loads))
+    assert not {"routing/replayed", "routing/overlap", "routing/layer/0/overlap", "routing/payload_bytes"} & values.keys()
+
+
+def test_the_payload_is_the_bytes_of_all_routes(measure, make_group, make_sample):
+    sample = make_sample()
+    routed = [
+        replace(sample, completion=replace(sample.completion, routes=np.zeros((length, 3, 2), dtype=dtype)))
+        for length, dtype in ((5, np.uint8), (7, np.uint16))
+    ]
+    assert measure(make_group(*routed, sample))["routing/payload_bytes"] == 5 * 6 + 7 * 6 * 2

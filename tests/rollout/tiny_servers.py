@@ -14,7 +14,7 @@ from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
-from moerl.types import Bucket, Manifest
+from moerl.types import Bucket, Manifest, RouteShape
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import Transport, WeightSync
@@ -42,6 +42,12 @@ CONFIGS = {
 }  # fmt: skip
 """dense: tied embeddings. latent: latent attention, a bias that helps to choose experts."""
 SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": [], "latent": ["--deterministic"]}
+
+ROUTES = {
+    "fake": RouteShape(num_layers=2, top_k=2, num_experts=300), "moe": RouteShape(num_layers=2, top_k=2, num_experts=8),
+    "latent": RouteShape(num_layers=1, top_k=2, num_experts=8),
+}  # fmt: skip
+"""Of those that have experts."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -125,7 +131,7 @@ def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, 
 
 def new_fake(checkpoint: Checkpoint) -> FakeEngine:
     expected = {name: spec_of(name, tensor) for name, tensor in checkpoint.tensors.items()}
-    limits = Limits(max_context=MAX_CONTEXT, vocab_size=VOCAB)
+    limits = Limits(max_context=MAX_CONTEXT, vocab_size=VOCAB, routes=ROUTES["fake"])
     return FakeEngine("fake-0", limits=limits, expected=expected, max_running=MAX_RUNNING)
 
 

@@ -7,12 +7,14 @@ takes the loss per token, as every trainer does. float32, or float64 for compari
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from plain_routing import following
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -84,12 +86,12 @@ class HFTrainGroup:
 
     # -- the two verbs of a step -------------------------------------------------------------------------------
 
-    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
+    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
         return self._logprobs(self.model, batch)
 
     async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
         assert self._reference is not None, "settings.uses_reference is False"
-        return self._logprobs(self._reference, batch)
+        return self._logprobs(self._reference, replace(batch, routes_T=None))
 
     @torch.no_grad()
     def _logprobs(self, model: Any, batch: TrainBatch) -> np.ndarray:
@@ -148,7 +150,8 @@ class HFTrainGroup:
     def _sequence(self, model: Any, batch: TrainBatch, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Log-prob of every token and entropy of the distribution it was drawn from; 0 for the first, which nothing predicts."""
         tokens = torch.from_numpy(batch.token_ids_T[start:end])
-        with _WiderFloats() if self._dtype == torch.float64 else nullcontext():
+        routes = None if batch.routes_T is None else batch.routes_T[start:end]
+        with _WiderFloats() if self._dtype == torch.float64 else nullcontext(), following(model, routes):
             logits_TV = model(input_ids=tokens[None]).logits[0, :-1]
         table_TV = torch.log_softmax(logits_TV / self._settings.temperature, dim=-1)
         nothing = table_TV.new_zeros(1)

@@ -1,13 +1,15 @@
 """From groups to the sequences of a TrainBatch."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from moerl.algorithms import build_algorithm
 from moerl.config.schema import DAPOConfig, GRPOConfig
 from moerl.train.batch import build_batch, sft_batch
-from moerl.types import Completion, DataError, EngineError, Group, Prompt, Sample, Score, VersionSpan
+from moerl.types import Completion, DataError, EngineError, Group, Prompt, RouteShape, Sample, Score, VersionSpan
 
 GRPO = build_algorithm(GRPOConfig(), 8)
 
@@ -90,3 +92,17 @@ def test_a_warm_start_batch_trains_on_the_answers():
     assert batch.offsets.tolist() == [0, 3, 6]
     assert not batch.rollout_logprobs_T.any()
     assert not batch.advantages_T.any()
+
+
+def test_routes_stand_at_their_tokens_and_the_last_of_a_sequence_has_none():
+    shape = RouteShape(num_layers=2, top_k=1, num_experts=300)
+    lengths = (3, 1)
+    routes = [np.full((2 + length - 1, 2, 1), 10 * length, dtype=np.uint16) for length in lengths]
+    samples = [make_sample([1] * length, length) for length in lengths]
+    samples = [replace(s, completion=replace(s.completion, routes=r)) for s, r in zip(samples, routes, strict=True)]
+    batch = build_batch([make_group(*samples)], GRPO, shape)
+    assert batch.routes_T.dtype == np.uint16
+    assert batch.routes_T.shape == (8, 2, 1)
+    assert batch.routes_T[:, 1, 0].tolist() == [30, 30, 30, 30, 65535, 10, 10, 65535]
+    assert build_batch([make_group(*samples)], GRPO).routes_T is None
+    assert batch.select([1, 0]).routes_T[:, 0, 0].tolist() == [10, 10, 65535, 30, 30, 30, 30, 65535]

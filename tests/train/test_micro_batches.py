@@ -1,5 +1,6 @@
 """The invariants listed in moerl/train/balance.py and moerl/train/packing.py."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -360,3 +361,20 @@ def test_mini_batches_are_consecutive_and_never_empty(num_sequences, num_updates
     parts = split_mini_batches(random_batch(np.random.default_rng(0), num_sequences), num_updates)
     assert [len(part) for part in parts] == sizes
     assert np.concatenate(parts).tolist() == list(range(num_sequences))
+
+
+@SETTINGS
+@given(st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([1, 2, 4]))
+def test_routes_stand_at_their_tokens_on_every_context_parallel_rank_and_padding_has_none(seed, num_sequences, cp):
+    rng = np.random.default_rng(seed)
+    batch = random_batch(rng, num_sequences)
+    routes_T = np.repeat(np.arange(len(batch.token_ids_T), dtype=np.uint16), 6).reshape(-1, 3, 2)
+    chosen = rng.permutation(num_sequences)[: rng.integers(1, num_sequences + 1)].tolist()
+    whole = pack(replace(batch, routes_T=routes_T), chosen, 4 * cp, 2 * cp if cp > 1 else 1)
+    found = []
+    for rank in range(cp):
+        part = whole.part_of(rank, cp)
+        assert (part.routes_T[~part.is_token_T] == 65535).all()
+        assert (batch.token_ids_T[part.routes_T[part.is_token_T][:, 2, 1]] == part.token_ids_T[part.is_token_T]).all()
+        found += part.routes_T[part.is_token_T][:, 0, 0].tolist()
+    assert sorted(found) == sorted(t for i in chosen for t in range(batch.offsets[i], batch.offsets[i + 1]))

@@ -162,7 +162,7 @@ def _build(options: argparse.Namespace) -> tuple[Worker, Limits]:
     scheduler = Scheduler(forward, max_context=options.max_context)
     version = 0 if options.load == "checkpoint" else None
     worker = Worker(scheduler, session, version=version, on_crash=lambda: os._exit(1))
-    return worker, Limits(max_context=options.max_context, vocab_size=forward.vocab_size)
+    return worker, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,26 @@ Otherwise the shapes are the smallest powers of two that hold the rows.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from moerl.config.model_shape import shape_of_config
 from moerl.rollout.hf.cache import Rows, SlotCache
+from moerl.rollout.hf.routes import RouteRecorder
 
 PREFILL_TOKENS = 512
 """Of one prefill pass, over all its rows: enough to keep one CPU core's matrix units busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """What a pass over n rows found."""
+
+    logits: torch.Tensor  # [n, vocab], of the next token
+    routes: np.ndarray | None  # uint8 or uint16 [n, tokens, layers, top_k], if they were asked for; padding behind a row's tokens
 
 
 class Forward:
@@ -29,10 +40,12 @@ class Forward:
         self._body, self._head = model.base_model, model.get_output_embeddings()
         self._dtype = model.dtype
         self._query_groups = config.num_attention_heads // config.num_key_value_heads
+        self.routes = shape_of_config(config.to_dict()).routes
+        self._recorder = RouteRecorder(model, self.routes)
 
     @torch.inference_mode()
-    def prefill(self, slots: np.ndarray, chunks: Sequence[np.ndarray], starts: np.ndarray) -> torch.Tensor:
-        """Next-token logits [n, vocab] after each chunk of at most prefill_chunk tokens; chunk i continues slots[i] at starts[i].
+    def prefill(self, slots: np.ndarray, chunks: Sequence[np.ndarray], starts: np.ndarray, *, with_routes: bool) -> Passed:
+        """After each chunk of at most prefill_chunk tokens; chunk i continues slots[i] at starts[i].
 
         n is at most prefill_rows.
         """
@@ -47,13 +60,14 @@ class Forward:
         ids[used] = np.concatenate(chunks)
         positions[used] = (np.arange(columns) + _padded(starts, rows)[:, None])[used]
         kv_length = self._kv_length(int((starts + lengths).max()))
-        hidden = self._run(ids, positions, used, _padded(slots, rows), kv_length)
+        hidden, routes = self._run(ids, positions, used, _padded(slots, rows), kv_length, with_routes)
         last = torch.from_numpy(np.maximum(_padded(lengths, rows) - 1, 0))
-        return self._head(hidden[torch.arange(rows), last])[: len(slots)]
+        logits = self._head(hidden[torch.arange(rows), last])[: len(slots)]
+        return Passed(logits=logits, routes=None if routes is None else routes[: len(slots)])
 
     @torch.inference_mode()
-    def decode(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Next-token logits [n, vocab] after `tokens` [n], which stand at `positions` [n] of `slots` [n]."""
+    def decode(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, *, with_routes: bool) -> Passed:
+        """After `tokens` [n], which stand at `positions` [n] of `slots` [n]."""
         if self._deterministic:
             rows, at = self.cache.num_slots, slots
             row_slots = None
@@ -63,11 +77,21 @@ class Forward:
         ids, row_positions = np.zeros((2, rows, 1), dtype=np.int64)
         used = np.zeros((rows, 1), dtype=bool)
         ids[at, 0], row_positions[at, 0], used[at, 0] = tokens, positions, True
-        hidden = self._run(ids, row_positions, used, row_slots, self._kv_length(int(positions.max()) + 1))
-        return self._head(hidden[:, 0])[torch.from_numpy(at)]
+        hidden, routes = self._run(ids, row_positions, used, row_slots, self._kv_length(int(positions.max()) + 1), with_routes)
+        logits = self._head(hidden[:, 0])[torch.from_numpy(at)]
+        return Passed(logits=logits, routes=None if routes is None else routes[at])
 
-    def _run(self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int) -> torch.Tensor:
-        """Hidden states [B, C, hidden] of ids [B, C]. Where `used` is false, the token is padding."""
+    def _run(
+        self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int, with_routes: bool
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Hidden states [B, C, hidden] of ids [B, C], and where the tokens went. Where `used` is false, the token is padding."""
+        if not with_routes:
+            return self._hidden(ids, positions, used, slots, kv_length), None
+        with self._recorder.recording() as chosen:
+            hidden = self._hidden(ids, positions, used, slots, kv_length)
+        return hidden, self._recorder.table(chosen, len(ids))
+
+    def _hidden(self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int) -> torch.Tensor:
         write_at = torch.from_numpy(np.where(used, positions, self.cache.scratch_column))
         position_ids = torch.from_numpy(positions)
         self.cache.rows = Rows(slots=None if slots is None else torch.from_numpy(slots), write_at=write_at, kv_length=kv_length)

@@ -43,6 +43,12 @@ class Prefill:
     requests: list[Request] = field(default_factory=list)
     num_done: int = 0
     """Prompt tokens."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Of the tokens done, chunk by chunk, if a request wants them."""
+
+    @property
+    def wants_routes(self) -> bool:
+        return any(request.sampling.returns_routes for request in self.requests)
 
 
 class Scheduler:
@@ -51,7 +57,7 @@ class Scheduler:
     def __init__(self, forward: Forward, *, max_context: int):
         num_slots = forward.cache.num_slots
         self._forward = forward
-        self._table = SlotTable(num_slots, max_context, forward.vocab_size)
+        self._table = SlotTable(num_slots, max_context, forward.vocab_size, forward.routes)
         self._free = list(range(num_slots))  # a heap: the lowest slot first
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, Request] = {}
@@ -113,15 +119,18 @@ class Scheduler:
         starts = np.array([prefill.num_done for prefill in prefills])
         size = self._forward.prefill_chunk
         chunks = [prefill.prompt_ids[start : start + size] for prefill, start in zip(prefills, starts, strict=True)]
-        logits = self._forward.prefill(np.array([prefill.requests[0].slot for prefill in prefills]), chunks, starts)
+        first_slots = np.array([prefill.requests[0].slot for prefill in prefills])
+        passed = self._forward.prefill(first_slots, chunks, starts, with_routes=any(prefill.wants_routes for prefill in prefills))
         slots, rows = [], []
         for row, prefill in enumerate(prefills):
             prefill.num_done += len(chunks[row])
+            if passed.routes is not None:
+                prefill.routes.append(passed.routes[row, : len(chunks[row])])
             if prefill.num_done == len(prefill.prompt_ids):
                 slots += self._end_prefill(prefill)
                 rows += [row] * len(prefill.requests)
         if slots:
-            self._sample(np.array(slots), logits[rows], version)
+            self._sample(np.array(slots), passed.logits[rows], version)
 
     def _end_prefill(self, prefill: Prefill) -> list[int]:
         """Its requests go on to decoding; their slots."""
@@ -131,12 +140,18 @@ class Scheduler:
         for request in prefill.requests:
             request.prefill = None
             self._decoding[request.slot] = request
+            if request.sampling.returns_routes:
+                self._table.take_routes(request.slot, np.concatenate(prefill.routes))
         return slots
 
     def _decode(self, version: int) -> None:
         slots = np.array(sorted(self._decoding))
         tokens, positions = self._table.last_tokens(slots)
-        self._sample(slots, self._forward.decode(slots, tokens, positions), version)
+        wants_routes = any(request.sampling.returns_routes for request in self._decoding.values())
+        passed = self._forward.decode(slots, tokens, positions, with_routes=wants_routes)
+        if passed.routes is not None:
+            self._table.record_routes(slots, positions, passed.routes[:, 0])
+        self._sample(slots, passed.logits, version)
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, version: int) -> None:
         tokens, logprobs = sample(logits, self._table.draws(slots))
@@ -173,7 +188,7 @@ class Scheduler:
 
     def _leave(self, prefill: Prefill, request: Request) -> None:
         if prefill.requests[0] is request:
-            prefill.num_done = 0  # what was computed goes with the slot
+            prefill.num_done, prefill.routes = 0, []  # what was computed goes with the slot
         prefill.requests.remove(request)
         if not prefill.requests:
             self._prefills.remove(prefill)

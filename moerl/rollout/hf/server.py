@@ -100,7 +100,7 @@ async def _generate(request: HTTPRequest, worker: Worker, body: wire.GenerateBod
     result = outcome.result()
     if isinstance(result, EngineError):
         raise result
-    return _json(wire.COMPLETION, result)
+    return Response(wire.dump_completion(result), media_type="application/octet-stream")
 
 
 async def _parse(request: HTTPRequest, adapter: TypeAdapter[Body]) -> Body:

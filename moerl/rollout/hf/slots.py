@@ -3,13 +3,13 @@
 import numpy as np
 
 from moerl.rollout.hf.sampling import Draws, uniforms
-from moerl.types import Completion, FinishReason, SamplingParams, VersionSpan
+from moerl.types import Completion, FinishReason, RouteShape, SamplingParams, VersionSpan
 
 
 class SlotTable:
     """Row i is meaningful while slot i is taken."""
 
-    def __init__(self, num_slots: int, max_context: int, vocab_size: int):
+    def __init__(self, num_slots: int, max_context: int, vocab_size: int, routes: RouteShape | None = None):
         self.prompt_length = np.zeros(num_slots, dtype=np.int64)
         self.num_generated = np.zeros(num_slots, dtype=np.int64)
         self._max_tokens = np.zeros(num_slots, dtype=np.int64)
@@ -21,6 +21,8 @@ class SlotTable:
         self._tokens = np.zeros((num_slots, max_context), dtype=np.int64)
         self._logprobs = np.zeros((num_slots, max_context))
         self._versions = np.zeros((num_slots, max_context), dtype=np.int64)
+        self._route_shape = routes
+        self._routes: dict[int, np.ndarray] = {}  # by slot, of those that want them: [prompt + max_tokens, layers, top_k]
 
     def take(self, slot: int, prompt_length: int, sampling: SamplingParams) -> None:
         self.prompt_length[slot], self.num_generated[slot], self._max_tokens[slot] = prompt_length, 0, sampling.max_tokens
@@ -28,6 +30,7 @@ class SlotTable:
         self._stops[slot] = False
         self._stops[slot, list(sampling.stop_token_ids)] = True
         self._uniforms[slot, : sampling.max_tokens] = uniforms(sampling.seed, sampling.max_tokens)
+        self._routes.pop(slot, None)
 
     def draws(self, slots: np.ndarray) -> Draws:
         """For the next token of each of `slots`."""
@@ -45,6 +48,19 @@ class SlotTable:
         self.num_generated[slots] = at + 1
         return self._stops[slots, tokens] | (at + 1 == self._max_tokens[slots])
 
+    def take_routes(self, slot: int, prompt_routes: np.ndarray) -> None:
+        """Of the prompt of `slot`; from now on those of its tokens are kept too."""
+        assert self._route_shape is not None, "limits refuse the request"
+        length = self.prompt_length[slot] + self._max_tokens[slot]
+        self._routes[slot] = np.zeros((length, self._route_shape.num_layers, self._route_shape.top_k), dtype=self._route_shape.dtype)
+        self._routes[slot][: len(prompt_routes)] = prompt_routes
+
+    def record_routes(self, slots: np.ndarray, positions: np.ndarray, routes: np.ndarray) -> None:
+        """[n, layers, top_k] of the tokens at `positions` [n] of `slots` [n]; of slots that do not want them they are passed over."""
+        for slot, position, route in zip(slots.tolist(), positions.tolist(), routes, strict=True):
+            if slot in self._routes:
+                self._routes[slot][position] = route
+
     def last_tokens(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The token that each of `slots` feeds to the model next, and its position in the sequence."""
         at = self.num_generated[slots] - 1
@@ -60,6 +76,7 @@ class SlotTable:
             logprobs=tuple(self._logprobs[slot, :count].tolist()),
             spans=version_spans(self._versions[slot, :count]),
             finish_reason=reason,
+            routes=self._routes[slot][: self.prompt_length[slot] + count - 1] if count and slot in self._routes else None,
         )
 
 

@@ -1,0 +1,54 @@
+"""The rules of train.router_replay, and the shape of the routes a run moves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moerl.config.model_shape import ModelShape, read_config, shape_of_config
+from moerl.config.problems import problem
+from moerl.config.scratch import scratch_config
+from moerl.types import Problem, RouteShape
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RunConfig
+
+ENGINES_WITH_ROUTES = ("hf", "fake")
+"""Those of rollout.engine that return the experts tokens went to."""
+
+_IN_THE_WAY = {
+    "moe_router_fusion": "the fused router chooses experts itself and takes no routes",
+    "moe_expert_capacity_factor": "it drops routes of full experts, so that not all of those given could be followed",
+    "moe_router_force_load_balancing": "it replaces what the routers compute by random numbers",
+    "overlap_moe_expert_parallel_comm": "it runs two micro-batches in one pass, and routes belong to one",
+    "enable_cuda_graph": "a captured router would repeat the routes of the micro-batch it was captured with",
+    "external_cuda_graph": "a captured router would repeat the routes of the micro-batch it was captured with",
+    "cuda_graph_impl": "a captured router would repeat the routes of the micro-batch it was captured with",
+}
+"""Fields of train.megatron that do not go with replay."""
+_OFF = (None, False, "none")
+
+
+def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
+    """Every rule it breaks, for a model of `shape` if it is known."""
+    mode, path = config.train.router_replay, "train.router_replay"
+    if mode == "off":
+        return
+    if shape is not None and shape.routes is None:
+        yield problem(path, mode, "must be off for a dense model", "there are no experts to choose", f"{path}=off")
+    if mode == "rollout" and config.rollout.engine not in ENGINES_WITH_ROUTES:
+        reason = f"rollout.engine={config.rollout.engine} does not say which experts its tokens went to"
+        fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
+        yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
+    for name, reason in _IN_THE_WAY.items():
+        value = config.train.megatron.get(name)
+        if value not in _OFF:
+            yield problem(f"train.megatron.{name}", value, f"does not go with {path}={mode}", reason, f"leave it out, or {path}=off")
+
+
+def routes_to_replay(config: "RunConfig") -> RouteShape | None:
+    """What completions of a valid configuration bring; None if it does not replay an engine's routes."""
+    if config.train.router_replay != "rollout":
+        return None
+    model = config.model
+    hf = scratch_config(model.scratch, model.max_context) if model.scratch is not None else read_config(Path(str(model.path)))
+    return shape_of_config(hf).routes

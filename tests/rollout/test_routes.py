@@ -1,0 +1,228 @@
+"""Routes of completions: what an engine returns, what goes over the wire, and what is refused."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_contract import LONG, PROMPT, ask, running
+from tiny_servers import ROUTES
+from transformers import AutoModelForCausalLM
+
+from moerl.rollout import wire
+from moerl.rollout.hf.forward import Forward
+from moerl.rollout.hf.model import load_model
+from moerl.rollout.hf.scheduler import Request, Scheduler
+from moerl.rollout.routes import check_routes
+from moerl.types import Completion, EngineError, RouteShape, SamplingParams, VersionSpan
+
+
+@pytest.fixture
+def kind(request):
+    """Of the engine `served`."""
+    return request.node.callspec.params["served"]
+
+
+# -- the contract --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("served", ["fake", "moe"], indirect=True)
+def test_a_completion_has_the_routes_of_every_computed_token_if_they_are_asked_for(run, served, kind):
+    async def scenario():
+        return await asyncio.gather(ask(served, "with", returns_routes=True), ask(served, "without"))
+
+    with_routes, without = run(scenario())
+    check_routes(with_routes, num_prompt=len(PROMPT), shape=ROUTES[kind])
+    assert with_routes.routes.shape[0] == len(PROMPT) + 12 - 1
+    assert without.routes is None
+    assert with_routes.token_ids == without.token_ids
+    if kind == "fake":
+        assert with_routes.routes.max() > 255  # more experts than a byte holds
+
+
+@pytest.mark.parametrize("served", ["fake", "moe"], indirect=True)
+def test_an_aborted_completion_has_the_routes_of_its_tokens(run, served, kind):
+    async def scenario():
+        whole = ask(served, "whole", max_tokens=LONG, returns_routes=True)
+        cut = ask(served, "cut", max_tokens=LONG, returns_routes=True)
+        await running(served, 2)
+        await ask(served, "other", max_tokens=3)
+        await served.engine.abort(("cut",))
+        return await whole, await cut
+
+    whole, cut = run(scenario())
+    assert 0 < len(cut.token_ids) < LONG
+    check_routes(cut, num_prompt=len(PROMPT), shape=ROUTES[kind])
+    np.testing.assert_array_equal(cut.routes, whole.routes[: len(cut.routes)])
+
+
+@pytest.mark.parametrize("served", ["dense"], indirect=True)
+def test_a_dense_model_refuses_to_return_routes(run, served):
+    async def scenario():
+        with pytest.raises(EngineError, match="returns_routes: needs a model with experts"):
+            await ask(served, "a", returns_routes=True)
+        return await ask(served, "b")
+
+    assert run(scenario()).routes is None
+
+
+# -- the hf engine -------------------------------------------------------------------------------------------------
+
+
+class Batch:
+    """A scheduler without server."""
+
+    def __init__(self, directory, *, deterministic):
+        options = dict(deterministic=deterministic, max_context=256)
+        model = load_model(directory, dtype=torch.float32, load="checkpoint", **options)
+        self.forward = Forward(model, num_slots=6, prefill_chunk=8, **options)
+
+    def complete(self, requests, aborts=None):
+        """`requests`: name -> (prompt, sampling). `aborts`: iteration -> names."""
+        scheduler, outcomes, iteration = Scheduler(self.forward, max_context=256), {}, 0
+        for name, (prompt, sampling) in requests.items():
+            done = lambda outcome, name=name: outcomes.__setitem__(name, outcome)  # noqa: E731
+            scheduler.add(Request(request_id=name, prompt_ids=np.array(prompt), sampling=sampling, done=done))
+        while scheduler.num_running or scheduler.num_waiting:
+            scheduler.step(1, admit=True)
+            iteration += 1
+            scheduler.abort(() if aborts is None else aborts.get(iteration, ()))
+        return outcomes
+
+
+@pytest.fixture(scope="module", params=["moe", "latent"])
+def batch(request, checkpoints):
+    torch.set_num_threads(1)
+    directory = checkpoints[request.param].directory
+    return {flag: Batch(directory, deterministic=flag) for flag in (True, False)}, AutoModelForCausalLM.from_pretrained(directory)
+
+
+def prompt_of(length, seed):
+    return tuple(np.random.default_rng(seed).integers(0, 61, size=length).tolist())
+
+
+@torch.no_grad()
+def whole_sequence_routes(model, tokens):
+    """Sets of experts, sorted: [tokens, layers, top_k]."""
+    chosen = []
+    gates = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for gate in gates]
+    model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(chosen, dim=1).sort(-1).values.numpy()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_routes_are_those_of_the_whole_sequence_in_one_forward(batch, deterministic):
+    """Prompts of several chunks, a group that shares one, more requests than slots, neighbours that do not ask."""
+    batches, model = batch
+    shared = prompt_of(21, 0)
+    wanted = {f"group-{i}": (shared, SamplingParams(max_tokens=9 + i, seed=i, returns_routes=i != 1)) for i in range(3)}
+    wanted |= {f"r{i}": (prompt_of(3 + 7 * i, i), SamplingParams(max_tokens=14, seed=i, returns_routes=i % 2 == 0)) for i in range(6)}
+    outcomes = batches[deterministic].complete(wanted)
+    for name, (prompt, sampling) in wanted.items():
+        completion = outcomes[name]
+        if not sampling.returns_routes:
+            assert completion.routes is None
+            continue
+        expected = whole_sequence_routes(model, [*prompt, *completion.token_ids])[:-1]
+        np.testing.assert_array_equal(np.sort(completion.routes, axis=-1), expected, err_msg=name)
+
+
+def test_a_group_whose_first_request_is_aborted_in_its_prompt_keeps_the_routes_of_the_others(batch):
+    batches, model = batch
+    prompt = prompt_of(40, 3)
+    requests = {name: (prompt, SamplingParams(max_tokens=5, seed=1, returns_routes=True)) for name in ("first", "second")}
+    outcomes = batches[True].complete(requests, aborts={2: ("first",)})
+    assert (outcomes["first"].token_ids, outcomes["first"].routes) == ((), None)
+    expected = whole_sequence_routes(model, [*prompt, *outcomes["second"].token_ids])[:-1]
+    np.testing.assert_array_equal(np.sort(outcomes["second"].routes, axis=-1), expected)
+
+
+def test_a_model_that_is_not_asked_for_routes_has_no_hooks(batch, monkeypatch):
+    batches, _ = batch
+    monkeypatch.setattr(type(batches[True].forward._recorder), "recording", None)
+    outcomes = batches[True].complete({"a": (prompt_of(9, 1), SamplingParams(max_tokens=5, seed=1))})
+    assert len(outcomes["a"].token_ids) == 5
+    assert not any(gate._forward_hooks for gate in batches[True].forward._recorder._gates)
+
+
+# -- the wire ------------------------------------------------------------------------------------------------------
+
+
+def completion_with(routes, num_tokens=3):
+    return Completion(
+        request_id="7-1\n",
+        token_ids=(4,) * num_tokens,
+        logprobs=(-0.5,) * num_tokens,
+        spans=(VersionSpan(version=2, num_tokens=num_tokens),),
+        finish_reason="stop",
+        routes=routes,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routes_cross_the_wire_as_they_are_and_take_their_own_bytes(dtype):
+    routes = np.random.default_rng(0).integers(0, 250, size=(12, 3, 2)).astype(dtype)
+    routes[0, 0] = 10  # a line break
+    completion = completion_with(routes)
+    content = wire.dump_completion(completion)
+    again = wire.parse_completion(content)
+    assert again == completion
+    assert again.routes.dtype == dtype
+    np.testing.assert_array_equal(again.routes, routes)
+    assert len(content) - len(wire.dump_completion(completion_with(None))) < routes.nbytes + 40
+
+
+def test_without_routes_the_answer_is_json():
+    answer = json.loads(wire.dump_completion(completion_with(None)))
+    assert answer["token_ids"] == [4, 4, 4]
+    assert wire.parse_completion(wire.dump_completion(completion_with(None))).routes is None
+
+
+def test_an_answer_with_too_few_bytes_is_damaged():
+    content = wire.dump_completion(completion_with(np.zeros((12, 3, 2), dtype=np.uint8)))
+    with pytest.raises(ValueError, match="71 bytes of routes, must be 72"):
+        wire.parse_completion(content[:-1])
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=8)
+GOOD = np.tile(np.array([[1, 0], [7, 3], [2, 6]], dtype=np.uint8), (6, 1, 1))
+
+
+def changed(token, layer, experts):
+    routes = GOOD.copy()
+    routes[token, layer] = experts
+    return routes
+
+
+@pytest.mark.parametrize("routes", [GOOD, changed(2, 1, [255, 255])])
+def test_routes_of_the_model_pass(routes):
+    check_routes(completion_with(routes), num_prompt=4, shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (None, r"completion 7-1.*4 prompt and 3 response tokens = None: must be uint8 \(6, 3, 2\)"),
+        (GOOD[:5], r"= uint8 \(5, 3, 2\): must be uint8 \(6, 3, 2\)"),
+        (GOOD[:, :2], r"= uint8 \(6, 2, 2\): must be uint8 \(6, 3, 2\)"),
+        (GOOD[..., :1], r"= uint8 \(6, 3, 1\): must be"),
+        (GOOD.astype(np.uint16), r"= uint16 \(6, 3, 2\): must be uint8"),
+        (changed(4, 2, [3, 8]), r"at token 4, layer 2 of those with experts = \[3, 8\]: must be experts below 8"),
+        (changed(1, 0, [255, 3]), r"at token 1, layer 0 .* = \[255, 3\]: must be known or unknown as a whole"),
+        (changed(5, 1, [3, 3]), r"at token 5, layer 1 .* = \[3, 3\]: must be different experts"),
+    ],
+)
+def test_routes_of_another_model_are_refused_with_the_place(routes, message):
+    with pytest.raises(EngineError, match=message):
+        check_routes(replace(completion_with(routes), request_id="7-1"), num_prompt=4, shape=SHAPE)
+
+
+def test_a_byte_holds_255_experts_and_the_unknown():
+    assert [RouteShape(num_layers=1, top_k=1, num_experts=n).dtype for n in (8, 255, 256)] == ["uint8", "uint8", "uint16"]
