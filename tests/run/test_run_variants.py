@@ -71,6 +71,16 @@ def test_a_deepseek_model_trains_its_multi_token_prediction_and_its_biases(tmp_p
     assert rows[1]["train/mtp_loss"] < rows[0]["train/mtp_loss"]
 
 
+@pytest.mark.parametrize("mode", ["trainer", "rollout"])
+def test_routes_are_replayed_in_both_updates_of_a_step(tmp_path, mode):
+    """In the first the router would have chosen the same: its weights are those that chose."""
+    rows = train(tmp_path, f"train.router_replay={mode}", "train.updates_per_step=2", "num_steps=2", DIGIT)
+    assert all(row["mismatch/mean"] < 1e-6 for row in rows)
+    assert all(row["routing/replayed"] > (0.999 if mode == "trainer" else 0.8) for row in rows)
+    assert all(0.9 < row["routing/overlap"] <= 1 for row in rows)
+    assert all(("routing/payload_bytes" in row) == (mode == "rollout") for row in rows)
+
+
 # -- what cannot be continued ----------------------------------------------------------------------------------
 
 
