@@ -1,6 +1,6 @@
 """What a model family declares: its Megatron configuration, what it refuses, and how every parameter maps to Hugging Face tensors.
 
-Data and functions of config.json alone: neither torch nor Megatron is imported, so that validation reads the same declaration as the engine.
+Data and functions of config.json alone: neither torch nor Megatron is imported, so that validation reads what the engine reads.
 One rule serves both directions (shards.py).
 """
 

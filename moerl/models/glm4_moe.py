@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7 (355B-A32B) and GLM-4.5-Air (106B-A12B): DeepSeek-V3's routers and multi-token prediction on grouped-query attention.
+"""GLM-4.5, 4.6, 4.7 (355B-A32B) and GLM-4.5-Air (106B-A12B): routers and multi-token prediction of DeepSeek-V3, grouped-query attention.
 
 Half of a head's channels are rotary, queries, keys and values have biases, and all but Air norm queries and keys. Names: transformers,
 models/glm4_moe/modeling_glm4_moe.py; the layers of multi-token prediction are named as DeepSeek's.
