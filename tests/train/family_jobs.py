@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema import GRPOConfig
 from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TrainBatch
+from moerl.types import StepStats, TensorSpec, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class Proof:
     """The same, each in a row of its own, padded to the longest."""
     wrong_names: list[str]
     """Tensors that the export lacks, adds or changes."""
+    pushed: list[TensorSpec]
+    """What a push would bring."""
     stats: StepStats
     """Of one update."""
 
@@ -39,9 +41,9 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
     for settings in chosen:
         engine = MegatronEngine(settings)
         packed, padded = _packed_logits(engine, batch), _padded_logits(engine, batch)
-        wrong_names = _wrong_names(engine, settings)
+        wrong_names, pushed = _wrong_names(engine, settings), engine.tensor_specs()
         stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
-        proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong_names, stats=stats))
+        proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong_names, pushed=pushed, stats=stats))
     return proofs
 
 

@@ -1,4 +1,4 @@
-"""Every family in Megatron: transformers' logits at every position, under every layout, and every bit of a checkpoint back."""
+"""Every family in Megatron: transformers' logits at every position, under every layout, and every bit of a checkpoint back, the same from the hf engine."""
 
 import functools
 import json
@@ -7,13 +7,17 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
 from family_cases import CASES, transformers_logits, write_case
 from family_jobs import prove
+from safetensors.torch import load_file
 
 from moerl.config.layout import Layout
 from moerl.models import FAMILIES
+from moerl.rollout.hf.forward import Forward
+from moerl.rollout.hf.model import checkpoint_specs, checkpoint_views, load_model
 
 LAYOUTS = {
     "one": Layout(),
@@ -121,3 +125,47 @@ def test_an_update_equals_that_of_one_process_with_the_loss_of_multi_token_predi
     )
     assert (found.mtp_loss is not None) == (name in MTP)
     assert found.mtp_loss is None or found.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-5)
+
+
+# -- the hf engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(directories):
+    """From a case to the hf engine's forward passes over it, its weights pushed tensor by tensor."""
+
+    @functools.cache
+    def of(name):
+        torch.set_num_threads(1)
+        model = load_model(directories[name], dtype=torch.float32, load="dummy", deterministic=True, max_context=32)
+        weights, views = load_file(directories[name] / "model.safetensors"), checkpoint_views(model)
+        assert {key: view.shape for key, view in views.items()} == {key: weights[key].shape for key in _served(name, weights)}
+        for key, view in views.items():
+            view.copy_(weights[key])
+        return Forward(model, num_slots=len(SEQUENCES), max_context=32, prefill_chunk=32, deterministic=True)
+
+    return of
+
+
+def _served(name, weights):
+    """A server has no layers of multi-token prediction."""
+    return {key for key in weights if name not in MTP or not key.startswith(("model.layers.4.", "model.layers.5."))}
+
+
+def _prefill(forward, slots):
+    chunks = [np.array(SEQUENCES[slot]) for slot in slots]
+    passed = forward.prefill(np.array(slots), chunks, np.zeros(len(slots), dtype=np.int64), with_routes=forward.routes is not None)
+    return passed.logits.numpy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_hf_engine_serves_what_transformers_computes_with_the_same_bits_in_any_company(name, servers, expected):
+    together = _prefill(servers(name), range(len(SEQUENCES)))
+    np.testing.assert_allclose(together, [logits[-1] for logits in expected(name)], atol=ATOL, rtol=0)
+    np.testing.assert_array_equal(together[2:3], _prefill(servers(name), [2]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_push_brings_exactly_what_the_hf_engine_expects(name, directories, proofs):
+    expected = checkpoint_specs(directories[name], torch.float32)
+    assert {spec.name: spec for spec in proofs("one")[name].pushed} == expected
