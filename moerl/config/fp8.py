@@ -110,7 +110,8 @@ def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearS
         name = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
         yield LinearSize(name=name, size=expert, cut_by="etp")
     if shared is not None:
-        yield LinearSize(name="n_shared_experts * moe_intermediate_size", size=shared, cut_by="tp")
+        name = "n_shared_experts * moe_intermediate_size" if "n_shared_experts" in hf else "shared_expert_intermediate_size"
+        yield LinearSize(name=name, size=shared, cut_by="tp")
     if trains_mtp:
         yield LinearSize(name="hidden_size", size=hf["hidden_size"], cut_by="tp")
 

@@ -6,11 +6,12 @@ from moerl.models.glm4_moe import GLM4_MOE
 from moerl.models.kimi_k2 import KIMI_K2
 from moerl.models.llama import LLAMA
 from moerl.models.mixtral import MIXTRAL
-from moerl.models.qwen2 import QWEN2
+from moerl.models.qwen2 import QWEN2, QWEN2_MOE
 from moerl.models.qwen3 import QWEN3, QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "llama": LLAMA,

@@ -48,3 +48,9 @@ def last_layer_has_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         reason = "the last layer must have experts: the layers of multi-token prediction are built like it"
         rule = f"needs first_k_dense_replace below num_hidden_layers={hf['num_hidden_layers']}"
         yield BrokenRule(rule, reason, "a model with experts")
+
+
+def experts_in_every_layer(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
+        reason = "the family's table has experts in every layer"
+        yield BrokenRule("needs decoder_sparse_step=1 and no mlp_only_layers in config.json", reason, "another model of this type")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.checks import FULL_ATTENTION, NO_BIAS, SILU, fixed_values, plain_weights
+from moerl.models.checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, plain_weights
 from moerl.models.family import BrokenRule, Family
 from moerl.models.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, dense, ends, experts, softmax_router_fields
 from moerl.models.rope import rope_rules, rotary
@@ -32,9 +32,7 @@ def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from _dense_rules(hf)
-    if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
-        reason = "this table has experts in every layer"
-        yield BrokenRule("needs decoder_sparse_step=1 and no mlp_only_layers in config.json", reason, "another model of this type")
+    yield from experts_in_every_layer(hf)
 
 
 QWEN3 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)

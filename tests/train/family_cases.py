@@ -37,6 +37,7 @@ _GLM = {**_SIGMOID_ROUTER, "head_dim": 16, "attention_bias": True, "partial_rota
 CASES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 16},
+    "qwen2_moe": {"model_type": "qwen2_moe", **_QWEN_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3_moe": {"model_type": "qwen3_moe", **_QWEN_EXPERTS, "norm_topk_prob": False, "head_dim": 16},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4},

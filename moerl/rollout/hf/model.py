@@ -103,7 +103,7 @@ def _expert_views(name: str, fused: torch.Tensor, served: Served) -> dict[str, t
 
 def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
     config = read_hf_config(model_dir)
-    if getattr(config, "sliding_window", None) is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if getattr(config, "sliding_window", None) not in (None, 0) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise EngineError(
             f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine keeps every position. Set it to null "
             "in config.json if max_context fits the window"
