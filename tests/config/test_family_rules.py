@@ -1,4 +1,4 @@
-"""What a config.json says that Megatron would compute otherwise is refused with the reason, for every family; so are other architectures."""
+"""What a config.json says that Megatron would compute otherwise is refused with the reason; so are architectures without a family."""
 
 import json
 
