@@ -136,6 +136,7 @@ class WeightSync:
             for name in silent:
                 tasks[name].cancel()
             outcomes = dict(zip(tasks, await asyncio.gather(*tasks.values(), return_exceptions=True), strict=True))
+        await asyncio.sleep(0)  # from Python 3.12 on a gather of finished tasks does not yield, and the last have not been noted yet
         in_order = sorted(tasks, key=lambda name: ended.index(tasks[name]))
         failures = {name: failure for name in in_order if isinstance(failure := outcomes[name], BaseException)}
         if failures:

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 
-def activate_again() -> tuple[bool, tuple[str, ...]]:
-    """Whether a second activation leaves every replaced function as it is, and the names of the active patches."""
+def activate_again() -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
+    """Whether a second activation leaves every replaced function as it is; the names of the active patches and of those needed."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -20,7 +20,8 @@ def activate_again() -> tuple[bool, tuple[str, ...]]:
     before = functions()
     names = megatron_patches.activate()
     after = functions()
-    return all(a is b for a, b in zip(before, after, strict=True)), names
+    needed = tuple(patch.NAME for patch in megatron_patches.PATCHES if patch.needed())
+    return all(a is b for a, b in zip(before, after, strict=True)), names, needed
 
 
 def undo(name: str) -> None:

@@ -15,10 +15,13 @@ from engine_ranks import RankError, run_ranks
 from patch_jobs import activate_again, gather_and_scatter, patch_changed_source, rng_round_trip, undo, use_cuda_names
 
 import megatron_patches
-from megatron_patches import reference_te
+from megatron_patches import duplicated_linear, reference_te
 from megatron_patches.errors import PatchError, require_source
 from moerl.config.layout import Layout
 
+OLD_MEGATRON = pytest.param(
+    "duplicated_linear", marks=pytest.mark.skipif(not duplicated_linear.needed(), reason="this version of Megatron marks them itself")
+)
 ROOT = Path(megatron_patches.__file__).resolve().parent.parent
 
 BUILD_AN_ENGINE = """
@@ -88,12 +91,12 @@ def test_float64_fails_without_its_patch(checkpoints):
 
 
 def test_activating_again_changes_nothing():
-    is_same, names = run_ranks(activate_again, 1)
+    is_same, names, needed = run_ranks(activate_again, 1)
     assert is_same
-    assert names == tuple(patch.NAME for patch in megatron_patches.PATCHES)
+    assert names == needed
 
 
-@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo", "duplicated_linear"])
+@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo", OLD_MEGATRON])
 def test_a_patch_that_was_undone_is_named(patch):
     with pytest.raises(RankError, match=rf"in undo\n(?s:.*)PatchError: patches not in force: {patch};"):
         run_ranks(undo, 1, patch)

@@ -47,7 +47,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while running := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {running}"
         time.sleep(0.01)
@@ -81,12 +81,12 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_unweighted(functions):
         ("list", "not_a_number", "returned [1.0]"),
         ("dict", "not_a_number", 'without "score"'),
         ("die", "died", "exit status -9"),
-        ("sleep", "timeout", "reward.timeout_seconds=0.5"),
-        ("spin", "timeout", "reward.timeout_seconds=0.5"),
+        ("sleep", "timeout", "reward.timeout_seconds=2"),
+        ("spin", "timeout", "reward.timeout_seconds=2"),
     ],
 )
 def test_a_misbehaving_verifier_marks_its_sample_and_the_next_one_is_scored(misbehaving, text, kind, said):
-    (bad, good), pool = score_all(misbehaving(timeout_seconds=0.5), text, "fine")
+    (bad, good), pool = score_all(misbehaving(timeout_seconds=2.0), text, "fine")
     assert bad.reward == 0.0
     assert bad.error is not None
     assert bad.error.startswith("reward.terms.bad: ")
@@ -96,15 +96,15 @@ def test_a_misbehaving_verifier_marks_its_sample_and_the_next_one_is_scored(misb
 
 
 def test_errors_are_counted_by_kind(misbehaving):
-    _, pool = score_all(misbehaving(timeout_seconds=0.5), "raise", "nan", "raise", "sleep", "fine", "scalar", "bool")
+    _, pool = score_all(misbehaving(timeout_seconds=2.0), "raise", "nan", "raise", "sleep", "fine", "scalar", "bool")
     assert pool.error_counts == {"raised": 2, "not_a_number": 1, "timeout": 1}
 
 
 @pytest.mark.parametrize("bomb", ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" + "(" * 300 + "1" + ")" * 300 + "}"])
 def test_a_bomb_for_math_verify_costs_one_worker(bomb):
-    config = RewardConfig(terms={"math": RewardTerm(kind="math")}, timeout_seconds=0.5)
+    config = RewardConfig(terms={"math": RewardTerm(kind="math")}, timeout_seconds=2.0)
     (bad, good), pool = score_all(config, bomb, "\\boxed{7}", ground_truth="7")
-    assert bad.error == "reward.terms.math: not done after reward.timeout_seconds=0.5"
+    assert bad.error == "reward.terms.math: not done after reward.timeout_seconds=2"
     assert good.reward == 1.0
     assert pool.error_counts == {"timeout": 1}
 
@@ -136,7 +136,7 @@ def test_a_gym_row_is_scored_in_a_worker():
 
 def test_the_term_that_hangs_is_the_one_named(functions):
     terms = {"first": RewardTerm(kind="exact"), "second": RewardTerm(kind="function", path=f"{functions}:misbehave")}
-    [score], _ = score_all(RewardConfig(terms=terms, timeout_seconds=0.5), "sleep")
+    [score], _ = score_all(RewardConfig(terms=terms, timeout_seconds=2.0), "sleep")
     assert score.error is not None
     assert score.error.startswith("reward.terms.second: ")
 
@@ -145,7 +145,7 @@ def test_a_hanging_check_does_not_hold_up_the_other_worker(misbehaving):
     async def main() -> None:
         async with RewardPool(misbehaving(timeout_seconds=30.0, num_workers=2)) as pool:
             hanging = asyncio.create_task(pool.score(prompt(), "sleep"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(25):
                 scores = [await pool.score(prompt(), "fine") for _ in range(20)]
             assert all(score.reward == 1.0 for score in scores)
             assert not hanging.done()

@@ -248,7 +248,7 @@ def test_a_dropped_group_frees_its_slot_at_once_and_a_taken_one_only_when_releas
     async def main():
         buffer = make_buffer(groups_per_step=1)
         buffer.drop(await buffer.reserve(), make_group(0, rewards=(1, 1)))
-        ticket = await asyncio.wait_for(buffer.reserve(), 1)
+        ticket = await asyncio.wait_for(buffer.reserve(), 20)
         waiting = asyncio.create_task(buffer.reserve())
         buffer.fill(ticket, make_group(ticket))
         assert [group.prompt.index for group in await buffer.take(1)] == [1]
@@ -256,7 +256,7 @@ def test_a_dropped_group_frees_its_slot_at_once_and_a_taken_one_only_when_releas
         await asyncio.sleep(0)
         assert not waiting.done()
         buffer.release(1)
-        assert await asyncio.wait_for(waiting, 1) == 2
+        assert await asyncio.wait_for(waiting, 20) == 2
 
     asyncio.run(main())
 
@@ -303,7 +303,7 @@ def test_a_failure_wakes_everyone_with_its_cause():
         await asyncio.sleep(0)
         buffer.fail(cause)
         buffer.fail(RuntimeError("a later one"))
-        results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 1)
+        results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
         for error in results:
             assert isinstance(error, MoerlError)
             assert str(error) == "rollout stopped, because a group could not be produced: OSError: engine gone"
@@ -322,7 +322,7 @@ def test_a_producer_cancelled_while_it_waits_takes_no_slot():
         await asyncio.sleep(0)
         cancelled.cancel()
         buffer.drop(ticket, make_group(ticket, rewards=(0, 0)))
-        assert await asyncio.wait_for(waiting, 1) == 1
+        assert await asyncio.wait_for(waiting, 20) == 1
 
     asyncio.run(main())
 

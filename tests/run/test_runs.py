@@ -55,6 +55,7 @@ def go(output_dir: Path, stop: Stop | None = None) -> Ended:
                 stop(psutil.Process(process.pid), family)
     exit_code = process.wait(SECONDS)
     _, alive = psutil.wait_procs(family, timeout=30)
+    assert family, f"no row from step 3 on: {process.communicate()}"
     return Ended(
         exit_code=exit_code,
         family=names,
@@ -74,6 +75,14 @@ STOPS: dict[str, Stop] = {
     "server": lambda driver, family: find(family, "moerl.rollout.hf").kill(),
 }
 every_stop = pytest.mark.parametrize("how", [*STOPS, "end"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ctrl_c_reaches_children():
+    """A shell starts what it runs in the background with this signal ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from deepseek_cases import write_deepseek
+from deepseek_cases import require_megatron_for, write_deepseek
 from engine_cases import settings
 from engine_jobs import attention_tokens_of
 from engine_ranks import run_ranks
@@ -28,6 +28,8 @@ def operations(model, length):
     "name", ["qwen3", "qwen3_moe", "untied-qwen3", "untied-qwen3_moe", "deepseek-plain", "deepseek-yarn-unscaled", "deepseek-odd"]
 )
 def test_attention_costs_as_much_as_the_rest_at_that_length(name, all_checkpoints):
+    if name.startswith("deepseek"):
+        require_megatron_for(all_checkpoints[name])
     model = AutoModelForCausalLM.from_pretrained(all_checkpoints[name], attn_implementation="eager", experts_implementation="eager")
     # operations(length) = linear * length + attention * length ** 2, of which the causal half counts.
     short, long = operations(model, 8), operations(model, 16)

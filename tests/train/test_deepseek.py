@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_jobs import load_and_continue, save_and_continue
-from deepseek_cases import deepseek_settings, slow, write_deepseek
+from deepseek_cases import deepseek_settings, require_megatron_for, slow, write_deepseek
 from engine_cases import LAYOUTS, random_batch
 from engine_jobs import export_to, first_step, new_engine, train
 from engine_ranks import RankError, run_ranks
@@ -16,7 +16,6 @@ from test_hf_parity import train_plainly
 from megatron_patches import duplicated_linear
 from moerl.config.layout import Layout
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.deepseek_v3 import DEEPSEEK_V3
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
 ROUNDED = 1e-6
@@ -27,12 +26,6 @@ ROUNDED = 1e-6
 def deepseek(tmp_path_factory):
     """Directories of tiny DeepSeek-V3 checkpoints, by variant."""
     return write_deepseek(tmp_path_factory.mktemp("deepseek"))
-
-
-def require_megatron_for(directory):
-    """Megatron 0.19 has no latent attention without compressed queries, and validation says so."""
-    if list(DEEPSEEK_V3.broken_rules(json.loads((directory / "config.json").read_text()))):
-        pytest.skip("not with this version of Megatron")
 
 
 # -- transformers ------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_a_receiver_that_fails_mid_bucket_stops_nobody_for_long(transport, start
     started = time.monotonic()
     with pytest.raises(WeightError, match="at bucket 1, 1 .*\n.*server1: WeightError: tensor 'layers.0.norm.weight'.*digest"):
         asyncio.run(sync.push(1))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     for engine in engines.values():
         with pytest.raises(WeightError, match=r"never arrived|without a push"):
             engine.call("finish", 1)
@@ -98,7 +98,7 @@ def test_gloo_a_killed_receiver_ends_the_wait_of_all_others(start, make_source):
 
     started = time.monotonic()
     outcomes = asyncio.run(move_one_bucket())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert isinstance(outcomes[0], WeightError)
     assert "could not be sent" in str(outcomes[0])
 
@@ -120,7 +120,7 @@ def test_gloo_a_receiver_that_refuses_to_take_part_ends_the_wait_of_all_others(s
     started = time.monotonic()
     with pytest.raises(WeightError, match=r"server1: WeightError: install without a push in progress"):
         asyncio.run(move())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
 
 
 def test_gloo_after_a_failed_push_the_next_one_connects_anew(start, make_source):
@@ -152,7 +152,7 @@ def test_gloo_a_silent_receiver_is_bounded_by_the_timeout(start):
         assert "not all 2 receivers joined" in str(mine)
         assert isinstance(theirs, WeightError)
         assert "could not join the trainer" in str(theirs)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 40
     finally:
         sender.close()
 

@@ -6,8 +6,8 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 
-class _Largest(NamedTuple):
-    """Largest finite values of the forward and the backward type."""
+class _FormatHelper(NamedTuple):
+    """Largest finite values of the forward and the backward type. Named as in Transformer Engine, for Megatron's list of safe pickles."""
 
     max_fwd: float
     max_bwd: float
@@ -16,8 +16,8 @@ class _Largest(NamedTuple):
 class Format(Enum):
     """HYBRID: gradients in e5m2, which has more range and less precision; everything else, and with E4M3 all, in e4m3."""
 
-    E4M3 = _Largest(448.0, 448.0)
-    HYBRID = _Largest(448.0, 57344.0)
+    E4M3 = _FormatHelper(448.0, 448.0)
+    HYBRID = _FormatHelper(448.0, 57344.0)
 
 
 class Recipe:
@@ -70,6 +70,10 @@ class Float8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     # Megatron cannot pass it: this variable of Transformer Engine is the only way.
     use_f32_scales: bool = os.getenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0") == "1"
+    fp8_dpa: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_attention(self.fp8_dpa)
 
 
 @dataclass
@@ -77,6 +81,10 @@ class MXFP8BlockScaling(Recipe):
     """Everything in blocks of 1 x 32 with an exponent of 8 bits as scale (OCP Microscaling Formats 1.0)."""
 
     fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+
+    def __post_init__(self) -> None:
+        _refuse_attention(self.fp8_dpa)
 
 
 def _refuse_attention(*options: bool) -> None:
