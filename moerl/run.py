@@ -19,6 +19,7 @@ from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
+from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
@@ -48,7 +49,7 @@ def train(config: RunConfig) -> Path:
 
 async def _train(config: RunConfig, observe: Observer) -> None:
     model_dir = _model_dir(config)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
     prompts = _prompts(config, tokenizer)
     with _local_ray():
         _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process

@@ -11,7 +11,6 @@ from moerl.check import load_checked
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import EngineError
-from moerl.weights.sync import WeightSync
 
 OVERRIDES = ("num_steps=4", "save_every=0", "rollout.probe_seconds=2", DIGIT)
 
