@@ -1,0 +1,45 @@
+"""What is said of a config.json whose architecture has no family: why, if that is known, and which family is nearest."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from moerl.models import FAMILIES
+from moerl.models.family import BrokenRule, Family
+from moerl.types import CheckpointError
+
+NOT_EXPRESSED: Mapping[str, str] = {
+    "minimax_m2": "it norms queries and keys over all heads at once, and Megatron-Core (0.16 to 0.19) norms each head",
+    "qwen3_next": "three of four layers are gated delta nets, and Megatron-Core's (0.16 to 0.19) refuse packed sequences, of which all "
+    "batches here consist",
+}
+"""model_type -> what Megatron cannot compute."""
+
+
+def find_family(hf: Mapping[str, Any]) -> Family:
+    """Of a config.json. Raises CheckpointError with the nearest family if there is none."""
+    if hf.get("model_type") not in FAMILIES:
+        rule, reason, fix = explain_unknown(hf)
+        raise CheckpointError(f"config.json: {rule} ({reason}); {fix}")
+    return FAMILIES[hf["model_type"]]
+
+
+def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
+    """Of a config.json whose model_type is not in FAMILIES."""
+    kind, names = str(hf.get("model_type")), ", ".join(sorted(FAMILIES))
+    rule = "must be of a family moerl knows"
+    if kind in NOT_EXPRESSED:
+        return BrokenRule(
+            rule, f"model_type {kind!r} is not among them: {NOT_EXPRESSED[kind]}", f"a model whose model_type is one of {names}"
+        )
+    near = _nearest(kind, hf.get("architectures") or [])
+    hint = "" if near is None else f"; the nearest is {near}, and docs/add-a-family.md says how to add one"
+    return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}", f"a model whose model_type is one of {names}")
+
+
+def _nearest(kind: str, architectures: list[str]) -> str | None:
+    """By the model_type, then by the name of the class (Qwen2ForCausalLM)."""
+    for name in (kind, *(architecture.split("For")[0].lower() for architecture in architectures)):
+        if close := difflib.get_close_matches(name, FAMILIES, n=1):
+            return close[0]
+    return None
