@@ -29,7 +29,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Train; the same command continues a run that was stopped."""
     from moerl.check import load_checked
 
-    config = load_checked(overrides, config_dir)
+    config = load_checked(overrides, config_dir, starts=True)
 
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
