@@ -68,7 +68,13 @@ async def _processes(
     config: RunConfig, model_dir: Path, observe: Observer
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
-    pool = RolloutPool(build_engines(config, model_dir, config.run_dir / "logs"), request_seconds=config.rollout.request_seconds)
+    rollout = config.rollout
+    pool = RolloutPool(
+        build_engines(config, model_dir, config.run_dir / "logs"),
+        request_seconds=rollout.request_seconds,
+        max_restarts=rollout.max_restarts,
+        probe_seconds=rollout.probe_seconds,
+    )
     rewards = RewardPool(config.reward)
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints")
     async with AsyncExitStack() as stack:
