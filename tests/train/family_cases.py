@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from moerl.models import FAMILIES
-from moerl.rollout.hf.model import read_hf_config
+from moerl.models.transformers_config import read_transformers_config
 
 VOCABULARY = 101
 """No tensor-parallel size divides it."""
@@ -57,9 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
 """Name -> what config.json says beside the sizes above."""
 
 
-def write_case(name: str, root: Path) -> Path:
-    """The directory of the checkpoint: matrices wide enough that every part moves the logits."""
-    config, directory = {**_DECODER, **CASES[name]}, root / name
+def write_case(name: str, root: Path, **changes: Any) -> Path:
+    """The directory of the checkpoint: matrices wide enough that every part moves the logits. `changes`: of config.json."""
+    config, directory = {**_DECODER, **CASES[name], **changes}, root / name
     num_layers, num_mtp = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
     _random_model(config | {"num_hidden_layers": num_layers + num_mtp}).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))
@@ -91,7 +91,7 @@ def _disturb(weights: dict[str, torch.Tensor]) -> None:
 
 def transformers_logits(directory: Path, sequences: list[list[int]], zeroed: str = "") -> list[torch.Tensor]:
     """[length, vocabulary] of each, computed alone. `zeroed`: what the names of the parameters end with that are set to 0."""
-    config = read_hf_config(directory)
+    config = read_transformers_config(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32, experts_implementation="eager").eval()
     chosen = [tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if zeroed and name.endswith(zeroed)]
     assert bool(chosen) == bool(zeroed)

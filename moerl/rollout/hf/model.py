@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moerl.models import FAMILIES
 from moerl.models.family import Served
+from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.hf.cache import ATTENTION, attend
 from moerl.rollout.hf.experts import EXPERTS, every_expert_on_every_row
 from moerl.types import EngineError, TensorSpec
@@ -67,19 +68,6 @@ def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpe
         return tensor_specs(checkpoint_views(_random(config, dtype=dtype)))
 
 
-def read_hf_config(model_dir: Path) -> PretrainedConfig:
-    """As transformers reads it; of the class that computes the model. Raises EngineError for a model without a family in moerl/models."""
-    written = json.loads((model_dir / "config.json").read_text())
-    kind = written.get("model_type")
-    if kind not in FAMILIES:
-        raise EngineError(
-            f"model_type = {kind!r} of {model_dir}: must be one of {', '.join(FAMILIES)}; the hf engine writes its own "
-            "attention masks and expert layout, known only for these. Use another rollout.engine"
-        )
-    computed_as = FAMILIES[kind].served.computed_as
-    return AutoConfig.from_pretrained(model_dir) if computed_as is None else AutoConfig.for_model(**written | {"model_type": computed_as})
-
-
 def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, **options)
     for name, buffer in model.named_buffers():
@@ -102,7 +90,13 @@ def _expert_views(name: str, fused: torch.Tensor, served: Served) -> dict[str, t
 
 
 def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
-    config = read_hf_config(model_dir)
+    kind = json.loads((model_dir / "config.json").read_text()).get("model_type")
+    if kind not in FAMILIES:
+        raise EngineError(
+            f"model_type = {kind!r} of {model_dir}: must be one of {', '.join(FAMILIES)}; the hf engine writes its own "
+            "attention masks and expert layout, known only for these. Use another rollout.engine"
+        )
+    config = read_transformers_config(model_dir)
     if getattr(config, "sliding_window", None) not in (None, 0) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise EngineError(
             f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine keeps every position. Set it to null "
