@@ -70,14 +70,16 @@ def _published_problems(model: ModelConfig) -> Iterator[Problem]:
         reason = "configs/published holds the config.json of the models that recipes are shipped for"
         fix = "one of " + ", ".join(names) + ", or model.path alone for another model"
         yield problem("model.published", model.published, "is not there", reason, fix)
-    elif model.scratch is not None:
+        return
+    if model.scratch is not None:
         reason = "the weights come from one place"
         yield problem("model.published", model.published, "has no meaning with model.scratch", reason, "leave one of them out")
-    elif model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        if differing := differences(published_config(model.published), read_config(Path(model.path))):
-            rule, reason = f"must be {model.published}", f"its config.json says {'; '.join(differing)}"
-            fix = "the directory of that model, or model.published=null and a layout for this one"
-            yield problem("model.path", model.path, rule, reason, fix)
+    found = _hf_config(model) if model.path is not None else None
+    differing = [] if found is None else differences(published_config(model.published), found)
+    if differing:
+        rule, reason = f"must be {model.published}", f"its config.json says {'; '.join(differing)}"
+        fix = "the directory of that model, or model.published=null and a layout for this one"
+        yield problem("model.path", model.path, rule, reason, fix)
 
 
 def _scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """What a rank holds of a model: its parameters and buffers, under names that count layers and experts over the whole model."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,8 +23,10 @@ def owned_by(chunk: nn.Module, family: Family, *, expert_rank: int) -> Iterator[
     """Of a GPTModel on the rank that is `expert_rank` of its expert parallel group. KeyError for a name no rule maps."""
     state = chunk.state_dict().keys()
     buffers = ((local, buffer) for local, buffer in chunk.named_buffers() if local in state)
-    for local, tensor in (*chunk.named_parameters(), *buffers):
-        name = _global_name(chunk, local, expert_rank)
+    tensors = [*chunk.named_parameters(), *buffers]
+    num_local_experts = Counter(_without_expert(local) for local, _ in tensors)
+    for local, tensor in tensors:
+        name = _global_name(chunk, local, first_expert=expert_rank * num_local_experts[_without_expert(local)])
         rule, numbers = family.find(name)
         yield Owned(name=name, rule=rule, numbers=numbers, tensor=tensor)
 
@@ -36,7 +39,7 @@ def hf_names(rule: Rule, numbers: Mapping[str, int], *, num_layers: int, tied: b
     return [name.format(**counted) for name in rule.hf]
 
 
-def _global_name(chunk: nn.Module, local: str, expert_rank: int) -> str:
+def _global_name(chunk: nn.Module, local: str, *, first_expert: int) -> str:
     """Megatron counts layers from 0 in each stage and experts from 0 on each rank; names are those of version 0.16."""
     parts = local.split(".")
     if parts[:2] == ["decoder", "layers"]:
@@ -44,7 +47,11 @@ def _global_name(chunk: nn.Module, local: str, expert_rank: int) -> str:
     if parts[:2] == ["mtp", "layers"] and parts[3] == "mtp_model_layer":  # Megatron 0.19's name for 0.16's
         parts[3] = "transformer_layer"
     if "experts" in parts:
-        stem = parts[-1].rstrip("0123456789")
-        num_local = sum(1 for key, _ in chunk.get_submodule(".".join(local.split(".")[:-1])).named_parameters() if key.startswith(stem))
-        parts[-1] = f"{stem}{int(parts[-1][len(stem) :]) + expert_rank * num_local}"
+        kind = _without_expert(parts[-1])
+        parts[-1] = f"{kind}{int(parts[-1][len(kind) :]) + first_expert}"
     return ".".join(parts)
+
+
+def _without_expert(local: str) -> str:
+    """Names of experts' parameters end with the expert's number."""
+    return local.rstrip("0123456789")

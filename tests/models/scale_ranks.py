@@ -1,12 +1,14 @@
-"""Builds what every rank of a large run holds, in one process and without memory: torch's fake process group and meta tensors.
+"""Builds what every rank of a large run holds, without memory: torch's fake process group and meta tensors.
 
 The code that runs is that of a training rank (initialize_groups, build_chunks, owned_by); only the group and the device are not real.
 """
 
+import pickle
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import TrainConfig
@@ -14,26 +16,31 @@ from moerl.models.family import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A tensor of one rank."""
+class Place:
+    """Of a rank, as Megatron's process groups tell it."""
 
     stage: int
-    shard: int
-    """The rank's number in the group that splits the tensor."""
-    shape: tuple[int, ...]
+    tensor: int
+    expert: int
+    expert_tensor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    holders: dict[str, list[Held]]
-    """Global Megatron name -> one for every rank that has it."""
+    places: list[Place]
+    """Of every rank."""
+    held: dict[Place, dict[str, tuple[int, ...]]]
+    """Shapes of what a rank there holds, by global Megatron name. Ranks of one place hold the same, so it is built once."""
     sizes: Sizes
     peak_bytes: int
-    """Of the process, from its start."""
+    """Of the larger process, from its start."""
 
 
-def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int) -> Survey:
-    """Of all ranks of train.layout, one after the other. It replaces the process's default group."""
+def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, directory: Path) -> None:
+    """Ranks of train.layout, one after the other: of P processes the p-th takes every P-th stage. Writes to `directory`.
+
+    It replaces the process's default group.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -42,25 +49,51 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int) -> Surve
     from moerl.models.owned import owned_by
     from moerl.train.model import build_chunks, initialize_groups
 
-    holders: dict[str, list[Held]] = {}
+    part, num_parts = dist.get_rank(), dist.get_world_size()
+    places: list[Place] = []
+    held: dict[Place, dict[str, tuple[int, ...]]] = {}
+    num_ranks, per_stage = train.layout.ranks, train.layout.ranks // train.layout.pp
+    dist.barrier()  # one that left at once would break the connections another is still making
     dist.destroy_process_group()
     with _no_memory():
-        for rank in range(train.layout.ranks):
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=train.layout.ranks)
+        for rank in (rank for rank in range(num_ranks) if rank // per_stage % num_parts == part):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
             initialize_groups(train.layout, 1)
-            with torch.device("meta"):
-                built = build_chunks(hf, train, max_context=max_context)
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            tensor, expert = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-            for chunk in built.chunks:
-                for item in owned_by(chunk, built.family, expert_rank=parallel_state.get_expert_model_parallel_rank()):
-                    assert item.tensor.is_meta, f"{item.name} takes memory"
-                    held = Held(stage=stage, shard=expert if item.rule.is_expert else tensor, shape=tuple(item.tensor.shape))
-                    holders.setdefault(item.name, []).append(held)
+            places.append(_place())
+            if places[-1] not in held:
+                with torch.device("meta"):
+                    built = build_chunks(hf, train, max_context=max_context)
+                owned = [item for chunk in built.chunks for item in owned_by(chunk, built.family, expert_rank=places[-1].expert)]
+                held[places[-1]] = {item.name: tuple(item.tensor.shape) for item in owned}
+                assert len(held[places[-1]]) == len(owned), "a rank holds a tensor twice"
+                assert all(item.tensor.is_meta for item in owned), "a tensor takes memory"
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    return Survey(holders=holders, sizes=built.sizes, peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (directory / f"part-{part}").write_bytes(pickle.dumps(Survey(places=places, held=held, sizes=built.sizes, peak_bytes=peak_bytes)))
+
+
+def read_survey(directory: Path) -> Survey:
+    """What all processes of `survey` wrote."""
+    parts: list[Survey] = [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("part-*"))]
+    return Survey(
+        places=[place for part in parts for place in part.places],
+        held={place: shapes for part in parts for place, shapes in part.held.items()},
+        sizes=parts[0].sizes,
+        peak_bytes=max(part.peak_bytes for part in parts),
+    )
+
+
+def _place() -> Place:
+    from megatron.core import parallel_state
+
+    return Place(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
+    )
 
 
 @contextmanager

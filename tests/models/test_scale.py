@@ -1,19 +1,22 @@
 """The shipped layouts of the largest models: what all ranks hold together is the published checkpoint, no more and no less.
 
-Every rank of every layout is built by Megatron for real, on meta tensors (scale_ranks.py).
+Megatron builds for real, on meta tensors, what a rank at every place of every layout holds (scale_ranks.py).
 """
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import pytest
 import torch
 from engine_ranks import run_ranks
 from published_tensors import PUBLISHED_COUNTS, published_tensors
-from scale_ranks import Held, survey
+from scale_ranks import Survey, read_survey, survey
 
 from moerl.config.load import load
 from moerl.config.published import published_config, published_names
+from moerl.config.schema import RunConfig
 from moerl.models import FAMILIES
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names
@@ -28,57 +31,74 @@ RECIPES = [
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    config: RunConfig
+    hf: dict
+    found: Survey
+    shapes: dict[str, set[tuple[int, ...]]]
+    """Of a parameter's shards, by its global Megatron name."""
+    holders: dict[str, Counter]
+    """(stage, number of the shard) -> how many ranks have it."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.hf["model_type"]]
+
+    def num_shards(self, rule: Rule) -> int:
+        return self.config.train.layout.etp if rule.is_expert else self.config.train.layout.tp
+
+
 @pytest.fixture(scope="module", params=RECIPES)
-def surveyed(request, tmp_path_factory):
-    """(recipe, its config.json, what all its ranks hold)"""
-    config = load([f"recipe={request.param}", f"output_dir={tmp_path_factory.mktemp('runs')}"])
+def case(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("survey")
+    config = load([f"recipe={request.param}", f"output_dir={directory}"])
     hf = published_config(config.model.published)
-    return config, hf, run_ranks(survey, 1, hf, config.train, config.model.max_context, deadline_seconds=300)
+    run_ranks(survey, 2, hf, config.train, config.model.max_context, directory, deadline_seconds=300)
+    found, shapes, holders = read_survey(directory), {}, {}
+    for place, num_ranks in Counter(found.places).items():
+        for name, shape in found.held[place].items():
+            shapes.setdefault(name, set()).add(shape)
+            shard = place.expert_tensor if FAMILIES[hf["model_type"]].find(name)[0].is_expert else place.tensor
+            holders.setdefault(name, Counter())[place.stage, shard] += num_ranks
+    return Case(config=config, hf=hf, found=found, shapes=shapes, holders=holders)
 
 
-def test_every_tensor_is_on_all_ranks_that_must_hold_it_and_on_no_other(surveyed):
-    config, hf, found = surveyed
-    layout, family = config.train.layout, FAMILIES[hf["model_type"]]
-    for name, holders in found.holders.items():
-        rule, _ = family.find(name)
-        num_shards, copies = (layout.etp, layout.edp) if rule.is_expert else (layout.tp, layout.dp * layout.cp)
-        assert len({held.shape for held in holders}) == 1, name
-        stages = {held.stage for held in holders}
-        assert Counter((held.stage, held.shard) for held in holders) == {
-            (stage, shard): copies for stage in stages for shard in range(num_shards)
-        }, name
+def test_every_tensor_is_on_all_ranks_that_must_hold_it_and_on_no_other(case):
+    layout = case.config.train.layout
+    assert len(case.found.places) == layout.ranks
+    for name, holders in case.holders.items():
+        rule, _ = case.family.find(name)
+        copies = layout.edp if rule.is_expert else layout.dp * layout.cp
+        stages = sorted({stage for stage, _ in holders})
+        assert holders == {(stage, shard): copies for stage in stages for shard in range(case.num_shards(rule))}, name
         # The layers of multi-token prediction embed the tokens a second time, on the last stage.
-        twice = config.train.mtp_loss > 0 and name == "embedding.word_embeddings.weight"
-        assert stages == {0, layout.pp - 1} if twice else len(stages) == 1, name
+        twice = case.config.train.mtp_loss > 0 and name == "embedding.word_embeddings.weight"
+        assert stages == [0, layout.pp - 1] if twice else len(stages) == 1, name
 
 
-def test_what_all_ranks_hold_is_the_published_checkpoint(surveyed):
-    config, hf, found = surveyed
-    family, shapes = FAMILIES[hf["model_type"]], {}
-    for name, holders in found.holders.items():
-        for hf_name, shape in _whole(family, name, holders, hf, found.sizes):
+def test_what_all_ranks_hold_is_the_published_checkpoint(case):
+    shapes = {}
+    for name, (shape,) in case.shapes.items():
+        for hf_name, whole in _whole(case, name, shape):
             assert hf_name not in shapes, f"{hf_name} comes from two parameters"
-            shapes[hf_name] = shape
-    expected = published_tensors(hf)
+            shapes[hf_name] = whole
+    expected = published_tensors(case.hf)
     assert sorted(shapes.keys() - expected.keys()) == []
     assert sorted(expected.keys() - shapes.keys()) == []
     assert {name: (shape, expected[name]) for name, shape in shapes.items() if shape != expected[name]} == {}
-    assert sum(prod(shape) for shape in shapes.values()) == PUBLISHED_COUNTS[config.model.published]
+    assert sum(prod(shape) for shape in shapes.values()) == PUBLISHED_COUNTS[case.config.model.published]
 
 
-def test_the_shards_of_every_tensor_tile_it(surveyed):
-    config, hf, found = surveyed
-    family, layout, seen = FAMILIES[hf["model_type"]], config.train.layout, set()
-    for name, holders in found.holders.items():
-        rule, _ = family.find(name)
-        key = (rule.megatron, holders[0].shape)
-        if key not in seen:
-            seen.add(key)
-            _check_tiles(rule, holders[0].shape, layout.etp if rule.is_expert else layout.tp, found.sizes)
+def test_the_shards_of_every_tensor_tile_it(case):
+    kinds = {(rule, shape, case.num_shards(rule)) for name, (shape,) in case.shapes.items() for rule, _ in [case.family.find(name)]}
+    for rule, shape, num_shards in kinds:
+        _check_tiles(rule, shape, num_shards, case.found.sizes)
 
 
-def test_no_rank_takes_memory_for_it(surveyed):
-    assert surveyed[2].peak_bytes < 2 * 2**30
+def test_it_takes_no_memory(case):
+    """The models have 470 GB to 2 TB."""
+    assert case.found.peak_bytes < 2 * 2**30
 
 
 def test_every_model_with_a_published_config_is_built():
@@ -86,16 +106,21 @@ def test_every_model_with_a_published_config_is_built():
     assert covered == set(published_names()) == set(PUBLISHED_COUNTS)
 
 
-def _whole(family: Family, name: str, holders: list[Held], hf: dict, sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
+def _whole(case: Case, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     """(Hugging Face name, shape) of every tensor that a parameter becomes, its copies in the layers after the last among them."""
-    rule, numbers = family.find(name)
-    shards = {held.shard: torch.empty(held.shape, device="meta") for held in holders}
-    merged = merge(rule, [shards[shard] for shard in sorted(shards)], sizes=sizes)
-    names = hf_names(rule, numbers, num_layers=sizes.num_layers, tied=hf["tie_word_embeddings"])
-    layers = range(sizes.num_layers, sizes.num_layers + hf.get("num_nextn_predict_layers", 0))
+    rule, numbers = case.family.find(name)
+    sizes = case.found.sizes
+    merged = _merged(rule, shape, case.num_shards(rule), sizes)
+    names = hf_names(rule, numbers, num_layers=sizes.num_layers, tied=case.hf["tie_word_embeddings"])
+    layers = range(sizes.num_layers, sizes.num_layers + case.hf.get("num_nextn_predict_layers", 0))
     copies = [copy.format(mtp=layer) for copy in rule.copies for layer in layers]
-    merged += merged[:1] * len(copies)
-    return [(hf_name, tuple(tensor.shape)) for hf_name, tensor in zip(names + copies, merged, strict=True)]
+    return list(zip(names + copies, merged + merged[:1] * len(copies), strict=True))
+
+
+@cache
+def _merged(rule: Rule, shape: tuple[int, ...], num_shards: int, sizes: Sizes) -> list[tuple[int, ...]]:
+    shards = [torch.empty(shape, device="meta")] * num_shards
+    return [tuple(tensor.shape) for tensor in merge(rule, shards, sizes=sizes)]
 
 
 def _check_tiles(rule: Rule, shape: tuple[int, ...], num_shards: int, sizes: Sizes) -> None:
