@@ -39,13 +39,13 @@ def transfer_report(config: RunConfig, network: Network) -> str:
     num_experts = shape_of_config(hf).num_experts
     if problems := list(_problems(network, num_experts)):
         raise ConfigError(problems)
+    element_bytes = 4 if config.rollout_dtype == "float32" else 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says what this machine lacks; a plan needs none of it
         megatron_patches.activate()
         from moerl.train.on_meta import tensors_to_push
 
-    element_bytes = 4 if config.rollout_dtype == "float32" else 2
-    tensors = tensors_to_push(hf, config.train, max_context=config.model.max_context, element_bytes=element_bytes)
+        tensors = tensors_to_push(hf, config.train, max_context=config.model.max_context, element_bytes=element_bytes)
     counted = 0 if num_experts is None else num_experts
     plan = plan_transfers(tensors, config.train.layout, network.fleet, num_experts=counted, part_bytes=_PART_BYTES)
     if wrong := faults(plan, counted):

@@ -114,11 +114,14 @@ def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, fleet: Flee
 
 
 def holders(tensor: PlannedTensor, shard: int, layout: Layout, num_experts: int) -> range:
-    """Trainer ranks that hold a shard. Megatron's order: tp, cp, dp, pp; of experts etp, ep, edp, pp (core/parallel_state.py)."""
+    """Trainer ranks that hold a shard, or the whole tensor if it is not cut; experts' tensors always are.
+
+    Megatron's order: tp, cp, dp, pp; of experts etp, ep, edp, pp (core/parallel_state.py).
+    """
     per_stage = layout.ranks // layout.pp
     start = tensor.stage * per_stage
     if tensor.expert is None:
-        return range(start + shard, start + per_stage, layout.tp)
+        return range(start + shard, start + per_stage, layout.tp) if tensor.is_cut else range(start, start + per_stage)
     place = tensor.expert // (num_experts // layout.ep)
     return range(start + place * layout.etp + shard, start + per_stage, layout.ep * layout.etp)
 

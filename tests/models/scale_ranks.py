@@ -23,8 +23,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    places: list[Place]
-    """Of every rank."""
+    places: dict[int, Place]
+    """By rank."""
     held: dict[Place, dict[str, tuple[int, ...]]]
     """Shapes of what a rank there holds, by global Megatron name. Ranks of one place hold the same, so it is built once."""
     sizes: Sizes
@@ -43,17 +43,17 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     from moerl.train.on_meta import as_rank, build_on_meta
 
     part, num_parts = dist.get_rank(), dist.get_world_size()
-    places: list[Place] = []
+    places: dict[int, Place] = {}
     held: dict[Place, dict[str, tuple[int, ...]]] = {}
     num_ranks, per_stage = train.layout.ranks, train.layout.ranks // train.layout.pp
     dist.destroy_process_group()
     for rank in (rank for rank in range(num_ranks) if rank // per_stage % num_parts == part):
         with as_rank(rank, train.layout):
-            places.append(_place())
-            if places[-1] not in held:
-                built, owned = build_on_meta(hf, train, max_context=max_context, expert_rank=places[-1].expert)
-                held[places[-1]] = {item.name: tuple(item.tensor.shape) for item in owned}
-                assert len(held[places[-1]]) == len(owned), "a rank holds a tensor twice"
+            place = places[rank] = _place()
+            if place not in held:
+                built, owned = build_on_meta(hf, train, max_context=max_context, expert_rank=place.expert)
+                held[place] = {item.name: tuple(item.tensor.shape) for item in owned}
+                assert len(held[place]) == len(owned), "a rank holds a tensor twice"
                 assert all(item.tensor.is_meta for item in owned), "a tensor takes memory"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -64,7 +64,7 @@ def read_survey(directory: Path) -> Survey:
     """What all processes of `survey` wrote."""
     parts: list[Survey] = [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("part-*"))]
     return Survey(
-        places=[place for part in parts for place in part.places],
+        places={rank: place for part in parts for rank, place in part.places.items()},
         held={place: shapes for part in parts for place, shapes in part.held.items()},
         sizes=parts[0].sizes,
         peak_bytes=max(part.peak_bytes for part in parts),

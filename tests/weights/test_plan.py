@@ -100,6 +100,7 @@ def test_holders_are_in_megatrons_order():
     dense = PlannedTensor(name="a", num_bytes=1, stage=1, expert=None, is_cut=True)
     layout = Layout(ranks=16, tp=2, pp=2, cp=2, ep=2, etp=2)
     assert list(holders(dense, 1, layout, EXPERTS)) == [9, 11, 13, 15]
+    assert list(holders(replace(dense, is_cut=False), 0, layout, EXPERTS)) == [8, 9, 10, 11, 12, 13, 14, 15]
     assert list(holders(replace(dense, expert=5), 1, layout, EXPERTS)) == [11, 15]
     assert list(holders(replace(dense, expert=3, stage=0), 0, layout, EXPERTS)) == [0, 4]
 
@@ -108,9 +109,8 @@ def test_holders_are_in_megatrons_order():
 
 
 def a_plan():
-    return plan_transfers(
-        tensors_of(2), Layout(ranks=8, pp=2, ep=2), Fleet(num_servers=2, gpus_per_server=4, gpus_per_node=4), num_experts=EXPERTS, part_bytes=300
-    )  # fmt: skip
+    fleet = Fleet(num_servers=2, gpus_per_server=4, gpus_per_node=4)
+    return plan_transfers(tensors_of(2), Layout(ranks=8, pp=2, ep=2), fleet, num_experts=EXPERTS, part_bytes=300)
 
 
 def without_row(transfers, row):
@@ -129,6 +129,11 @@ def changed(transfers, name, row, value):
     return replace(transfers, **{name: column})
 
 
+def other_of_node(plan):
+    """Neither the GPU that passes the first part on nor the one that gets it."""
+    return next(gpu for gpu in range(4) if gpu not in (plan.spread.source[0], plan.spread.target[0]))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,9 +142,10 @@ def changed(transfers, name, row, value):
         (lambda plan: replace(plan, network=with_row_twice(plan.network, 3)), "1 parts arrive more than once"),
         (lambda plan: replace(plan, network=changed(plan.network, "target", 0, 3)), "1 parts arrive where nobody reads them"),
         (lambda plan: replace(plan, network=changed(plan.network, "source", 0, 7)), "1 parts are sent by a rank that does not hold them"),
-        (lambda plan: replace(plan, spread=changed(plan.spread, "source", 0, 4)), "are passed on by a GPU that did not get them"),
+        (lambda plan: replace(plan, spread=changed(plan.spread, "source", 0, 4)), "are passed on to another node"),
+        (lambda plan: replace(plan, spread=changed(plan.spread, "source", 0, other_of_node(plan))), "by a GPU that did not get them"),
     ],
-    ids=["lost", "not-spread", "twice", "astray", "wrong-sender", "wrong-relay"],
+    ids=["lost", "not-spread", "twice", "astray", "wrong-sender", "other-node", "wrong-relay"],
 )  # fmt: skip
 def test_a_fault_is_named(change, message):
     assert any(re.search(message, fault) for fault in faults(change(a_plan()), EXPERTS))
