@@ -58,9 +58,7 @@ def report(
 
 @app.command()
 def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, or one checkpoint of a run (RUN/checkpoints/step-N).")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, or RUN/checkpoints/step-N of a run.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist, or be empty.")],
     to: Annotated[str, typer.Option(help="hf: a Hugging Face folder. moerl: a checkpoint that a run of any layout continues from.")] = "hf",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16, float32, or fp8 (blocks of 128 x 128).")] = "keep",
@@ -107,7 +105,7 @@ def compare(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 the configuration, the data or a checkpoint to convert cannot be used, 130 SIGINT, 143 SIGTERM, 1 any other failure."""
+    """Exit codes: 0 done, 2 the configuration, the data or a checkpoint cannot be used, 130 SIGINT, 143 SIGTERM, 1 any other failure."""
     try:
         app()
     except asyncio.CancelledError:  # at SIGTERM, once everything is closed

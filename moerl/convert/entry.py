@@ -39,3 +39,14 @@ def computed(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callab
         yield tensor
 
     return Entry(name=name, dtype=dtype, shape=shape, pieces=pieces)
+
+
+def read_whole(entry: Entry) -> Tensor:
+    """In memory of its own."""
+    tensor, at = torch.empty(entry.shape, dtype=entry.dtype), 0
+    flat = tensor.view(-1)
+    for piece in entry.pieces():
+        flat[at : at + piece.numel()] = piece.reshape(-1)
+        at += piece.numel()
+    assert at == flat.numel(), f"{entry.name}: {at} elements, not {flat.numel()}"
+    return tensor

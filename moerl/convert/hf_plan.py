@@ -53,7 +53,7 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
     """Every FP8 weight without scales of its shape, every scale without its weight, and quantization of another kind."""
     config = source.config.get("quantization_config")
     if config is not None and (config.get("quant_method") != "fp8" or config.get("weight_block_size") != [fp8.BLOCK, fp8.BLOCK]):
-        found = {name: config.get(name) for name in ("quant_method", "weight_block_size")}
+        found: object = {name: config.get(name) for name in ("quant_method", "weight_block_size")}
         reason = f"moerl reads FP8 in blocks of {fp8.BLOCK} x {fp8.BLOCK}, and copies nothing it cannot check"
         yield problem("SRC/config.json: quantization_config", found, "must be fp8 in blocks", reason, "the unquantized checkpoint")
     for name, stored in source.tensors.items():
@@ -129,7 +129,7 @@ def config_for(config: Mapping[str, Any], dtype: Dtype, scale_format: fp8.ScaleF
     """config.json after the conversion. `kept`: modules with a matrix that an FP8 checkpoint keeps in bfloat16."""
     if dtype == "keep":
         return dict(config)
-    plain = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype", "dtype")}
+    plain: dict[str, Any] = {name: value for name, value in config.items() if name not in ("quantization_config", "torch_dtype", "dtype")}
     key = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"  # the name since transformers 5
     plain[key] = "bfloat16" if dtype == "fp8" else dtype
     if dtype != "fp8":

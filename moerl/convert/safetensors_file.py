@@ -86,7 +86,7 @@ def read_pieces(stored: Stored, *, piece_bytes: int = PIECE_BYTES, row_multiple:
 
 
 def _fill(opened: BinaryIO, part: Tensor, file: Path) -> None:
-    view = memoryview(part.numpy())
+    view = memoryview(part.numpy())  # type: ignore[arg-type]
     while len(view):
         count = opened.readinto(view)  # type: ignore[attr-defined]
         if not count:
@@ -114,4 +114,4 @@ def header_of(entries: Sequence[Entry]) -> bytes:
 
 
 def bytes_of(piece: Tensor) -> memoryview:
-    return memoryview(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return memoryview(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

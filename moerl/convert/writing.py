@@ -29,7 +29,7 @@ from moerl.types import ConvertError, Problem
 DIGESTS = "moerl-digests.json"
 """File name -> [bytes, xxh3_128], of every other file of a converted checkpoint."""
 _PLAN, _JOURNAL = "plan.json", "journal.jsonl"
-_SPARE_BYTES = 64 * 2**20
+SPARE_BYTES = 64 * 2**20
 """What a disk must have left beside the checkpoint's own files."""
 
 OnBytes = Callable[[int], None]
@@ -50,6 +50,9 @@ class Output:
         self._size += len(view)
         self._on_bytes(len(view))
         return len(view)
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed when it is complete. torch.save asks for it."""
 
     def tell(self) -> int:
         return self._size
@@ -124,8 +127,8 @@ def write_files(
 def check_disk(directory: Path, num_bytes: int) -> None:
     """Raises ConvertError if the disk of `directory` has no room for `num_bytes` more."""
     free = shutil.disk_usage(directory).free
-    if free < num_bytes + _SPARE_BYTES:
-        rule = f"needs {num_bytes / 1e9:.2f} GB and {_SPARE_BYTES / 1e9:.2f} GB to spare, the disk has {free / 1e9:.2f} GB free"
+    if free < num_bytes + SPARE_BYTES:
+        rule = f"needs {num_bytes / 1e9:.2f} GB and {SPARE_BYTES / 1e9:.2f} GB to spare, the disk has {free / 1e9:.2f} GB free"
         raise ConvertError([problem("DST", str(directory), rule, "nothing was written", "another disk, or make room")])
 
 
@@ -196,8 +199,21 @@ def _write_all(jobs: Sequence[FileJob], partial: Path, journal: Any, *, workers:
                 future.cancel()
     failures = [error for future in futures if not future.cancelled() and (error := future.exception()) is not None]
     if failures:
-        raise failures[0]
+        raise _explained(failures, partial)
     return [future.result() for future in futures]
+
+
+def _explained(failures: list[BaseException], partial: Path) -> BaseException:
+    """What to raise: a fault of this program as it is, faults of files and disks as such, all of them."""
+    for error in failures:
+        if not isinstance(error, OSError | EOFError | ConvertError):
+            return error
+    problems = [each for error in failures if isinstance(error, ConvertError) for each in error.problems]
+    fix = "mend that, then the same command: finished files are kept"
+    problems += [
+        problem("DST", str(partial), "could not be completed", str(error), fix) for error in failures if not isinstance(error, ConvertError)
+    ]
+    return ConvertError(problems)
 
 
 def _write_one(job: FileJob, partial: Path, journal: Any, on_bytes: OnBytes) -> Finished:
