@@ -39,7 +39,7 @@ def broken_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
         yield "needs q_lora_rank with megatron-core 0.19", reason, "megatron-core 0.16.1"
     if config.get("quantization_config") is not None:
         reason = "its weights are stored quantized with scales beside them, and moerl loads plain weights"
-        yield "must not be quantized (quantization_config)", reason, "convert the checkpoint to bfloat16 (published with DeepSeek-V3)"
+        yield "must not be quantized (quantization_config)", reason, "moerl convert SRC DST --dtype bfloat16, and DST as model.path"
 
 
 def _norms_plain_queries() -> bool:
