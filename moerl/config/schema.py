@@ -51,6 +51,9 @@ class ScratchModel(_Strict):
 class ModelConfig(_Strict):
     path: str | None = None
     """Directory of a Hugging Face checkpoint (config.json, tokenizer, safetensors). Exactly one of path and scratch."""
+    published: str | None = None
+    """Which of the models in configs/published the checkpoint is. Without a path the run can be checked, not started; with one its
+    config.json must describe that model."""
     scratch: ScratchModel | None = None
     max_context: Positive
     """Prompt and response together, in tokens; at most the model's max_position_embeddings."""
@@ -280,7 +283,13 @@ class RolloutConfig(_Strict):
     """None: the trainer's."""
     start_seconds: Seconds = 300.0
     request_seconds: Seconds = 1800.0
-    """Deadline of one completion."""
+    """Deadline of one completion, waiting and repetition after the loss of a server included."""
+    max_restarts: NotNegative = 3
+    """How often a server that ended, or hangs, is started again; it serves after the next push or, between updates, one of its own.
+    One that ends once more stays dead, and without any the run ends."""
+    probe_seconds: Seconds = 30.0
+    """Between two probes of a server, and for one to be answered. After one that was missed it gets no new requests, after three
+    in a row it is ended and started again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ Stored keys are Megatron's names, except that the experts of a layer are one ten
 transformer/moe/experts.py, sharded_state_dict).
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from moerl.config.problems import problem
 from moerl.models import FAMILIES
 from moerl.models.family import Family, Rule, Sizes
+from moerl.models.unknown import explain_unknown
 from moerl.types import ConvertError
 
 _EXPERT_KEY = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
@@ -30,19 +30,18 @@ class Parameter:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Raises ConvertError for an architecture without a family, naming the nearest."""
-    kind = str(config.get("model_type"))
-    if kind in FAMILIES:
-        return FAMILIES[kind]
-    near = difflib.get_close_matches(kind, FAMILIES, n=1)
-    reason = f"moerl/models has no family for it{f'; the nearest is {near[0]}' if near else ''}"
-    fix = f"a model whose model_type is one of {', '.join(FAMILIES)}; --to hf converts between dtypes without a family"
-    raise ConvertError([problem("config.json: model_type", kind, "must be of a family moerl knows", reason, fix)])
+    """Raises ConvertError for an architecture without a family, and for a config.json that breaks its rules, with all of them."""
+    if config.get("model_type") not in FAMILIES:
+        raise ConvertError([problem("config.json: model_type", config.get("model_type"), *explain_unknown(config))])
+    family = FAMILIES[config["model_type"]]
+    if broken := list(family.broken_rules(_unquantized(config))):
+        raise ConvertError([problem("config.json", config["model_type"], rule, reason, fix) for rule, reason, fix in broken])
+    return family
 
 
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Of a model on one rank."""
-    described = family.transformer_config({name: value for name, value in config.items() if name != "quantization_config"})
+    described = family.transformer_config(_unquantized(config))
     heads = described["num_attention_heads"]
     return Sizes(
         num_layers=described["num_layers"],
@@ -51,6 +50,15 @@ def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
         vocab_size=config["vocab_size"],
         padded_vocab_size=config["vocab_size"],
     )
+
+
+def num_experts(family: Family, config: Mapping[str, Any]) -> int:
+    """0 for a dense model."""
+    return family.transformer_config(_unquantized(config)).get("num_moe_experts", 0)
+
+
+def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def parameters_of_names(family: Family, names: Iterable[str], *, num_layers: int) -> list[Parameter]:
