@@ -9,8 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from moerl.config.problems import problem
+from moerl.convert.parameters import num_experts
 from moerl.convert.source import HFSource
-from moerl.models.family import Family, Sizes, num_mtp_layers
+from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.types import Problem
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
@@ -20,7 +21,7 @@ _FETCH = "fetch the checkpoint again; its config.json must be of the same model"
 
 def missing(source: HFSource, family: Family, held: set[str], sizes: Sizes) -> Iterator[Problem]:
     """Every tensor, by name."""
-    tied = source.config.get("tie_word_embeddings", False)
+    tied = is_tied(source.config)
     needed = {
         name for rule in family.rules for name in rule.hf if "{" not in name and not (tied and rule.megatron == "output_layer.weight")
     }
@@ -30,15 +31,12 @@ def missing(source: HFSource, family: Family, held: set[str], sizes: Sizes) -> I
         match = _LAYER.fullmatch(name)
         if match and int(match[1]) in parts:
             parts[int(match[1])].add(match[2])
-    num_experts = next(
-        (source.config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in source.config), 0
-    )
     of_kind: dict[str, set[str]] = defaultdict(set)
     for layer in layers:
         of_kind[_kind(layer, parts[layer], sizes)] |= {_EXPERT.sub(r"\1{}\3", part) for part in parts[layer]}
     for layer in layers:
         for part in of_kind[_kind(layer, parts[layer], sizes)]:
-            experts = range(num_experts) if "{}" in part else range(1)
+            experts = range(num_experts(family, source.config)) if "{}" in part else range(1)
             needed |= {f"model.layers.{layer}.{part.format(expert)}" for expert in experts}
     for name in sorted(needed - held):
         yield problem("SRC", f"{source.directory}: {name}", "is missing", "no file holds it", _FETCH)
@@ -53,7 +51,7 @@ def _kind(layer: int, parts: set[str], sizes: Sizes) -> str:
 def misshapen(source: HFSource, names: Sequence[str]) -> Iterator[Problem]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        groups[re.sub(r"\d+", "N", name)].append(name)
+        groups[re.sub(r"\.\d+\.", ".N.", name)].append(name)
     for group in groups.values():
         shapes = Counter(source.tensors[name].shape for name in group)
         expected = shapes.most_common(1)[0][0]
@@ -78,7 +76,7 @@ def unknown(source: HFSource, names: Sequence[str], copies: Sequence[str]) -> It
     for name in names:
         if name.endswith("rotary_emb.inv_freq") or any(pattern.fullmatch(name) for pattern in patterns):
             continue
-        if name == "lm_head.weight" and source.config.get("tie_word_embeddings", False):
+        if name == "lm_head.weight" and is_tied(source.config):
             continue
         reason = "no parameter of its family is made of it, so that it would be lost"
         yield problem("SRC", f"{source.tensors[name].file}: {name}", "is no tensor of this model", reason, "the config.json of this model")

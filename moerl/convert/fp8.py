@@ -16,7 +16,7 @@ MAX = torch.finfo(torch.float8_e4m3fn).max
 ScaleFormat = Literal["float32", "ue8m0"]
 """ue8m0: rounded up to a power of two, still stored as float32 (DeepSeek-V3.1)."""
 
-_LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b)\.weight")
+_LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b|experts\.\d+\.w[123])\.weight")
 _HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")
 
 

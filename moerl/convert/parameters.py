@@ -30,17 +30,18 @@ class Parameter:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Raises ConvertError for an architecture without a family, naming the nearest."""
-    kind = config.get("model_type")
-    if kind in FAMILIES:
-        return FAMILIES[kind]
-    rule, reason, fix = explain_unknown(config)
-    raise ConvertError([problem("config.json: model_type", kind, rule, reason, f"{fix}; --to hf converts between dtypes without a family")])
+    """Raises ConvertError for an architecture without a family, and for a config.json that breaks its rules, with all of them."""
+    if config.get("model_type") not in FAMILIES:
+        raise ConvertError([problem("config.json: model_type", config.get("model_type"), *explain_unknown(config))])
+    family = FAMILIES[config["model_type"]]
+    if broken := list(family.broken_rules(_unquantized(config))):
+        raise ConvertError([problem("config.json", config["model_type"], rule, reason, fix) for rule, reason, fix in broken])
+    return family
 
 
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Of a model on one rank."""
-    described = family.transformer_config({name: value for name, value in config.items() if name != "quantization_config"})
+    described = family.transformer_config(_unquantized(config))
     heads = described["num_attention_heads"]
     return Sizes(
         num_layers=described["num_layers"],
@@ -49,6 +50,15 @@ def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
         vocab_size=config["vocab_size"],
         padded_vocab_size=config["vocab_size"],
     )
+
+
+def num_experts(family: Family, config: Mapping[str, Any]) -> int:
+    """0 for a dense model."""
+    return family.transformer_config(_unquantized(config)).get("num_moe_experts", 0)
+
+
+def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def parameters_of_names(family: Family, names: Iterable[str], *, num_layers: int) -> list[Parameter]:

@@ -15,7 +15,7 @@ from moerl.convert.entry import Entry, computed, read_whole
 from moerl.convert.parameters import Parameter, family_of, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded import Part, ShardedSource
 from moerl.convert.source import HFSource
-from moerl.models.family import Sizes, num_mtp_layers
+from moerl.models.family import Sizes, is_tied, num_mtp_layers
 from moerl.models.shards import merge, split
 from moerl.types import ConvertError
 
@@ -70,7 +70,7 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     weights = source.weights()
     shapes = {key: tuple(held.size) for key, held in weights.items()}
     parameters = list(parameters_of_keys(family, shapes, num_layers=sizes.num_layers))
-    if source.config.get("tie_word_embeddings", False):
+    if is_tied(source.config):
         parameters = [each for each in parameters if each.key != "output_layer.weight"]
     entries = [entry for each in parameters for entry in _entries(source, each, sizes, dtype)]
     num_mtp = num_mtp_layers(source.config)

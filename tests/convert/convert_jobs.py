@@ -26,6 +26,15 @@ def load_and_export(settings: EngineSettings, batch: TrainBatch, directory: Path
     return engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1).grad_norm
 
 
+def load_all(cases: list[tuple[EngineSettings, Path, Path]], batch: TrainBatch) -> None:
+    """Each (settings, checkpoint, where to export): like `load_and_export`, in the same processes."""
+    from megatron.core import parallel_state
+
+    for settings, directory, target in cases:
+        load_and_export(settings, batch, directory, target)
+        parallel_state.destroy_model_parallel()
+
+
 def train_save_export(settings: EngineSettings, batch: TrainBatch, directory: Path, target: Path) -> list:
     """A step, a checkpoint, and the same weights as the engine exports them; what each rank wrote."""
     engine = new_engine(settings)

@@ -15,8 +15,8 @@ ROOT = Path(moerl.__file__).resolve().parent.parent
 LEVELS = [
     {"types", "config"},
     {"algorithms", "models", "rewards"},
-    {"rollout", "train", "weights", "planner", "cluster", "observe"},
-    {"loop", "sft", "convert"},
+    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert"},
+    {"loop", "sft"},
     {"run", "check"},
     {"__main__"},
 ]
