@@ -10,12 +10,12 @@ from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
-from moerl.config.model_shape import ModelShape, read_config, shape_of_config
+from moerl.config.model_config import model_config
+from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
-from moerl.config.scratch import scratch_config
 from moerl.types import Problem
 
 
@@ -271,10 +271,5 @@ def _shape(model: ModelConfig) -> ModelShape | None:
 
 def _hf_config(model: ModelConfig) -> dict[str, Any] | None:
     """The model's config.json; None where `_model` has already said why there is none."""
-    if model.scratch is not None:
-        return scratch_config(model.scratch, model.max_context)
-    if model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        return read_config(Path(model.path))
-    if model.path is None and model.published in published_names():
-        return published_config(str(model.published))
-    return None
+    is_there = model.published in published_names() if model.path is None else not any(checkpoint_problems(Path(model.path)))
+    return model_config(model) if model.scratch is not None or is_there else None

@@ -1,12 +1,8 @@
-"""Builds what every rank of a large run holds, without memory: torch's fake process group and meta tensors.
-
-The code that runs is that of a training rank (initialize_groups, build_chunks, owned_by); only the group and the device are not real.
-"""
+"""Builds what every rank of a large run holds, without memory (moerl/train/on_meta.py)."""
 
 import pickle
 import resource
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +23,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    places: list[Place]
-    """Of every rank."""
+    places: dict[int, Place]
+    """By rank."""
     held: dict[Place, dict[str, tuple[int, ...]]]
     """Shapes of what a rank there holds, by global Megatron name. Ranks of one place hold the same, so it is built once."""
     sizes: Sizes
@@ -41,34 +37,24 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
 
     It replaces the process's default group.
     """
-    import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from moerl.models.owned import owned_by
-    from moerl.train.model import build_chunks, initialize_groups
+    from moerl.train.on_meta import as_rank, build_on_meta
 
     part, num_parts = dist.get_rank(), dist.get_world_size()
-    places: list[Place] = []
+    places: dict[int, Place] = {}
     held: dict[Place, dict[str, tuple[int, ...]]] = {}
     num_ranks, per_stage = train.layout.ranks, train.layout.ranks // train.layout.pp
-    dist.barrier()  # one that left at once would break the connections another is still making
     dist.destroy_process_group()
-    with _no_memory():
-        for rank in (rank for rank in range(num_ranks) if rank // per_stage % num_parts == part):
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
-            initialize_groups(train.layout, 1)
-            places.append(_place())
-            if places[-1] not in held:
-                with torch.device("meta"):
-                    built = build_chunks(hf, train, max_context=max_context)
-                owned = [item for chunk in built.chunks for item in owned_by(chunk, built.family, expert_rank=places[-1].expert)]
-                held[places[-1]] = {item.name: tuple(item.tensor.shape) for item in owned}
-                assert len(held[places[-1]]) == len(owned), "a rank holds a tensor twice"
+    for rank in (rank for rank in range(num_ranks) if rank // per_stage % num_parts == part):
+        with as_rank(rank, train.layout):
+            place = places[rank] = _place()
+            if place not in held:
+                built, owned = build_on_meta(hf, train, max_context=max_context, expert_rank=place.expert)
+                held[place] = {item.name: tuple(item.tensor.shape) for item in owned}
+                assert len(held[place]) == len(owned), "a rank holds a tensor twice"
                 assert all(item.tensor.is_meta for item in owned), "a tensor takes memory"
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (directory / f"part-{part}").write_bytes(pickle.dumps(Survey(places=places, held=held, sizes=built.sizes, peak_bytes=peak_bytes)))
@@ -78,7 +64,7 @@ def read_survey(directory: Path) -> Survey:
     """What all processes of `survey` wrote."""
     parts: list[Survey] = [pickle.loads(file.read_bytes()) for file in sorted(directory.glob("part-*"))]
     return Survey(
-        places=[place for part in parts for place in part.places],
+        places={rank: place for part in parts for rank, place in part.places.items()},
         held={place: shapes for part in parts for place, shapes in part.held.items()},
         sizes=parts[0].sizes,
         peak_bytes=max(part.peak_bytes for part in parts),
@@ -94,22 +80,3 @@ def _place() -> Place:
         expert=parallel_state.get_expert_model_parallel_rank(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_rank(),
     )
-
-
-@contextmanager
-def _no_memory() -> Iterator[None]:
-    """The current device is meta, and Megatron's groups of other backends are fake too."""
-    import torch
-    import torch.distributed as dist
-
-    device, new_group = torch.cuda.current_device, dist.new_group
-
-    def new_fake_group(*args: Any, backend: str | None = None, pg_options: Any = None, **kwargs: Any) -> Any:
-        return new_group(*args, **kwargs)
-
-    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
-    dist.new_group = new_fake_group
-    try:
-        yield
-    finally:
-        torch.cuda.current_device, dist.new_group = device, new_group

@@ -12,8 +12,9 @@ import pytest
 import torch
 from engine_ranks import run_ranks
 from published_tensors import PUBLISHED_COUNTS, published_tensors
-from scale_ranks import Survey, read_survey, survey
+from scale_ranks import Place, Survey, read_survey, survey
 
+from moerl.config.layout import Layout
 from moerl.config.load import load
 from moerl.config.published import published_config, published_names
 from moerl.config.schema import RunConfig
@@ -21,6 +22,7 @@ from moerl.models import FAMILIES
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names
 from moerl.models.shards import merge, split
+from moerl.weights.plan import Fleet, PlannedTensor, faults, holders, plan_transfers
 
 RECIPES = [
     "grpo-deepseek-v3-32n8g-sync",
@@ -45,6 +47,14 @@ class Case:
     def family(self) -> Family:
         return FAMILIES[self.hf["model_type"]]
 
+    @property
+    def num_experts(self) -> int:
+        return self.family.transformer_config(self.hf)["num_moe_experts"]
+
+    def num_shards_of(self, tensor: PlannedTensor) -> int:
+        layout = self.config.train.layout
+        return 1 if not tensor.is_cut else layout.tp if tensor.expert is None else layout.etp
+
     def num_shards(self, rule: Rule) -> int:
         return self.config.train.layout.etp if rule.is_expert else self.config.train.layout.tp
 
@@ -56,7 +66,7 @@ def case(request, tmp_path_factory):
     hf = published_config(config.model.published)
     run_ranks(survey, 2, hf, config.train, config.model.max_context, directory, deadline_seconds=300)
     found, shapes, holders = read_survey(directory), {}, {}
-    for place, num_ranks in Counter(found.places).items():
+    for place, num_ranks in Counter(found.places.values()).items():
         for name, shape in found.held[place].items():
             shapes.setdefault(name, set()).add(shape)
             shard = place.expert_tensor if FAMILIES[hf["model_type"]].find(name)[0].is_expert else place.tensor
@@ -67,11 +77,11 @@ def case(request, tmp_path_factory):
 def test_every_tensor_is_on_all_ranks_that_must_hold_it_and_on_no_other(case):
     layout = case.config.train.layout
     assert len(case.found.places) == layout.ranks
-    for name, holders in case.holders.items():
+    for name, found in case.holders.items():
         rule, _ = case.family.find(name)
         copies = layout.edp if rule.is_expert else layout.dp * layout.cp
-        stages = sorted({stage for stage, _ in holders})
-        assert holders == {(stage, shard): copies for stage in stages for shard in range(case.num_shards(rule))}, name
+        stages = sorted({stage for stage, _ in found})
+        assert found == {(stage, shard): copies for stage in stages for shard in range(case.num_shards(rule))}, name
         # The layers of multi-token prediction embed the tokens a second time, on the last stage.
         twice = case.config.train.mtp_loss > 0 and name == "embedding.word_embeddings.weight"
         assert stages == [0, layout.pp - 1] if twice else len(stages) == 1, name
@@ -94,6 +104,21 @@ def test_the_shards_of_every_tensor_tile_it(case):
     kinds = {(rule, shape, case.num_shards(rule)) for name, (shape,) in case.shapes.items() for rule, _ in [case.family.find(name)]}
     for rule, shape, num_shards in kinds:
         _check_tiles(rule, shape, num_shards, case.found.sizes)
+
+
+def test_a_plan_knows_who_holds_what_and_loads_no_card_more_than_it_must(case):
+    layout, experts = case.config.train.layout, case.num_experts
+    fleet = Fleet(num_servers=4, gpus_per_server=32, gpus_per_node=8)
+    tensors = [tensor for name, (shape,) in case.shapes.items() for tensor in _planned(case, name, shape)]
+    plan = plan_transfers(tensors, layout, fleet, num_experts=experts, part_bytes=2**25)
+    assert faults(plan, experts) == []
+    of_experts = sum(tensor.num_bytes for tensor in tensors if tensor.expert is not None)
+    others = sum(tensor.num_bytes for tensor in tensors) - of_experts
+    assert plan.received().max() <= 1.05 * (of_experts / fleet.gpus_per_server + others / fleet.gpus_per_node)
+    for tensor in tensors[:: len(tensors) // 200]:
+        for shard in range(case.num_shards_of(tensor)):
+            expected = {rank for rank, place in case.found.places.items() if _has(place, tensor, shard, layout, experts)}
+            assert set(holders(tensor, shard, layout, experts)) == expected, tensor.name
 
 
 def test_it_takes_no_memory(case):
@@ -121,6 +146,32 @@ def _whole(case: Case, name: str, shape: tuple[int, ...]) -> list[tuple[str, tup
 def _merged(rule: Rule, shape: tuple[int, ...], num_shards: int, sizes: Sizes) -> list[tuple[int, ...]]:
     shards = [torch.empty(shape, device="meta")] * num_shards
     return [tuple(tensor.shape) for tensor in merge(rule, shards, sizes=sizes)]
+
+
+def _planned(case: Case, name: str, shape: tuple[int, ...]) -> list[PlannedTensor]:
+    rule, numbers = case.family.find(name)
+    if rule.is_mtp:
+        return []
+    stage = min(stage for stage, _ in case.holders[name])
+    return [
+        PlannedTensor(
+            name=hf_name,
+            num_bytes=2 * prod(whole),
+            stage=stage,
+            expert=numbers.get("expert"),
+            is_cut=rule.shard != "replicated",
+        )
+        for hf_name, whole in _whole(case, name, shape)[: len(rule.hf)]
+    ]
+
+
+def _has(place: Place, tensor: PlannedTensor, shard: int, layout: Layout, num_experts: int) -> bool:
+    """By Megatron's own groups."""
+    if place.stage != tensor.stage:
+        return False
+    if tensor.expert is None:
+        return not tensor.is_cut or place.tensor == shard
+    return place.expert == tensor.expert // (num_experts // layout.ep) and place.expert_tensor == shard
 
 
 def _check_tiles(rule: Rule, shape: tuple[int, ...], num_shards: int, sizes: Sizes) -> None:

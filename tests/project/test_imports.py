@@ -16,7 +16,7 @@ LEVELS = [
     {"types", "config"},
     {"algorithms", "models", "rewards"},
     {"rollout", "train", "weights", "planner", "cluster", "observe"},
-    {"loop", "sft"},
+    {"loop", "sft", "convert"},
     {"run", "check"},
     {"__main__"},
 ]
