@@ -51,7 +51,7 @@ class RolloutLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Columns of equal length. `target` is a GPU of the rollout; `source` over the network a trainer rank, within a node a GPU of the rollout.
+    """Columns of equal length. `target` is a GPU of the rollout; so is `source` within a node, and over the network it is a trainer rank.
 
     `part` numbers the parts of a tensor, which are disjoint and make it up; their sizes are in `Plan.parts`.
     """
