@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
@@ -217,6 +218,10 @@ def _mtp(config: RunConfig) -> Iterator[Problem]:
         yield problem("train.mtp_loss", config.train.mtp_loss, "must be 0 for this model", reason, fix)
 
 
+def _bridge(config: RunConfig) -> Iterator[Problem]:
+    yield from bridge_problems(config.train, _hf_config(config.model))
+
+
 def _fp8(config: RunConfig) -> Iterator[Problem]:
     yield from fp8_problems(config.train, _hf_config(config.model))
 
@@ -237,6 +242,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _megatron,
     _router_replay,
     _mtp,
+    _bridge,
     _fp8,
 )
 

@@ -47,7 +47,7 @@ class Bridge:
         self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
         self._owned = {item.name: item for chunk in chunks for item in self._own(chunk)}
         self._owners = self._find_owners()
-        self._mtp_layers = _mtp_layers(source, sizes.num_layers)
+        self._mtp_layers = mtp_layers(source, sizes.num_layers)
         built = {hf for name in self._owners for hf in self._export_names(name, with_mtp=True)}
         self._float32 = {hf for name in self._owners if family.find(name)[0].is_float32 for hf in self._export_names(name, with_mtp=True)}
         self._kept = sorted({hf for names in self._mtp_layers.values() for hf in names} - built)
@@ -63,7 +63,7 @@ class Bridge:
             tensors = [checkpoint.read(name) for name in names]
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, tensor, expected in zip(names, tensors, whole, strict=True):
-                _check_shape(name, tensor, expected)
+                check_shape(name, tensor, expected)
             shard = split(item.rule, tensors, rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)
             with torch.no_grad():
                 item.tensor.copy_(shard)
@@ -178,7 +178,7 @@ class Bridge:
         return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
 
 
-def _mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
+def mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
     """Names of the checkpoint's tensors in layers after the model's last, by layer."""
     layers: dict[int, set[str]] = {}
     with HFCheckpoint(source) as checkpoint:
@@ -189,7 +189,7 @@ def _mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
     return dict(sorted(layers.items()))
 
 
-def _check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
+def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
     if tensor.shape != expected.shape:
         raise CheckpointError(
             f"{name} has shape {tuple(tensor.shape)}, but by its config.json it must have {tuple(expected.shape)}: "

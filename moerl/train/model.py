@@ -21,9 +21,10 @@ from torch import nn
 
 from moerl.config.layout import Layout
 from moerl.config.schema import TrainConfig
-from moerl.models.bridge import Bridge, Groups
+from moerl.models.bridge import Groups
 from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family
+from moerl.models.weight_bridge import WeightBridge, build_bridge
 from moerl.train import fp8
 from moerl.train.mtp_model import MTPModel
 from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
@@ -40,7 +41,7 @@ class Model:
     """GPTModel."""
     wrapped: list[nn.Module]
     """The same in DistributedDataParallel: what runs."""
-    bridge: Bridge
+    bridge: WeightBridge
     routers: Routers
     routing: Routing
     vocab_size: int
@@ -86,7 +87,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
         config=config,
         chunks=chunks,
         wrapped=wrapped,
-        bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied, source=model_dir),
+        bridge=build_bridge(train, family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied, source=model_dir),
         routers=Routers(config, chunks, train.layout),
         routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
         vocab_size=vocab_size,
