@@ -73,11 +73,14 @@ class MBridge:
         megatron_patches.activate()  # again: those of mbridge are needed only now
         bridge = mbridge.AutoBridge.from_pretrained(str(self._source), dtype=dtype)
         bridge.config = self._chunks[0].config
+        if getattr(bridge.hf_config, "head_dim", None) is None:  # transformers 5 has the field without a value, where 4 had no field
+            bridge.hf_config.head_dim = sizes.head_dim
         # Its own model provider would set these.
         bridge.make_vocab_size_divisible_by = bridge.mpu.tp_size
         bridge.vocab_size, bridge.padded_vocab_size = sizes.vocab_size, sizes.padded_vocab_size
-        if self._tied:
-            bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": "model.embed_tokens.weight"}
+        # Not what the class has: a tied Qwen model changes it for every later model of the process.
+        output = "model.embed_tokens.weight" if self._tied else "lm_head.weight"
+        bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": output}
         return bridge
 
     def _find_names(self) -> list[str]:
