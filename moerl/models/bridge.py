@@ -46,6 +46,7 @@ class Bridge:
         """
         self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
         self._owned = {item.name: item for chunk in chunks for item in self._own(chunk)}
+        self._shards: dict[str, tuple[torch.Size, torch.dtype]] = {}  # known everywhere, so that export need not send them along
         self._owners = self._find_owners()
         self._mtp_layers = mtp_layers(source, sizes.num_layers)
         built = {hf for name in self._owners for hf in self._export_names(name, with_mtp=True)}
@@ -107,9 +108,11 @@ class Bridge:
             return tensors
         if dist.get_rank() == source:
             for tensor in tensors:
-                _send(tensor.contiguous())
+                dist.send(tensor.contiguous(), dst=0)
             return []
-        return [_receive(source) for _ in rule.hf]
+        shape, dtype = self._shards[name]
+        shard = torch.empty(shape, dtype=dtype, device="meta")
+        return [_receive(source, whole) for whole in merge(rule, [shard] * group.size(), sizes=self._sizes)]
 
     @staticmethod
     def _gather(shard: Tensor, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:
@@ -142,11 +145,12 @@ class Bridge:
 
     def _find_owners(self) -> dict[str, int]:
         """Global name -> lowest rank that holds it, in one order on every rank; without a tied output layer."""
-        held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, list(self._owned))
+        held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(held, {name: (item.tensor.shape, item.tensor.dtype) for name, item in self._owned.items()})
         owners: dict[str, int] = {}
-        for rank, names in enumerate(held):
-            for name in names:
+        for rank, shards in enumerate(held):
+            self._shards |= shards
+            for name in shards:
                 owners.setdefault(name, rank)
         if self._tied:
             owners.pop("output_layer.weight", None)
@@ -197,15 +201,7 @@ def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
         )
 
 
-def _send(tensor: Tensor) -> None:
-    dist.send_object_list([(tuple(tensor.shape), tensor.dtype)], dst=0)
-    dist.send(tensor, dst=0)
-
-
-def _receive(source: int) -> Tensor:
-    header: list[tuple[tuple[int, ...], torch.dtype]] = [((), torch.float32)]
-    dist.recv_object_list(header, src=source)
-    shape, dtype = header[0]
-    tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+def _receive(source: int, like: Tensor) -> Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=torch.cuda.current_device())
     dist.recv(tensor, src=source)
     return tensor
