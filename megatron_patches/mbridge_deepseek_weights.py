@@ -1,7 +1,7 @@
 """Let mbridge read DeepSeek checkpoints that are not FP8, and train them in other types than bfloat16.
 
-What breaks: DeepseekV3Bridge reads every checkpoint through a Triton kernel onto a CUDA device, and calls NotImplemented for another type:
-"TypeError: 'NotImplementedType' object is not callable". Plain tensors need neither; moerl refuses FP8 ones before. Versions: mbridge 0.15.1
+What breaks: DeepseekV3Bridge reads every checkpoint through a Triton kernel onto a CUDA device, and calls NotImplemented for others:
+"TypeError: 'NotImplementedType' object is not callable". Plain tensors need neither; moerl refuses FP8 before. Versions: mbridge 0.15.1
 (read); upstream: mbridge/models/deepseek_v3.py, _get_safetensor_io. Can go: with an mbridge that chooses by the checkpoint.
 Needed only in processes that use mbridge: activate once more after importing it.
 """

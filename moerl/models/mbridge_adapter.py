@@ -45,7 +45,9 @@ class MBridge:
         """A collective: tensor-parallel rank 0 reads and scatters."""
         absent = sorted(set(self._names) - set(checkpoint.names()))
         if absent:
-            raise CheckpointError(f"{self._source}: no file of this checkpoint holds {', '.join(absent)}; is it complete, and of this model?")
+            raise CheckpointError(
+                f"{self._source}: no file of this checkpoint holds {', '.join(absent)}; is it complete, and of this model?"
+            )
         for chunk in self._chunks:
             self._check_shapes(chunk, checkpoint)
         with torch.no_grad():

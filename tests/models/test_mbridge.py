@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from moerl.config.bridge import MBRIDGE_FAMILIES
 from moerl.config.layout import Layout
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed (pip install 'moerl[mbridge]')")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed (pip install 'moerl[mbridge]')"
+)
 
 NAMES = tuple(name for name, config in CASES.items() if config["model_type"] in MBRIDGE_FAMILIES)
 SPARSE = tuple(name for name in NAMES if any("expert" in key for key in CASES[name]))
