@@ -29,7 +29,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Train; the same command continues a run that was stopped."""
     from moerl.check import load_checked
 
-    config = load_checked(overrides, config_dir)
+    config = load_checked(overrides, config_dir, starts=True)
 
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
@@ -43,6 +43,26 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     from moerl.config.summary import summary
 
     typer.echo(summary(load_checked(overrides, config_dir)), nl=False)
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    servers: Annotated[int, typer.Option(min=1, help="Rollout servers.")] = 1,
+    gpus_per_server: Annotated[int, typer.Option(min=1, help="Over which a server spreads its experts.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Of a node of the rollout fleet.")] = 8,
+    card_gbit: Annotated[float, typer.Option(min=1e-3, help="Of the network card of one GPU, per second.")] = 400.0,
+    bucket_mb: Annotated[int, typer.Option(min=1, help="Largest bucket.")] = 256,
+) -> None:
+    """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
+    from moerl.check import load_checked
+    from moerl.planner.transfer import Network, transfer_report
+
+    network = Network(
+        servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit, bucket_mb=bucket_mb
+    )
+    typer.echo(transfer_report(load_checked(overrides, config_dir), network), nl=False)
 
 
 @app.command()

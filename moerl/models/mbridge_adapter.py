@@ -114,6 +114,6 @@ class MBridge:
         if ".mlp.experts.linear_fc" in name:
             stem, number = name.split(".weight")
             ranks = parallel_state.get_expert_model_parallel_world_size()
-            num_local = self._chunks[0].config.num_moe_experts // ranks  # type: ignore[union-attr,operator]
+            num_local = self._chunks[0].config.num_moe_experts // ranks  # type: ignore[union-attr]
             names = [f"{stem}.weight{int(number) + rank * num_local}" for rank in range(ranks)]
         return [hf for each in names for hf in self._bridge._weight_name_mapping_mcore_to_hf(each)]
