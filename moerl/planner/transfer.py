@@ -1,16 +1,15 @@
 """`moerl plan`: what a push of a run's weights moves over the network, from its layout and a rollout fleet."""
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-import megatron_patches
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
+from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
 from moerl.weights.plan import Fleet, Plan, faults, plan_transfers
 from moerl.weights.schedule import bound_seconds, schedule
@@ -35,22 +34,15 @@ class Network:
 
 def transfer_report(config: RunConfig, network: Network) -> str:
     """Text for people. Raises ConfigError for a fleet that cannot serve the model."""
-    hf = model_config(config.model)
-    num_experts = shape_of_config(hf).num_experts
+    num_experts = shape_of_config(model_config(config.model)).num_experts
     if problems := list(_problems(network, num_experts)):
         raise ConfigError(problems)
-    element_bytes = 4 if config.rollout_dtype == "float32" else 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron says what this machine lacks; a plan needs none of it
-        megatron_patches.activate()
-        from moerl.train.on_meta import tensors_to_push
-
-        tensors = tensors_to_push(hf, config.train, max_context=config.model.max_context, element_bytes=element_bytes)
+    tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
     plan = plan_transfers(tensors, config.train.layout, network.fleet, num_experts=counted, part_bytes=_PART_BYTES)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
-    return "".join(f"{line}\n" for line in _lines(plan, network, element_bytes))
+    return "".join(f"{line}\n" for line in _lines(plan, network))
 
 
 def _problems(network: Network, num_experts: int | None) -> Iterator[Problem]:
@@ -65,14 +57,14 @@ def _problems(network: Network, num_experts: int | None) -> Iterator[Problem]:
         yield problem("--gpus-per-node", network.gpus_per_node, rule, reason, f"--gpus-per-node={network.gpus_per_server}")
 
 
-def _lines(plan: Plan, network: Network, element_bytes: int) -> Iterator[str]:
+def _lines(plan: Plan, network: Network) -> Iterator[str]:
     fleet, rate = plan.fleet, network.card_gbit / 8 * 1e9
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in plan.tensors) - experts
     least = experts / fleet.gpus_per_server + others / min(fleet.gpus_per_node, fleet.num_gpus)
     found = schedule(plan, bucket_bytes=network.bucket_mb * 2**20)
     bound = bound_seconds(plan, bytes_per_second=rate)
-    yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, {element_bytes} bytes each, {len(plan.tensors)} tensors"
+    yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
     yield f"trainer          {plan.layout.ranks} GPUs"
     yield f"fleet            {fleet.num_servers} servers of {fleet.gpus_per_server} GPUs on {fleet.num_nodes} nodes"
     yield f"network in       {_range(plan.received())} by GPU; experts / {fleet.gpus_per_server} + all else once per node = {_gb(least)}"

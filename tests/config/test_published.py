@@ -35,8 +35,8 @@ def problems(*overrides, starts=False):
 
 
 def test_a_layout_is_checked_against_a_model_that_is_not_here():
-    (found,) = problems("train.layout.etp=5", "train.layout.ranks=320", "train.layout.cp=10")
-    assert (found.path, found.rule) == ("train.layout.etp", "must divide the expert's inner size 1536")
+    (found,) = problems("train.layout.ranks=192", "train.layout.ep=48")
+    assert (found.path, found.rule) == ("train.layout.ep", "must divide the model's 160 experts")
 
 
 def test_a_check_of_a_large_recipe_loads_no_torch():

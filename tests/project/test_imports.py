@@ -15,7 +15,7 @@ ROOT = Path(moerl.__file__).resolve().parent.parent
 LEVELS = [
     {"types", "config"},
     {"algorithms", "models", "rewards"},
-    {"rollout", "train", "weights", "planner", "cluster", "observe"},
+    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert"},
     {"loop", "sft"},
     {"run", "check"},
     {"__main__"},
