@@ -152,8 +152,11 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
-    layout, context = config.train.layout, config.model.max_context
-    yield from layout.problems(_shape(config.model))
+    layout, context, shape = config.train.layout, config.model.max_context, _shape(config.model)
+    yield from layout.problems(shape)
+    if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
+        rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
+        yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)
     if context < layout.sequence_multiple:
         rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"
         reason = "context parallelism cuts every sequence into 2 * cp chunks of at least one token; shorter sequences would be padding"
