@@ -1,4 +1,4 @@
-"""Stacks of experts (moerl/models/stacks.py) as sources and targets: a sharded checkpoint is made of their parts, a folder holds them whole."""
+"""Stacks of experts (moerl/models/stacks.py): a sharded checkpoint is made of their parts, a Hugging Face folder holds them whole."""
 
 import re
 from collections.abc import Iterator, Sequence

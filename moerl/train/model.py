@@ -34,7 +34,6 @@ from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.routers import Routers
 from moerl.train.routing import Routing
 
-
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 """By the names that families give."""
 
@@ -199,13 +198,12 @@ def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
     """Experts that tensor-parallel ranks replicate see different tokens there, so their gradients are summed over expert data parallel.
 
     Megatron 0.16 marks expert parameters for that only when ep > 1 (extensions/transformer_engine.py, TEGroupedLinear); with ep = 1 and
-    etp < tp their gradients would silently stay partial. Biases there count as those of sequence parallelism, which are summed once more.
+    etp < tp their gradients would silently stay partial.
     """
     if layout.ep == 1 and layout.etp != layout.tp:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
-                parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 def _count_in_norm(chunk: nn.Module) -> None:

@@ -6,10 +6,11 @@ import pytest
 
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import linear_sizes
+from moerl.config.load import load
 from moerl.config.model_shape import shape_of_config
 from moerl.models import FAMILIES
 from moerl.models.unknown import NOT_EXPRESSED, find_family
-from moerl.types import CheckpointError, RouteShape
+from moerl.types import CheckpointError, ConfigError, Problem, RouteShape
 
 _DECODER = {"rms_norm_eps": 1e-5, "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": False}
 _LLAMA3 = {
@@ -115,10 +116,33 @@ def test_validation_knows_the_shape_of_every_family():
     kimi = shape_of_config(PUBLISHED["kimi_k2"])
     assert (kimi.num_kv_heads, kimi.has_latent_attention, kimi.has_expert_bias) == (64, True, True)
     gpt_oss = shape_of_config(PUBLISHED["gpt_oss"])
-    assert (gpt_oss.has_biased_experts, gpt_oss.has_sinks, gpt_oss.routes) == (True, True, RouteShape(num_layers=24, top_k=4, num_experts=32))
+    assert gpt_oss.routes == RouteShape(num_layers=24, top_k=4, num_experts=32)
+    assert gpt_oss.has_biased_experts and gpt_oss.has_sinks
     assert not any(shape_of_config(PUBLISHED[name]).has_biased_experts for name in PUBLISHED if name != "gpt_oss")
     llama = shape_of_config(PUBLISHED["llama"])
     assert (llama.num_experts, llama.expert_ffn_size, llama.routes) == (None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "fix"),
+    [
+        (["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=a2a"),
+        (["train.layout.cp=2", "+train.megatron.cp_comm_type=a2a"], None, ""),
+        (["train.layout.ep=2", "train.layout.etp=2"], "train.layout.etp", "etp=1"),
+    ],
+)
+def test_what_sinks_and_biased_experts_do_not_allow_is_refused(overrides, path, fix, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt_oss"]))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    chosen = ["model.scratch=null", f"model.path={tmp_path}", "train.layout.ranks=4", *overrides]
+    found: list[Problem] = []
+    try:
+        load(["recipe=grpo-tiny-moe-1n2g-sync", *chosen])
+    except ConfigError as error:
+        found = error.problems
+    assert [problem.path for problem in found] == ([path] if path else [])
+    assert all(fix in problem.fix for problem in found)
 
 
 def test_the_sizes_that_fp8_needs_are_called_as_config_json_calls_them():

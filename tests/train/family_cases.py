@@ -55,7 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": True,
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "swiglu_limit": 0.5,
         "rope_scaling": {
-            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 8, "truncate": False
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 8,
+            "truncate": False,
         },
     },
     "glm4_moe": {"model_type": "glm4_moe", **_GLM, "use_qk_norm": True, "num_nextn_predict_layers": 2},

@@ -139,7 +139,8 @@ def test_what_a_config_json_says_of_a_case_moves_its_logits_far_beyond_the_toler
     [
         ("qwen2", "q_proj.bias"), ("qwen2", "v_proj.bias"), ("qwen2_moe", "shared_expert_gate.weight"), ("glm4_moe", "k_proj.bias"),
         ("gpt_oss", "self_attn.sinks"), ("gpt_oss", "router.bias"), ("gpt_oss", "gate_up_proj_bias"), ("gpt_oss", "down_proj_bias"),
-        ("gpt_oss", "o_proj.bias"), ("glm4_moe", "e_score_correction_bias"), ("kimi_k2", "e_score_correction_bias"), ("kimi_k2", "shared_experts.down_proj.weight"),
+        ("gpt_oss", "o_proj.bias"), ("glm4_moe", "e_score_correction_bias"), ("kimi_k2", "e_score_correction_bias"),
+        ("kimi_k2", "shared_experts.down_proj.weight"),
     ],
 )  # fmt: skip
 def test_a_tensor_of_a_case_moves_its_logits_far_beyond_the_tolerance(name, tensor, directories, expected):

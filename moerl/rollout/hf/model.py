@@ -97,11 +97,11 @@ def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
             "attention masks and expert layout, known only for these. Use another rollout.engine"
         )
     config = read_transformers_config(model_dir)
-    has_window = getattr(config, "sliding_window", None) not in (None, 0) or "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if has_window and not FAMILIES[kind].served.has_windows:
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if (slides or getattr(config, "sliding_window", None) not in (None, 0)) and not FAMILIES[kind].served.has_windows:
         raise EngineError(
-            f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine knows no windows of this family. Set it to null "
-            "in config.json if max_context fits the window"
+            f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine has no windows for this family. "
+            "Set it to null in config.json if max_context fits the window"
         )
     if max_context > config.max_position_embeddings:
         raise EngineError(

@@ -15,7 +15,8 @@ from torch.nn import functional
 class DotProductAttention(nn.Module):
     def __init__(self, num_attention_heads: int, kv_channels: Any, num_gqa_groups: int | None = None, attention_dropout: float = 0.0,
                  attn_mask_type: str = "causal", softmax_scale: float | None = None, cp_group: Any = None,
-                 window_size: tuple[int, int] | None = None, softmax_type: str = "vanilla", tp_size: int = 1, **_: Any) -> None:  # fmt: skip
+                 window_size: tuple[int, int] | None = None, softmax_type: str = "vanilla", tp_size: int = 1,
+                 **_: Any) -> None:  # fmt: skip
         super().__init__()
         if softmax_type not in ("vanilla", "learnable"):
             raise RuntimeError(f"softmax_type={softmax_type!r} is not in the reference transformer_engine")
@@ -62,7 +63,9 @@ class DotProductAttention(nn.Module):
         before = -1 if self.window_size is None else self.window_size[0]
         return (distance >= 0) if before < 0 else (distance >= 0) & (distance <= before)
 
-    def _attend_with_sinks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    def _attend_with_sinks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
+    ) -> torch.Tensor:
         assert self.softmax_offset is not None
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
