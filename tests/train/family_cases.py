@@ -53,9 +53,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {
         "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": True,
+        "rope_theta": 1000.0, "max_position_embeddings": 96,
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "swiglu_limit": 0.5,
         "rope_scaling": {
-            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 8,
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 24,
             "truncate": False,
         },
     },
