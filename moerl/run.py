@@ -71,6 +71,8 @@ async def _processes(
     rollout = config.rollout
     pool = RolloutPool(
         build_engines(config, model_dir, config.run_dir / "logs"),
+        max_running=rollout.max_running,
+        max_queued=rollout.max_queued,
         request_seconds=rollout.request_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=rollout.probe_seconds,

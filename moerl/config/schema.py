@@ -279,7 +279,10 @@ class RolloutConfig(_Strict):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""
     max_running: Positive = 64
-    """Requests one server decodes together; the rest wait in its queue."""
+    """Requests one server decodes together."""
+    max_queued: NotNegative = 2
+    """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
+    is free first: one that waits on a server cannot go to an idler one any more."""
     prefill_chunk: Positive = 64
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None
