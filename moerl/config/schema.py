@@ -287,6 +287,10 @@ class RolloutConfig(_Strict):
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the trainer's."""
+    partial: bool = False
+    """What becomes of completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
+    servers return what they have, and the rest is asked for after the push, from any server, which computes keys and values anew with the
+    new weights. Needs max_staleness > 0."""
     start_seconds: Seconds = 300.0
     request_seconds: Seconds = 1800.0
     """Deadline of one completion, waiting and repetition after the loss of a server included."""

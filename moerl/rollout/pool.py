@@ -1,6 +1,7 @@
 """All rollout servers as one: a request goes to one that serves (moerl/rollout/places.py says to which), a command to every one that runs.
 
-A request whose server ends is run again, from its prompt and with its seed, on another one, or on the same one once it is back.
+A request whose server ends is run again, with its seed, on another one, or on the same one once it is back. One that a server ends before
+its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/partial.py).
 """
 
 import asyncio
@@ -8,8 +9,10 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
+from moerl.rollout.completion_check import check_completion
 from moerl.rollout.engine import EngineHealth, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
+from moerl.rollout.partial import completed, joined, rest
 from moerl.rollout.places import Claim, Places
 from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams
 
@@ -24,8 +27,8 @@ class RolloutPool:
     """Owned by one event loop."""
 
     def __init__(
-        self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, request_seconds: float, max_restarts: int = 0,
-        probe_seconds: float = 30.0,
+        self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, vocab_size: int, request_seconds: float,
+        max_restarts: int = 0, probe_seconds: float = 30.0,
     ):  # fmt: skip
         """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
         completion, with the time it waits for a server, is paused, or waits for a slot."""
@@ -33,7 +36,13 @@ class RolloutPool:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds)
         self._places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
-        self._request_seconds = request_seconds
+        self._request_seconds, self._vocab_size = request_seconds, vocab_size
+        self._num_resumed = 0
+
+    @property
+    def num_resumed(self) -> int:
+        """How often a request went on elsewhere, or later, from the tokens it had; so far."""
+        return self._num_resumed
 
     async def start(self) -> None:
         """All servers at once; if one fails, the others are closed."""
@@ -89,16 +98,29 @@ class RolloutPool:
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, claim: Claim, asked: list[str]
     ) -> Completion:
         """`asked` gets the names of the servers."""
+        so_far: Completion | None = None
+        num_lost = 0
         while True:
             async with self._places.take(claim) as member:
                 asked.append(member.engine.name)
                 try:
-                    return await member.engine.generate(prompt_ids, sampling, request_id)
+                    more = await self._ask(member, *rest(prompt_ids, sampling, so_far), request_id)
                 except EngineUnavailable as error:
-                    if len(asked) == MAX_ATTEMPTS:
+                    num_lost += 1
+                    if num_lost == MAX_ATTEMPTS:
                         raise
                     self.fleet.refused(member)
                     logger.info("%s is run again: %s", request_id, str(error).splitlines()[0])
+                    continue
+            so_far = completed(joined(so_far, more), sampling)
+            if so_far.finish_reason != "abort":
+                return so_far
+            self._num_resumed += 1
+
+    async def _ask(self, member: Member, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
+        completion = await member.engine.generate(prompt_ids, sampling, request_id)
+        check_completion(completion, sampling, request_id=request_id, vocab_size=self._vocab_size, server=member.engine.name)
+        return completion
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
         """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""

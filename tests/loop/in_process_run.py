@@ -158,6 +158,7 @@ class InProcessRun:
             self.engines,
             max_running=config.rollout.max_running,
             max_queued=config.rollout.max_queued,
+            vocab_size=VOCAB_SIZE,
             request_seconds=SECONDS,
             max_restarts=config.rollout.max_restarts,
         )

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tiny_servers import MAX_RUNNING, new_fake, push
+from tiny_servers import MAX_RUNNING, VOCAB, new_fake, push
 
 from moerl.rollout.pool import RolloutPool
 from moerl.types import EngineError, SamplingParams
@@ -24,7 +24,7 @@ def engines(run, checkpoints):
 
 @pytest.fixture
 def pool(run, engines, checkpoints):
-    pool = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, request_seconds=30)
+    pool = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=30)
 
     async def begin():
         await pool.start()
@@ -78,7 +78,7 @@ def test_the_server_does_not_influence_the_completion(run, pool):
 
 def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run, engines, pool):
     async def scenario():
-        hasty = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, request_seconds=0.05)
+        hasty = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=0.05)
         hasty.fleet.served(hasty.fleet.members)
         await hasty.pause("keep")
         with pytest.raises(EngineError, match=r"fake-0: slow took longer than rollout.request_seconds = 0.05"):
@@ -120,7 +120,7 @@ def test_a_failed_start_closes_the_servers_that_came_up(run, engines):
         async def close(self):
             pass
 
-    pool = RolloutPool([engines[0], Broken()], max_running=MAX_RUNNING, max_queued=2, request_seconds=1)
+    pool = RolloutPool([engines[0], Broken()], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=1)
     with pytest.raises(EngineError, match=r"start failed on 1 of 2 servers\n\* broken: cannot start"):
         run(pool.start())
     with pytest.raises(EngineError, match="not running"):
@@ -129,4 +129,4 @@ def test_a_failed_start_closes_the_servers_that_came_up(run, engines):
 
 def test_a_pool_needs_a_server():
     with pytest.raises(EngineError, match="num_servers = 0"):
-        RolloutPool([], max_running=MAX_RUNNING, max_queued=2, request_seconds=1)
+        RolloutPool([], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=1)
