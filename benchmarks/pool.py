@@ -1,4 +1,4 @@
-"""The rollout pool's makespan against list schedules of the same times, what keeping sessions together costs and saves, and the driver's CPU.
+"""The rollout pool's makespan against list schedules of the same times, what keeping sessions together saves, and the driver's CPU.
 
     python benchmarks/pool.py --requests 2000 --servers 8 --running 32
 
@@ -71,14 +71,19 @@ class Waiting:
         async with self._slots:
             await asyncio.sleep(sampling.max_tokens)
         await asyncio.sleep(self._latency)
-        return canned(request_id, 1)
+        return canned(request_id, sampling.max_tokens)
+
+
+LONGEST = 200_000
+TOKENS = tuple(range(100_000, 100_000 + 50_000)) * (LONGEST // 50_000)
+LOGPROBS = tuple(np.linspace(-3.1415926, -0.1, LONGEST).tolist())
 
 
 def canned(request_id: str, num_tokens: int) -> Completion:
     return Completion(
         request_id=request_id,
-        token_ids=tuple(range(100_000, 100_000 + num_tokens)),
-        logprobs=tuple(np.linspace(-3.1415926, -0.1, num_tokens).tolist()),
+        token_ids=TOKENS[:num_tokens],
+        logprobs=LOGPROBS[:num_tokens],
         spans=(VersionSpan(version=1, num_tokens=num_tokens),),
         finish_reason="length",
     )
@@ -175,7 +180,7 @@ def measure_http(arguments: argparse.Namespace, num_tokens: int) -> float:
 
 
 def print_makespans(arguments: argparse.Namespace, sigma: float) -> None:
-    tokens = np.random.default_rng(arguments.seed).lognormal(6.0, sigma, arguments.requests).astype(np.int64).clip(1)
+    tokens = np.random.default_rng(arguments.seed).lognormal(6.0, sigma, arguments.requests).astype(np.int64).clip(1, LONGEST)
     num_slots = arguments.servers * arguments.running
     latency = 2 * arguments.latency
     in_order = list_schedule((tokens + latency).tolist(), num_slots)

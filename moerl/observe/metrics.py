@@ -62,7 +62,7 @@ METRICS = (
     Metric("groups/uniform", "share", "down", MEAN, "trained groups whose rewards are all equal: their advantages are zero"),
     Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
-    Metric("fleet/resumed", "completions", "none", LAST, "how often one went on from its tokens after a push (rollout.partial), since then"),
+    Metric("fleet/resumed", "completions", "none", LAST, "that went on from their tokens after a push (rollout.partial), since then"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
     Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),
     Metric("train/lr", "rate", "none", LAST, "learning rate of the step"),

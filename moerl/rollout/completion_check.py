@@ -1,6 +1,10 @@
-"""Whether a completion can be the answer to its request; routes are checked in moerl/rollout/routes.py."""
+"""Whether a completion can be the answer to its request; routes are checked in moerl/rollout/routes.py.
+
+Every rule is tested by calls that walk over the tokens in C: thousands of completions of thousands of tokens pass through the driver.
+"""
 
 import math
+from collections.abc import Iterator
 
 from moerl.types import Completion, EngineError, SamplingParams
 
@@ -10,27 +14,48 @@ _ROUNDING = 1e-3
 
 def check_completion(completion: Completion, sampling: SamplingParams, *, request_id: str, vocab_size: int, server: str) -> None:
     """EngineError with every rule it breaks."""
-    tokens, logprobs, spans = completion.token_ids, completion.logprobs, completion.spans
-    outside = next((token for token in tokens if not 0 <= token < vocab_size), None)
-    unsound = next((logprob for logprob in logprobs if not math.isfinite(logprob) or logprob > _ROUNDING), None)
-    num_spanned = sum(span.num_tokens for span in spans)
-    stops = [at for at, token in enumerate(tokens) if token in sampling.stop_token_ids] if sampling.stop_token_ids else []
-    end = {"stop": stops[-1:] == [len(tokens) - 1], "length": len(tokens) == sampling.max_tokens, "abort": True}
-    rules = {
-        f"request_id = {completion.request_id!r}: must be the request's": completion.request_id == request_id,
-        f"{len(tokens)} tokens: must be at most max_tokens = {sampling.max_tokens}": len(tokens) <= sampling.max_tokens,
-        f"token {outside}: must be in the model's vocabulary [0, {vocab_size})": outside is None,
-        f"{len(logprobs)} log-probs: must be as many as tokens, {len(tokens)}": len(logprobs) == len(tokens),
-        f"log-prob {unsound}: must be a number and at most 0": unsound is None,
-        f"spans of {num_spanned} tokens: must be of {len(tokens)}, none empty": num_spanned == len(tokens)
-        and all(span.num_tokens > 0 for span in spans),
-        f"finish_reason = {completion.finish_reason!r} with {len(tokens)} tokens: stop must end with a stop token, length with token "
-        f"{sampling.max_tokens}": end[completion.finish_reason],
-        f"token {tokens[stops[0]] if stops else ''} at {stops[0] if stops else ''}: a stop token must be the last": stops in ([], [len(tokens) - 1]),
-    }
-    broken = [rule for rule, holds in rules.items() if not holds]
+    broken = []
+    if completion.request_id != request_id:
+        broken.append(f"request_id = {completion.request_id!r}: must be the request's")
+    broken += [*_tokens(completion, sampling, vocab_size), *_logprobs(completion), *_spans(completion), *_end(completion, sampling)]
     if broken:
         raise EngineError(
-            f"{server}: {request_id}: the answer cannot be this request's: {'; '.join(broken)}. The server serves another model, or another "
-            "version of moerl or of the engine; its log may say more"
+            f"{server}: {request_id}: the answer cannot be this request's: {'; '.join(broken)}. The server serves another model, "
+            "or another version of moerl or of the engine; its log may say more"
         )
+
+
+def _tokens(completion: Completion, sampling: SamplingParams, vocab_size: int) -> Iterator[str]:
+    tokens = completion.token_ids
+    if len(tokens) > sampling.max_tokens:
+        yield f"{len(tokens)} tokens: must be at most max_tokens = {sampling.max_tokens}"
+    low, high = min(tokens, default=0), max(tokens, default=0)
+    if low < 0 or high >= vocab_size:
+        yield f"token {low if low < 0 else high}: must be in the model's vocabulary [0, {vocab_size})"
+    stops = frozenset(sampling.stop_token_ids)
+    if not stops.isdisjoint(tokens[:-1]):
+        at = next(index for index, token in enumerate(tokens) if token in stops)
+        yield f"token {tokens[at]} at {at}: a stop token must be the last"
+
+
+def _logprobs(completion: Completion) -> Iterator[str]:
+    logprobs = completion.logprobs
+    if len(logprobs) != len(completion.token_ids):
+        yield f"{len(logprobs)} log-probs: must be as many as tokens, {len(completion.token_ids)}"
+    if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > _ROUNDING:  # a sum is finite only if all of it is
+        unsound = [logprob for logprob in logprobs if not math.isfinite(logprob) or logprob > _ROUNDING]
+        yield f"log-prob {(unsound or [min(logprobs)])[0]}: must be a number and at most 0"
+
+
+def _spans(completion: Completion) -> Iterator[str]:
+    counts = [span.num_tokens for span in completion.spans]
+    if sum(counts) != len(completion.token_ids) or min(counts, default=1) < 1:
+        yield f"spans of {sum(counts)} tokens: must be of {len(completion.token_ids)}, none empty"
+
+
+def _end(completion: Completion, sampling: SamplingParams) -> Iterator[str]:
+    tokens, reason = completion.token_ids, completion.finish_reason
+    is_stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
+    if (reason == "stop" and not is_stopped) or (reason == "length" and len(tokens) != sampling.max_tokens):
+        rule = f"stop must end with a stop token, length with token {sampling.max_tokens}"
+        yield f"finish_reason = {reason!r} with {len(tokens)} tokens: {rule}"

@@ -11,9 +11,7 @@ import numpy as np
 from moerl.types import Completion, SamplingParams, VersionSpan
 
 
-def rest(
-    prompt_ids: tuple[int, ...], sampling: SamplingParams, so_far: Completion | None
-) -> tuple[tuple[int, ...], SamplingParams]:
+def rest(prompt_ids: tuple[int, ...], sampling: SamplingParams, so_far: Completion | None) -> tuple[tuple[int, ...], SamplingParams]:
     """The request for what is missing of `so_far`."""
     if so_far is None or not so_far.token_ids:
         return prompt_ids, sampling

@@ -44,7 +44,8 @@ class WeightPublisher:
         return self._pool.num_resumed
 
     async def push(self, version: int) -> CanaryResult | None:
-        """Requests in flight stop where they are, or come back with what they have (rollout.partial), and go on with the new weights. The canary's result, when it ran."""
+        """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. The canary's
+        result, when it ran."""
         self._version, self._num_pushes = version, self._num_pushes + 1
         return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
 

@@ -20,7 +20,18 @@ async def serving(checkpoints, num_servers, **options):
     engines = [new_fake(checkpoints["dense"]) for _ in range(num_servers)]
     for index, engine in enumerate(engines):
         engine.name = f"fake-{index}"
-    pool = RolloutPool(engines, **{"max_running": MAX_RUNNING, "max_queued": 2, "vocab_size": VOCAB, "request_seconds": 30, "max_restarts": 2, "probe_seconds": 30, **options})
+    pool = RolloutPool(
+        engines,
+        **{
+            "max_running": MAX_RUNNING,
+            "max_queued": 2,
+            "vocab_size": VOCAB,
+            "request_seconds": 30,
+            "max_restarts": 2,
+            "probe_seconds": 30,
+            **options,
+        },
+    )
     try:
         await pool.start()
         await bring(pool, checkpoints, 1)
