@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from moerl.config.problems import problem
-from moerl.convert.parameters import num_experts
+from moerl.convert.hf_plan import is_scale
+from moerl.convert.parameters import num_experts, parameters_of_names, sizes_of
 from moerl.convert.source import HFSource
 from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.types import Problem
@@ -19,7 +20,17 @@ _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _FETCH = "fetch the checkpoint again; its config.json must be of the same model"
 
 
-def missing(source: HFSource, family: Family, held: set[str], sizes: Sizes) -> Iterator[Problem]:
+def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
+    """Everything that is missing, unknown or of another shape than its like."""
+    sizes = sizes_of(family, source.config)
+    names = [name for name in source.tensors if not is_scale(source, name)]
+    problems = [*_missing(source, family, set(names), sizes), *_misshapen(source, names)]
+    used = {name for each in parameters_of_names(family, names, num_layers=sizes.num_layers) for name in each.hf}
+    copies = [copy for rule in family.rules for copy in rule.copies]
+    return [*problems, *_unknown(source, [name for name in names if name not in used], copies)]
+
+
+def _missing(source: HFSource, family: Family, held: set[str], sizes: Sizes) -> Iterator[Problem]:
     """Every tensor, by name."""
     tied = is_tied(source.config)
     needed = {
@@ -48,7 +59,7 @@ def _kind(layer: int, parts: set[str], sizes: Sizes) -> str:
     return "experts" if any(_EXPERT.fullmatch(part) for part in parts) else "dense"
 
 
-def misshapen(source: HFSource, names: Sequence[str]) -> Iterator[Problem]:
+def _misshapen(source: HFSource, names: Sequence[str]) -> Iterator[Problem]:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"\.\d+\.", ".N.", name)].append(name)
@@ -70,7 +81,7 @@ def misshapen(source: HFSource, names: Sequence[str]) -> Iterator[Problem]:
 _QUANTIZED = "weights quantized to integers need their own method to be read"
 
 
-def unknown(source: HFSource, names: Sequence[str], copies: Sequence[str]) -> Iterator[Problem]:
+def _unknown(source: HFSource, names: Sequence[str], copies: Sequence[str]) -> Iterator[Problem]:
     """Tensors that no parameter is made of, except copies of other tensors and rotary frequencies."""
     patterns = [re.compile(re.escape(copy).replace(r"\{mtp\}", r"\d+")) for copy in copies]
     for name in names:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
-from moerl.convert.completeness import misshapen, missing, unknown
+from moerl.convert.completeness import tensor_problems
 from moerl.convert.entry import Entry, computed, read_whole
 from moerl.convert.parameters import Parameter, family_of, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded import Part, ShardedSource
@@ -26,15 +26,10 @@ def parts_of(source: HFSource, dtype: torch.dtype) -> list[Part]:
     """Raises ConvertError with everything that is missing, unknown or of another shape than its like."""
     family = family_of(source.config)
     sizes = sizes_of(family, source.config)
-    problems = list(hf_plan.fp8_problems(source))
+    if problems := [*hf_plan.fp8_problems(source), *tensor_problems(source, family)]:
+        raise ConvertError(problems)
     names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
     parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
-    problems += missing(source, family, set(names), sizes)
-    problems += misshapen(source, names)
-    used = {name for each in parameters for name in each.hf}
-    problems += unknown(source, [name for name in names if name not in used], [copy for rule in family.rules for copy in rule.copies])
-    if problems:
-        raise ConvertError(problems)
     experts: dict[str, int] = {}
     for each in parameters:
         if each.expert is not None:
