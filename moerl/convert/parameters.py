@@ -41,7 +41,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Of a model on one rank."""
-    described = family.transformer_config(_unquantized(config))
+    described = fields_of(family, config)
     heads = described["num_attention_heads"]
     return Sizes(
         num_layers=described["num_layers"],
@@ -52,9 +52,14 @@ def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     )
 
 
+def fields_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says in the words of Megatron's configuration."""
+    return family.transformer_config(_unquantized(config))
+
+
 def num_experts(family: Family, config: Mapping[str, Any]) -> int:
     """0 for a dense model."""
-    return family.transformer_config(_unquantized(config)).get("num_moe_experts", 0)
+    return fields_of(family, config).get("num_moe_experts", 0)
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
-from moerl.convert.completeness import tensor_problems
+from moerl.convert.completeness import stored_problems, tensor_problems
 from moerl.convert.entry import Entry, computed, read_whole
 from moerl.convert.parameters import Parameter, family_of, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded import Part, ShardedSource
@@ -67,6 +67,8 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     parameters = list(parameters_of_keys(family, shapes, num_layers=sizes.num_layers))
     if is_tied(source.config):
         parameters = [each for each in parameters if each.key != "output_layer.weight"]
+    if problems := list(stored_problems(source, family, parameters)):
+        raise ConvertError(problems)
     entries = [entry for each in parameters for entry in _entries(source, each, sizes, dtype)]
     num_mtp = num_mtp_layers(source.config)
     if without_untrained and not any(each.rule.is_mtp for each in parameters):
