@@ -1,13 +1,11 @@
 """Folders to folders: every bit, valid files, resumed after a kill at any point, and every fault named at once."""
 
-import itertools
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 
+import kills
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -125,30 +123,7 @@ def test_a_dry_run_writes_nothing_and_counts_the_bytes(source, tmp_path):
 
 
 def kill_at(moment, source, target, workers=1):
-    """A conversion in a process of its own, killed at its `moment`-th write, flush or rename; whether it lived to its end."""
-    process = multiprocessing.get_context("fork").Process(target=_convert_until, args=(moment, source, target, workers))
-    process.start()
-    process.join()
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode == 0
-
-
-def _convert_until(moment, source, target, workers):
-    torch.set_num_threads(1)  # before any operation: the threads of the process it is forked from are not there
-    left = itertools.count(moment, -1)
-
-    def counted(function):
-        def call(*args, **kwargs):
-            if next(left) <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    writing.os.rename, writing.os.fsync = counted(os.rename), counted(os.fsync)
-    writing.Output.write = counted(writing.Output.write)
-    options = WriteOptions(shard_bytes=150_000, workers=workers)
-    convert(Conversion(source=source, target=target, options=options), dry_run=False)
+    return kills.kill_at(moment, Conversion(source=source, target=target, options=WriteOptions(shard_bytes=150_000, workers=workers)))
 
 
 @pytest.mark.parametrize(("moment", "workers"), [(0, 1), (1, 1), (5, 1), (9, 2), (13, 1), (22, 2), (31, 1), (44, 1)])
