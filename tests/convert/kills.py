@@ -1,18 +1,25 @@
-"""Conversions in processes of their own that are killed at a chosen operation on files."""
+"""Conversions in processes of their own that are killed at a chosen operation on files.
+
+Operations are what Python reports of files and directories at the target that are opened to be written, renamed, removed or made, and
+every write and flush of a file of weights.
+"""
 
 import itertools
 import multiprocessing
 import os
 import signal
+import sys
 
 import torch
 
 from moerl.convert import writing
 from moerl.convert.run import Conversion, convert
 
+_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
+
 
 def kill_at(moment: int, conversion: Conversion) -> bool:
-    """At its `moment`-th write, flush, rename or deletion, counted from 0; whether it lived to its end."""
+    """Before its `moment`-th operation, counted from 0; whether it lived to its end."""
     process = multiprocessing.get_context("fork").Process(target=_convert_until, args=(moment, conversion))
     process.start()
     process.join()
@@ -56,7 +63,11 @@ def _convert(conversion, before_each) -> None:
 
         return call
 
-    for name in ("rename", "fsync", "unlink"):
-        setattr(os, name, watched(getattr(os, name)))
-    writing.Output.write = watched(writing.Output.write)
+    def hook(event, args):
+        only_reads = event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR)
+        if event in _EVENTS and not only_reads and str(args[0]).startswith(str(conversion.target)):
+            before_each()
+
+    os.fsync, writing.Output.write = watched(os.fsync), watched(writing.Output.write)
+    sys.addaudithook(hook)
     convert(conversion, dry_run=False)

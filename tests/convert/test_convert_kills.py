@@ -44,13 +44,12 @@ def test_wherever_it_is_killed_no_run_finds_half_a_checkpoint_and_the_same_comma
     target, moments = straight
     assert moments > 100
     wanted, seen = bytes_of(target), set()
-    for moment in [*range(0, moments - LAST, (moments - LAST) // 6), *range(moments - LAST, moments)]:
+    for moment in [0, 1, 2, *range(9, moments - LAST, moments // 4), *range(moments - LAST, moments)]:
         root = tmp_path / str(moment)
         assert not kills.kill_at(moment, conversion(source, root / "step-000000"))
         found = newest(root)
         seen.add(found is None)
         if found is None:
-            assert writing.partial_of(root / "step-000000").exists() or moment == 0
             convert(conversion(source, root / "step-000000"), dry_run=False)
             found = newest(root)
             assert bytes_of(found) == wanted, moment
