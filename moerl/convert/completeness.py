@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from moerl.config.problems import problem
 from moerl.convert.expected import Expected, expected_tensors, parameter_shapes
 from moerl.convert.hf_plan import is_scale
-from moerl.convert.parameters import Parameter
+from moerl.convert.parameters import Parameter, computes_it, described_family
 from moerl.convert.sharded import ShardedSource
 from moerl.convert.source import HFSource
+from moerl.models import FAMILIES
 from moerl.models.family import Family, is_tied
 from moerl.types import Problem
 
@@ -20,6 +21,19 @@ def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
     expected = expected_tensors(family, source.config)
     known = [name for name in names if name in expected.shapes or name in expected.copies]
     return [*_missing(source, expected, set(names)), *_misshapen(source, expected, known), *_unknown(source, set(names) - set(known))]
+
+
+def copied_problems(source: HFSource) -> list[Problem]:
+    """What the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that Megatron
+    would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
+    if source.config.get("model_type") not in FAMILIES:
+        return []
+    family = described_family(source.config)
+    if not computes_it(family, source.config):
+        return []
+    expected = expected_tensors(family, source.config)
+    held = [name for name in source.tensors if name in expected.shapes or name in expected.copies]
+    return [*_missing(source, expected, set(held)), *_misshapen(source, expected, held)]
 
 
 def _missing(source: HFSource, expected: Expected, held: set[str]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ import torch
 from moerl import __version__
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
-from moerl.convert.completeness import tensor_problems
+from moerl.convert.completeness import copied_problems, tensor_problems
 from moerl.convert.entry import Entry
 from moerl.convert.fp8 import SCALE_SUFFIX, ScaleFormat
 from moerl.convert.hf_writing import WriteOptions, carried_files, hf_jobs, write_hf
@@ -122,6 +122,8 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
 def _hf_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
     source = HFSource.open(conversion.source)
     entries = hf_plan.converted(source, conversion.dtype, conversion.scales)
+    if problems := copied_problems(source):
+        raise ConvertError(problems)
     return _write_hf(conversion, entries, source.config, source.identity(), dry_run=dry_run)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moerl.config.problems import problem
 from moerl.convert.entry import Entry, computed
+from moerl.convert.parameters import described_family
 from moerl.models import FAMILIES
 from moerl.types import ConvertError, Problem
 
@@ -115,6 +116,7 @@ def upcycled_config(dense: Mapping[str, Any], chosen: Upcycling) -> dict[str, An
         fix = "the value the model was trained with, in SRC/config.json"
         reason = f"transformers has other defaults for {counterpart.model_type} than for {dense['model_type']}"
         raise ConvertError([problem(f"SRC/config.json: {name}", None, "must be written", reason, fix) for name in missing])
+    described_family(dense)
     kept = {name: value for name, value in dense.items() if name not in counterpart.dropped}
     named = {"model_type": counterpart.model_type, "architectures": [counterpart.architecture]}
     config = kept | counterpart.fields(dense, chosen) | named

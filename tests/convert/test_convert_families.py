@@ -111,6 +111,36 @@ def test_layers_of_multi_token_prediction_may_be_absent_but_not_in_part(director
     assert len(caught.value.problems) == 1
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_of_every_family_becomes_a_folder_with_the_same_tensors(name, directories, tmp_path):
+    convert(Conversion(source=directories[name], target=tmp_path / "out"), dry_run=False)
+    assert_same(tmp_path / "out", load_file(directories[name] / "model.safetensors"))
+
+
+def test_a_folder_that_becomes_a_folder_must_hold_its_model_but_may_hold_more(directories, tmp_path):
+    directory = shutil.copytree(directories["qwen3"], tmp_path / "qwen3")
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"v_head.weight": torch.ones(3)}, directory / "model.safetensors")
+    convert(Conversion(source=directory, target=tmp_path / "more"), dry_run=False)
+    for layer in range(4):
+        tensors.pop(f"model.layers.{layer}.self_attn.q_norm.weight")
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.ones(3, 4)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ConvertError) as caught:
+        convert(Conversion(source=directory, target=tmp_path / "less"), dry_run=False)
+    assert [each.rule for each in caught.value.problems] == ["is missing"] * 4 + ["must have shape (24, 32)"] * 4
+
+
+def test_a_setting_that_config_json_lacks_is_named(directories, tmp_path):
+    directory = shutil.copytree(directories["deepseek_v3"], tmp_path / "deepseek")
+    config = json.loads((directory / "config.json").read_text())
+    for name in ("kv_lora_rank", "n_group"):
+        (directory / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != name}))
+        for to in ("hf", "moerl"):
+            with pytest.raises(ConvertError, match=f"config.json: {name} = None: is missing"):
+                convert(Conversion(source=directory, target=tmp_path / "out", to=to, dtype="float32"), dry_run=False)
+
+
 def test_a_checkpoint_whose_weights_are_of_another_model_than_its_config_is_refused(converted, tmp_path):
     directory = shutil.copytree(converted["glm4_moe"], tmp_path / "step-000000")
     contents = json.loads((directory / MANIFEST).read_text())["contents"]

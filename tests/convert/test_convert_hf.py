@@ -18,7 +18,7 @@ from moerl.convert.run import Conversion, convert
 from moerl.models.checkpoint import INDEX, HFCheckpoint, write_shards
 from moerl.types import ConvertError
 
-CONFIG = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
+CONFIG = {"model_type": "unheard_of", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
 
 
 def model(dtype=torch.bfloat16):
