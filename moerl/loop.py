@@ -46,7 +46,7 @@ async def run(
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             with observe.phase("rollout"):
-                groups = await buffer.take(config.groups_per_step)
+                groups = await weights.serve_while(buffer.take(config.groups_per_step))
             async with train.awake():
                 batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
                 with observe.phase("update"):
@@ -56,7 +56,8 @@ async def run(
                 with observe.phase("push"):
                     await weights.push(version)
                 cursor = buffer.oldest_untrained_ticket
-                observe.step(version, groups, stats, dropped_groups=buffer.num_drawn_by_last_take - len(groups))
+                num_dropped = buffer.num_drawn_by_last_take - len(groups)
+                observe.step(version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts)
                 buffer.release(config.groups_per_step)  # only now may new groups start
                 if version == config.num_steps or (config.save_every and version % config.save_every == 0):
                     with observe.phase("save"):

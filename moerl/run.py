@@ -19,6 +19,7 @@ from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
+from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
@@ -48,7 +49,7 @@ def train(config: RunConfig) -> Path:
 
 async def _train(config: RunConfig, observe: Observer) -> None:
     model_dir = _model_dir(config)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
     prompts = _prompts(config, tokenizer)
     with _local_ray():
         _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process
@@ -67,7 +68,13 @@ async def _processes(
     config: RunConfig, model_dir: Path, observe: Observer
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
-    pool = RolloutPool(build_engines(config, model_dir, config.run_dir / "logs"), request_seconds=config.rollout.request_seconds)
+    rollout = config.rollout
+    pool = RolloutPool(
+        build_engines(config, model_dir, config.run_dir / "logs"),
+        request_seconds=rollout.request_seconds,
+        max_restarts=rollout.max_restarts,
+        probe_seconds=rollout.probe_seconds,
+    )
     rewards = RewardPool(config.reward)
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints")
     async with AsyncExitStack() as stack:

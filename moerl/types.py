@@ -362,6 +362,10 @@ class EngineError(MoerlError, RuntimeError):
     """A rollout server could not start, died, or refused a request."""
 
 
+class EngineUnavailable(EngineError):
+    """The server is gone, or may not serve now; another one can take the request, or the same one later."""
+
+
 class WeightError(MoerlError, RuntimeError):
     """Trainer and engine do not hold the same weights."""
 

@@ -1,7 +1,10 @@
 """Settings of the whole test process, made before any test module imports torch; processes that tests start inherit them."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # Two OpenMP threads on two busy cores spin against each other: 5 to 10 times slower.
@@ -12,3 +15,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # The same examples in every run; no deadline, because a busy machine is no failure.
 settings.register_profile("moerl", derandomize=True, deadline=None)
 settings.load_profile("moerl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests run in an empty directory: the checkout may hold runs/, and a configuration that would continue one is checked against it."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)

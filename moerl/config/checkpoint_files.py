@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from moerl.config.deepseek import broken_rules
 from moerl.config.model_shape import shape_of_config
+from moerl.models import FAMILIES
+from moerl.models.unknown import explain_unknown
 from moerl.types import Problem
-
-MODEL_TYPES = ("qwen3", "qwen3_moe", "deepseek_v3")
-"""config.json's model_type, of the families in moerl/models."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -31,15 +29,14 @@ def _config_problems(path: Path) -> Iterator[Problem]:
     config = _read_json(path / "config.json")
     if isinstance(config, str):
         yield _problem(path, "needs a readable config.json", config, "copy the model's config.json there")
-    elif config.get("model_type") not in MODEL_TYPES:
-        reason = f"moerl/models has no family for model_type {config.get('model_type')!r}"
-        yield _problem(path, "must be of a family moerl knows", reason, f"a model whose model_type is one of {', '.join(MODEL_TYPES)}")
+    elif config.get("model_type") not in FAMILIES:
+        yield _problem(path, *explain_unknown(config))
     else:
         try:
-            shape_of_config(config)
-            if config["model_type"] == "deepseek_v3":
-                for rule, reason, fix in broken_rules(config):
-                    yield _problem(path, rule, reason, fix)
+            broken = list(FAMILIES[config["model_type"]].broken_rules(config))
+            yield from (_problem(path, rule, reason, fix) for rule, reason, fix in broken)
+            if not broken:
+                shape_of_config(config)
         except KeyError as missing:
             reason = "the layout is checked against the model's sizes"
             yield _problem(path, f"needs {missing} in config.json", reason, "copy the model's config.json again")

@@ -6,6 +6,7 @@ from typing import Any
 
 from moerl.config.problems import problem
 from moerl.config.schema import FP8Config, TrainConfig
+from moerl.models import FAMILIES
 from moerl.types import Problem
 
 _ENDS = ("first_layers_bf16", "last_layers_bf16")
@@ -98,22 +99,29 @@ def _fix(fp8: FP8Config, linear: LinearSize, multiple: int) -> str:
 
 def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearSize]:
     """Both sides of every linear layer that FP8 computes, by the model's config.json."""
+    megatron = FAMILIES[hf["model_type"]].transformer_config(hf)
     yield LinearSize(name="hidden_size", size=hf["hidden_size"])
-    yield from _latent_attention(hf) if hf["model_type"] == "deepseek_v3" else _attention(hf)
-    experts = "moe_intermediate_size" in hf
-    if not experts or hf.get("first_k_dense_replace", 0) > 0:
+    yield from _latent_attention(hf) if megatron.get("multi_latent_attention") else _attention(megatron)
+    expert, shared = (megatron.get(name) for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
+    if expert is None or _has_dense_layers(megatron["moe_layer_freq"]):
         yield LinearSize(name="intermediate_size", size=hf["intermediate_size"], cut_by="tp")
-    if experts:
-        yield LinearSize(name="moe_intermediate_size", size=hf["moe_intermediate_size"], cut_by="etp")
-    if hf.get("n_shared_experts"):
-        size = hf["n_shared_experts"] * hf["moe_intermediate_size"]
-        yield LinearSize(name="n_shared_experts * moe_intermediate_size", size=size, cut_by="tp")
+    if expert is not None:
+        # Models without dense layers may call the experts' size as others call that of dense layers (Mixtral).
+        name = "moe_intermediate_size" if "moe_intermediate_size" in hf else "intermediate_size"
+        yield LinearSize(name=name, size=expert, cut_by="etp")
+    if shared is not None:
+        name = "n_shared_experts * moe_intermediate_size" if "n_shared_experts" in hf else "shared_expert_intermediate_size"
+        yield LinearSize(name=name, size=shared, cut_by="tp")
     if trains_mtp:
         yield LinearSize(name="hidden_size", size=hf["hidden_size"], cut_by="tp")
 
 
-def _attention(hf: Mapping[str, Any]) -> Iterator[LinearSize]:
-    heads, groups, width = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
+def _has_dense_layers(layer_freq: int | list[int]) -> bool:
+    return isinstance(layer_freq, list) and 0 in layer_freq
+
+
+def _attention(megatron: Mapping[str, Any]) -> Iterator[LinearSize]:
+    heads, groups, width = (megatron[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
     yield LinearSize(name="(num_attention_heads + 2 * num_key_value_heads) * head_dim", size=(heads + 2 * groups) * width, cut_by="tp")
     yield LinearSize(name="num_attention_heads * head_dim", size=heads * width, cut_by="tp")
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _OF_EXPERTS = ("moe", "moe_act")
-_OF_DEEPSEEK = ("mla_up_proj", "shared_experts")
 
 
 class _Strict:
@@ -138,8 +137,10 @@ def _selective_problems(recompute: SelectiveRecompute, shape: ModelShape | None)
 def _why_without_effect(module: RecomputeModule, shape: ModelShape) -> str | None:
     if module in _OF_EXPERTS and shape.num_experts is None:
         return "there are no experts"
-    if module in _OF_DEEPSEEK and shape.model_type != "deepseek_v3":
-        return "it has neither multi-latent attention nor shared experts"
+    if module == "mla_up_proj" and not shape.has_latent_attention:
+        return "it has no multi-latent attention"
+    if module == "shared_experts" and not shape.has_shared_experts:
+        return "it has no shared experts"
     if module == "layernorm" and shape.num_experts is None:
         return "the norms of dense layers are fused with the projections after them"
     return None

@@ -1,10 +1,13 @@
-"""The few sizes of a model that validation needs, read from a Hugging Face config.json without importing transformers."""
+"""The few sizes of a model that validation needs, by its family's description of config.json (moerl/models)."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moerl.models import FAMILIES
+from moerl.models.family import num_mtp_layers
 from moerl.types import RouteShape
 
 
@@ -23,34 +26,36 @@ class ModelShape:
     """Layers of multi-token prediction, which are not among `num_layers`."""
     routes: RouteShape | None = None
     """None for a dense model."""
+    has_expert_bias: bool = False
+    """Its routers choose experts with a correction bias."""
+    has_latent_attention: bool = False
+    has_shared_experts: bool = False
 
-    @property
-    def has_expert_bias(self) -> bool:
-        return self.model_type == "deepseek_v3"
 
-
-def shape_of_config(config: dict[str, Any]) -> ModelShape:
-    """Names as in the config.json of Qwen3, Qwen3-MoE and DeepSeek-V3 (transformers, models/*/configuration_*.py)."""
-    # transformers 5 saves Qwen3-MoE under the second name; published checkpoints have the first. The third is DeepSeek's.
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((config[name] for name in names if name in config), None)
-    num_mtp_layers = config.get("num_nextn_predict_layers")
+def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
+    """Of a family in moerl/models, whether or not it breaks a rule of its family. KeyError for what config.json lacks."""
+    megatron = FAMILIES[config["model_type"]].transformer_config(config)
+    num_experts = megatron.get("num_moe_experts")
     return ModelShape(
         model_type=config["model_type"],
-        num_layers=config["num_hidden_layers"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
+        num_layers=megatron["num_layers"],
+        num_heads=megatron["num_attention_heads"],
+        num_kv_heads=megatron.get("num_query_groups", megatron["num_attention_heads"]),
         max_positions=config["max_position_embeddings"],
         num_experts=num_experts,
-        expert_ffn_size=config["moe_intermediate_size"] if num_experts is not None else 0,
-        num_mtp_layers=0 if num_mtp_layers is None else num_mtp_layers,
-        routes=None if num_experts is None else _routes(config, num_experts),
+        expert_ffn_size=megatron.get("moe_ffn_hidden_size", 0),
+        num_mtp_layers=num_mtp_layers(config),
+        routes=None if num_experts is None else _routes(megatron, num_experts),
+        has_expert_bias=megatron.get("moe_router_enable_expert_bias", False),
+        has_latent_attention=megatron.get("multi_latent_attention", False),
+        has_shared_experts=megatron.get("moe_shared_expert_intermediate_size") is not None,
     )
 
 
-def _routes(config: dict[str, Any], num_experts: int) -> RouteShape:
-    num_layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
-    return RouteShape(num_layers=num_layers, top_k=config["num_experts_per_tok"], num_experts=num_experts)
+def _routes(megatron: Mapping[str, Any], num_experts: int) -> RouteShape:
+    layers = megatron["moe_layer_freq"]
+    num_layers = sum(layers) if isinstance(layers, list) else megatron["num_layers"]
+    return RouteShape(num_layers=num_layers, top_k=megatron["moe_router_topk"], num_experts=num_experts)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -262,13 +262,18 @@ class TrainConfig(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(_Strict):
-    engine: Literal["hf", "fake"] = "hf"
+    engine: Literal["hf", "vllm", "sglang", "fake"] = "hf"
+    """hf: transformers, as moerl runs it. vllm, sglang: in an environment of their own, which `make engines` builds for CPU. fake: random
+    tokens, without a model."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
-    """Interpreter of the server's environment; None is this one."""
+    """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
+    .venv-sglang in the checkout."""
     max_response_tokens: Positive
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""
@@ -280,7 +285,13 @@ class RolloutConfig(_Strict):
     """None: the trainer's."""
     start_seconds: Seconds = 300.0
     request_seconds: Seconds = 1800.0
-    """Deadline of one completion."""
+    """Deadline of one completion, waiting and repetition after the loss of a server included."""
+    max_restarts: NotNegative = 3
+    """How often a server that ended, or hangs, is started again; it serves after the next push or, between updates, one of its own.
+    One that ends once more stays dead, and without any the run ends."""
+    probe_seconds: Seconds = 30.0
+    """Between two probes of a server, and for one to be answered. After one that was missed it gets no new requests, after three
+    in a row it is ended and started again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.family import Family, Rule, Sizes, merge, split
+from moerl.models.family import Family, Rule, Sizes
+from moerl.models.shards import merge, split
 from moerl.types import CheckpointError
 
 

@@ -1,15 +1,19 @@
-"""DeepSeek-V3: multi-head latent attention, group-limited sigmoid router with a bias, shared expert, multi-token prediction.
+"""DeepSeek-V3 and Kimi-K2: multi-head latent attention, group-limited sigmoid router with a bias, shared expert, multi-token prediction.
 
 Names: transformers, models/deepseek_v3/modeling_deepseek_v3.py; of the layers of multi-token prediction, which transformers does not
 build: the published checkpoint, where layer num_hidden_layers + i is a decoder layer plus enorm, hnorm, eh_proj and shared_head.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from moerl.config.deepseek import broken_rules, rope_parameters
-from moerl.models.family import Family, Rule
-from moerl.types import CheckpointError
+from packaging.version import Version
+
+from moerl.models.checks import Fixed, fixed_values, group_limit, last_layer_has_experts, plain_weights
+from moerl.models.family import BrokenRule, Family, Rule
+from moerl.models.layers import HF_LAYER, HF_MTP, LAYER, MTP, biased_experts, decoder_fields, dense, ends, mtp_ends, sigmoid_router_fields
+from moerl.models.rope import rope_parameters
 
 
 def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
@@ -25,96 +29,23 @@ def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
         Rule(megatron=f"{attention}.linear_kv_up_proj.layer_norm_weight", hf=(f"{theirs}.kv_a_layernorm.weight",)),
         Rule(megatron=f"{attention}.linear_kv_up_proj.weight", hf=(f"{theirs}.kv_b_proj.weight",), shard="column"),
         Rule(megatron=f"{attention}.linear_proj.weight", hf=(f"{theirs}.o_proj.weight",), shard="row"),
-        *_dense(f"{megatron}.mlp", f"{hf}.mlp"),
-        Rule(megatron=f"{megatron}.mlp.linear_fc1.layer_norm_weight", hf=(f"{hf}.post_attention_layernorm.weight",)),
-        Rule(megatron=f"{megatron}.pre_mlp_layernorm.weight", hf=(f"{hf}.post_attention_layernorm.weight",)),
-        *_dense(f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_experts"),
-        Rule(megatron=f"{megatron}.mlp.router.weight", hf=(f"{hf}.mlp.gate.weight",)),
-        Rule(megatron=f"{megatron}.mlp.router.expert_bias", hf=(f"{hf}.mlp.gate.e_score_correction_bias",), is_float32=True),
-        Rule(
-            megatron=f"{megatron}.mlp.experts.linear_fc1.weight{{expert}}",
-            hf=(f"{hf}.mlp.experts.{{expert}}.gate_proj.weight", f"{hf}.mlp.experts.{{expert}}.up_proj.weight"),
-            shard="gate_up",
-        ),
-        Rule(
-            megatron=f"{megatron}.mlp.experts.linear_fc2.weight{{expert}}",
-            hf=(f"{hf}.mlp.experts.{{expert}}.down_proj.weight",),
-            shard="row",
-        ),
+        *dense(megatron, hf),
+        *biased_experts(megatron, hf),
     )
-
-
-def _dense(megatron: str, hf: str) -> tuple[Rule, ...]:
-    return (
-        Rule(megatron=f"{megatron}.linear_fc1.weight", hf=(f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), shard="gate_up"),
-        Rule(megatron=f"{megatron}.linear_fc2.weight", hf=(f"{hf}.down_proj.weight",), shard="row"),
-    )
-
-
-_MTP, _MTP_HF = "mtp.layers.{mtp}", "model.layers.{mtp}"
-
-_RULES = (
-    Rule(
-        megatron="embedding.word_embeddings.weight",
-        hf=("model.embed_tokens.weight",),
-        shard="vocab",
-        copies=(f"{_MTP_HF}.embed_tokens.weight",),
-    ),
-    *_layer("decoder.layers.{layer}", "model.layers.{layer}"),
-    Rule(megatron="decoder.final_layernorm.weight", hf=("model.norm.weight",)),
-    Rule(megatron="output_layer.weight", hf=("lm_head.weight",), shard="vocab", copies=(f"{_MTP_HF}.shared_head.head.weight",)),
-    Rule(megatron=f"{_MTP}.enorm.weight", hf=(f"{_MTP_HF}.enorm.weight",)),
-    Rule(megatron=f"{_MTP}.hnorm.weight", hf=(f"{_MTP_HF}.hnorm.weight",)),
-    Rule(megatron=f"{_MTP}.eh_proj.weight", hf=(f"{_MTP_HF}.eh_proj.weight",), shard="column"),
-    *_layer(f"{_MTP}.transformer_layer", _MTP_HF),
-    Rule(megatron=f"{_MTP}.final_layernorm.weight", hf=(f"{_MTP_HF}.shared_head.norm.weight",)),
-)
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if broken := list(broken_rules(hf)):
-        raise CheckpointError("config.json: " + "; ".join(f"{rule} ({reason})" for rule, reason, _ in broken))
-    dense = hf["first_k_dense_replace"]
     return {
         "multi_latent_attention": True,
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": hf["num_attention_heads"],
         "q_lora_rank": hf["q_lora_rank"],
         "kv_lora_rank": hf["kv_lora_rank"],
         "qk_head_dim": hf["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
         "v_head_dim": hf["v_head_dim"],
         "qk_layernorm": True,
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "init_method_std": hf["initializer_range"],
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "moe_layer_freq": [0] * dense + [1] * (hf["num_hidden_layers"] - dense),
-        **_experts(hf),
+        **decoder_fields(hf),
+        **sigmoid_router_fields(hf),
         **_rope(rope_parameters(hf), hf["max_position_embeddings"]),
-    }
-
-
-def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    is_limited = hf["topk_group"] != hf["n_group"]
-    return {
-        "num_moe_experts": hf["n_routed_experts"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_num_groups": hf["n_group"] if is_limited else None,
-        "moe_router_group_topk": hf["topk_group"] if is_limited else None,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": True,
     }
 
 
@@ -136,4 +67,73 @@ def _rope(rope: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     }
 
 
-DEEPSEEK_V3 = Family(rules=_RULES, transformer_config=_config)
+def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's latent attention makes its own from the configuration; GPTModel builds none."""
+    return {"position_embedding_type": "rope", "rotary_base": rope_parameters(hf)["rope_theta"]}
+
+
+_FIXED: Fixed = {
+    "rms_norm_eps": ((1e-6,), "transformers norms the compressed queries, keys and values with 1e-6, Megatron with rms_norm_eps"),
+    "norm_topk_prob": ((True,), "Megatron normalises the weights of the chosen experts whenever scores are sigmoids"),
+    "attention_bias": ((False, None), "Megatron's latent attention has no biases"),
+    "rope_interleave": ((True, None), "Megatron's latent attention turns neighbouring channels"),
+    "tie_word_embeddings": ((False, None), "Megatron cannot save an output layer tied to an embedding that multi-token prediction shares"),
+    "hidden_act": (("silu", None), "the experts are gated with SiLU"),
+    "scoring_func": (("sigmoid", None), "the router's scores are sigmoids"),
+    "topk_method": (("noaux_tc", None), "experts are chosen with the correction bias"),
+    "moe_layer_freq": ((1, None), "every layer from first_k_dense_replace on has experts"),
+}
+
+
+def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from fixed_values(hf, _FIXED)
+    yield from group_limit(hf)
+    yield from _rope_rules(hf)
+    if hf["num_key_value_heads"] != hf["num_attention_heads"]:
+        reason = "every head has keys and values of its own, made from the shared latent"
+        yield BrokenRule(f"needs num_key_value_heads={hf['num_attention_heads']}, as many as heads", reason, "correct config.json")
+    if hf.get("head_dim") not in (None, hf["qk_rope_head_dim"]):
+        reason = "transformers turns head_dim channels, and the others are not rotary"
+        yield BrokenRule(f"needs head_dim={hf['qk_rope_head_dim']}, qk_rope_head_dim, or none", reason, "correct config.json")
+    yield from last_layer_has_experts(hf)
+    if hf["q_lora_rank"] is None and _norms_plain_queries():
+        reason = "without compressed queries this version of Megatron norms their input a second time"
+        yield BrokenRule("needs q_lora_rank with megatron-core 0.19", reason, "megatron-core 0.16.1")
+    yield from plain_weights(hf)
+
+
+def _norms_plain_queries() -> bool:
+    try:
+        return Version(version("megatron-core")) >= Version("0.19")
+    except PackageNotFoundError:
+        return False
+
+
+def _rope_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    rope = rope_parameters(hf)
+    kind = rope["rope_type"]
+    if kind not in ("default", "yarn"):
+        reason = "Megatron's latent attention has these two"
+        yield BrokenRule(f"needs rope_type default or yarn in rope_scaling, not {kind!r}", reason, "another model of this type")
+    if kind != "yarn":
+        return
+    if rope.get("attention_factor") is not None or rope.get("truncate") is False:
+        reason = "Megatron derives the attention factor from mscale and always rounds the range of corrected frequencies"
+        fix = "another model of this type"
+        yield BrokenRule("must leave attention_factor and truncate of rope_scaling at their defaults", reason, fix)
+    if rope.get("mscale_all_dim") and not rope.get("mscale"):
+        reason = "without mscale transformers ignores mscale_all_dim in one of two places"
+        yield BrokenRule("needs mscale beside mscale_all_dim in rope_scaling", reason, "mscale=1.0 if the model was trained so")
+
+
+DEEPSEEK_V3 = Family(
+    rules=(
+        *ends(repeated_by_mtp=True),
+        *_layer(LAYER, HF_LAYER),
+        *_layer(f"{MTP}.transformer_layer", HF_MTP),
+        *mtp_ends(),
+    ),
+    transformer_config=_config,
+    broken_rules=_broken_rules,
+    rotary=_rotary,
+)

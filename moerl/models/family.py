@@ -1,16 +1,15 @@
-"""What a model family declares: its Megatron configuration, and how every parameter maps to Hugging Face tensors.
+"""What a model family declares: its Megatron configuration, what it refuses, and how every parameter maps to Hugging Face tensors.
 
-One rule serves both directions. `split` takes the Hugging Face tensors of a parameter to the shard of one tensor-parallel
-rank; `merge` takes the shards of all of them back.
+Data and functions of config.json alone: neither torch nor Megatron is imported, so that validation reads what the engine reads.
+One rule serves both directions (shards.py).
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+from moerl.types import CheckpointError
 
 Shard = Literal["replicated", "column", "row", "vocab", "qkv", "gate_up"]
 """Over tensor parallel (expert tensor parallel for experts). column: rows of the [out, in] weight. row: its columns. vocab: column,
@@ -41,12 +40,44 @@ class Rule:
         return "{mtp}" in self.megatron
 
 
+class BrokenRule(NamedTuple):
+    """Why Megatron would not compute what a config.json says."""
+
+    rule: str
+    reason: str
+    fix: str
+    """What to write or use instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the hf engine must know of a family beside its rules: how transformers names what checkpoints name otherwise."""
+
+    computed_as: str | None = None
+    """model_type of the transformers class that computes it; None: its own."""
+    block: str = "mlp"
+    """What a layer's experts and router are called in checkpoints; transformers calls them mlp."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert, in checkpoints; transformers fuses them over all experts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     rules: tuple[Rule, ...]
     transformer_config: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From config.json to the keyword arguments of Megatron's TransformerConfig that describe the architecture (with
     multi_latent_attention: of its MLATransformerConfig)."""
+    broken_rules: Callable[[Mapping[str, Any]], Iterator[BrokenRule]]
+    """Of a config.json: what it says that Megatron would compute otherwise."""
+    rotary: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """From config.json to the arguments of Megatron's GPTModel that describe its rotary embedding."""
+    served: Served = field(default_factory=Served)
+
+    def checked_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """`transformer_config`. Raises CheckpointError naming every rule that config.json breaks."""
+        if broken := list(self.broken_rules(hf)):
+            raise CheckpointError("config.json: " + "; ".join(f"{rule} ({reason})" for rule, reason, _ in broken))
+        return self.transformer_config(hf)
 
     def find(self, name: str) -> tuple[Rule, dict[str, int]]:
         """The rule of a parameter by its global Megatron name, and its {layer}, {expert} and {mtp}. KeyError if none matches."""
@@ -67,6 +98,11 @@ def num_mtp_layers(hf: Mapping[str, Any]) -> int:
     return 0 if number is None else number
 
 
+def is_tied(hf: Mapping[str, Any]) -> bool:
+    """The output layer is the embedding. Not written in some published config.json files of models where it is not."""
+    return hf.get("tie_word_embeddings", False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What splitting and merging need to know beside the tensors."""
@@ -77,46 +113,3 @@ class Sizes:
     head_dim: int
     vocab_size: int
     padded_vocab_size: int
-
-
-def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, sizes: Sizes) -> Tensor:
-    """The shard of `rank`, a view or a new tensor."""
-    if rule.shard == "replicated":
-        return tensors[0]
-    if rule.shard == "row":
-        return tensors[0].chunk(num_ranks, dim=1)[rank]
-    if rule.shard == "gate_up":
-        return torch.cat([tensor.chunk(num_ranks)[rank] for tensor in tensors])
-    if rule.shard == "qkv":
-        return _interleave(tensors, sizes.num_query_groups).chunk(num_ranks)[rank]
-    whole = tensors[0] if rule.shard == "column" else _pad_rows(tensors[0], sizes.padded_vocab_size)
-    return whole.chunk(num_ranks)[rank]
-
-
-def merge(rule: Rule, shards: Sequence[Tensor], *, sizes: Sizes) -> list[Tensor]:
-    """The Hugging Face tensors, in the order of `rule.hf`."""
-    if rule.shard == "replicated":
-        return [shards[0]]
-    if rule.shard == "row":
-        return [torch.cat(list(shards), dim=1)]
-    if rule.shard == "gate_up":
-        return [torch.cat(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-    whole = torch.cat(list(shards))
-    if rule.shard == "qkv":
-        return _separate(whole, sizes.num_query_groups, sizes.head_dim)
-    return [whole[: sizes.vocab_size] if rule.shard == "vocab" else whole]
-
-
-def _interleave(tensors: Sequence[Tensor], groups: int) -> Tensor:
-    """q, k, v [heads * d, in] -> [groups * (queries per group + 2) * d, in], Megatron's order."""
-    return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], dim=1).reshape(-1, *tensors[0].shape[1:])
-
-
-def _separate(whole: Tensor, groups: int, head_dim: int) -> list[Tensor]:
-    per_group = whole.reshape(groups, -1, *whole.shape[1:])
-    queries = per_group.shape[1] - 2 * head_dim
-    return [part.reshape(-1, *whole.shape[1:]) for part in per_group.split([queries, head_dim, head_dim], dim=1)]
-
-
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])

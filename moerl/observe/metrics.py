@@ -61,6 +61,7 @@ METRICS = (
     Metric("groups/solved", "share", "up", MEAN, "trained groups whose samples all have the full reward: too easy to learn from"),
     Metric("groups/uniform", "share", "down", MEAN, "trained groups whose rewards are all equal: their advantages are zero"),
     Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
+    Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
     Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),
     Metric("train/lr", "rate", "none", LAST, "learning rate of the step"),
@@ -124,6 +125,7 @@ def step_metrics(
     phase_seconds: Mapping[str, float],
     step_seconds: float,
     dropped_groups: int,
+    restarts: int,
     full_reward: float,
 ) -> dict[str, float]:
     """Everything about the step that produced `version`, trained on `groups`.
@@ -139,6 +141,7 @@ def step_metrics(
         **_staleness_metrics(version - 1, samples),
         **_group_metrics(groups, full_reward),
         "groups/dropped": float(dropped_groups),
+        "fleet/restarts": float(restarts),
         **_train_metrics(stats),
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
         **({} if stats.routing is None else _routing_metrics(stats.routing)),

@@ -66,8 +66,10 @@ class Observer:
         finally:
             self._show_phase(None)
 
-    def step(self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0) -> dict[str, float]:
-        """Records the step that produced `version`, which was trained on `groups`; returns its metrics."""
+    def step(
+        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0
+    ) -> dict[str, float]:
+        """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts`: of servers so far."""
         if self._last_version is None:
             self._forget_after(version - 1)
         assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
@@ -79,6 +81,7 @@ class Observer:
             phase_seconds=phase_seconds,
             step_seconds=step_seconds,
             dropped_groups=dropped_groups,
+            restarts=restarts,
             full_reward=self._full_reward,
         )
         metrics |= self._checkpoint_metrics

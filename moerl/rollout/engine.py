@@ -1,13 +1,13 @@
 """What every rollout server can do, whichever engine it runs. Implementations: hf, fake; tests/rollout/test_contract.py holds for each.
 
-A server is STALE until a verified push and never serves then: `generate` raises EngineError, or waits if the server is paused, which
+A server is STALE until a verified push and never serves then: `generate` raises EngineUnavailable, or waits if the server is paused, which
 is how a push holds requests back.
 """
 
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from moerl.types import Bucket, Completion, Manifest, SamplingParams, TransportOffer
+from moerl.types import Bucket, Completion, EngineUnavailable, Manifest, SamplingParams, TransportOffer
 
 PauseMode = Literal["keep", "wait", "abort"]
 """keep: running requests stop where they are and go on after resume, on their cached keys and values. wait: running requests
@@ -47,7 +47,10 @@ class RolloutEngine(Protocol):
     """host:port, or a label for an engine without a socket."""
 
     async def start(self) -> None:
-        """Returns when the server answers; raises EngineError with its last log lines if it dies first."""
+        """Returns when the server answers; raises EngineError with its last log lines if it dies first. After close it starts anew."""
+
+    async def ended(self) -> EngineUnavailable:
+        """Returns, with the reason, when the server has ended; never for an engine without a process of its own."""
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion: ...
 

@@ -22,6 +22,7 @@ from moerl.types import (
     Bucket,
     Completion,
     EngineError,
+    EngineUnavailable,
     FinishReason,
     Manifest,
     SamplingParams,
@@ -57,6 +58,7 @@ class FakeEngine:
         self._max_running = max_running
         self._requests: dict[str, _Request] = {}
         self._changed = asyncio.Condition()
+        self._dead = asyncio.Event()
         self._version: int | None = None
         self._stale = "no weights were pushed yet"
         self._pushing = self._asleep = self._started = False
@@ -65,7 +67,21 @@ class FakeEngine:
         self._session = WeightSession(expected, self._load)
 
     async def start(self) -> None:
+        self._dead.clear()
+        self._version, self._stale, self._paused = None, "no weights were pushed yet", None
+        self._pushing = self._asleep = False
         self._started = True
+
+    async def ended(self) -> EngineUnavailable:
+        await self._dead.wait()
+        return EngineUnavailable(f"{self.name}: the server ended")
+
+    async def die(self) -> None:
+        """As by a signal: nothing is answered any more."""
+        async with self._change():
+            self._started = False
+            self._end_all("the server ended")
+        self._dead.set()
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         self._refuse(prompt_ids, sampling, request_id)
@@ -80,7 +96,7 @@ class FakeEngine:
             async with self._changed:
                 self._changed.notify_all()
         if request.ended == "error":
-            raise EngineError(f"{self.name}: {request_id}: {request.reason}")
+            raise EngineUnavailable(f"{self.name}: {request_id}: {request.reason}")
         return self._completion(request, tuple(prompt_ids), sampling, request_id)
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
@@ -138,6 +154,8 @@ class FakeEngine:
         reason = "the server is asleep; wake it first" if self._asleep else ""
         if self._stale and not (self._pushing and self._paused):
             reason = f"the server is stale: {self._stale}; push weights first"
+        if reason:
+            raise EngineUnavailable(f"{self.name}: {request_id}: {reason}")
         if request_id in self._requests:
             reason = "is in flight already; ids must be unique on a server"
         reason = reason or self._limits.violation(prompt_ids, sampling)
@@ -213,7 +231,7 @@ class FakeEngine:
 
     def _require_start(self, action: str) -> None:
         if not self._started:
-            raise EngineError(f"{self.name}: {action} on a server that is not running; start it first")
+            raise EngineUnavailable(f"{self.name}: {action} on a server that is not running; start it first")
 
     def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self.tensors[name] = tensor.clone()

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.server_process import ServerProcess
-from moerl.types import Bucket, Completion, EngineError, Manifest, SamplingParams, TransportOffer, WeightError
+from moerl.types import Bucket, Completion, EngineError, EngineUnavailable, Manifest, SamplingParams, TransportOffer, WeightError
 
 T = TypeVar("T")
 
@@ -43,6 +43,9 @@ class HTTPEngine:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         )
+
+    async def ended(self) -> EngineUnavailable:
+        return await self._process.death()
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
@@ -76,9 +79,9 @@ class HTTPEngine:
         await self._process.close()
 
     async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
-        """The answer's body. EngineError with the server's reason for a refusal, with its last log lines if it is gone."""
+        """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone."""
         if self._session is None:
-            raise EngineError(f"{self.name}: {path} on a server that is not running; start it first")
+            raise EngineUnavailable(f"{self.name}: {path} on a server that is not running; start it first")
         data = None if adapter is None else adapter.dump_json(body)
         try:
             async with self._session.request(method, path, data=data) as response:
@@ -87,16 +90,16 @@ class HTTPEngine:
             raise await self._explain(path, error) from error
         if response.status != 200:
             reason = _parse(self.name, wire.ERROR.validate_json, content).error
-            raise EngineError(f"{self.name}: {reason}")
+            raise (EngineUnavailable if response.status == wire.UNAVAILABLE else EngineError)(f"{self.name}: {reason}")
         return content
 
-    async def _explain(self, path: str, error: aiohttp.ClientError) -> EngineError:
+    async def _explain(self, path: str, error: aiohttp.ClientError) -> EngineUnavailable:
         """A broken connection is nearly always the first sign of a dying server: its exit says more."""
         try:
             async with asyncio.timeout(EXIT_SECONDS):
                 return await self._process.death()
         except TimeoutError:
-            return EngineError(f"{self.name}: {path} failed, the server still runs: {type(error).__name__}: {error}")
+            return EngineUnavailable(f"{self.name}: {path} failed, the server still runs: {type(error).__name__}: {error}")
 
 
 class HTTPReceiver:

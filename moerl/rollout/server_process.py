@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moerl.rollout import wire
-from moerl.types import EngineError
+from moerl.types import EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ LOG_LINES = 20
 
 
 class ServerProcess:
-    """One child. `start` once, then `close`; close is safe at any time."""
+    """One child at a time: `start`, `close`, and so on; close is safe at any time."""
 
     def __init__(self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0):
         """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL."""
@@ -41,6 +41,7 @@ class ServerProcess:
 
     async def start(self) -> int:
         """The port it serves on. EngineError if it dies first, reports an error, or is silent for start_seconds; it is gone then."""
+        self._ready = False
         try:
             async with asyncio.timeout(self._start_seconds):
                 await self._spawn()
@@ -54,11 +55,11 @@ class ServerProcess:
             if not self._ready:
                 await self.close()
 
-    async def death(self) -> EngineError:
+    async def death(self) -> EngineUnavailable:
         """Waits for the child's exit and describes it. Cancel it if the child turns out to live."""
         assert self._process is not None
         code = await self._process.wait()
-        return EngineError(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+        return EngineUnavailable(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
 
     async def close(self) -> None:
         """SIGTERM, then SIGKILL; returns when the child is gone."""
@@ -76,7 +77,8 @@ class ServerProcess:
 
     async def _spawn(self) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_path.open("wb") as log:
+        # The log of a run begins with its first child; one that takes its place writes on.
+        with self._log_path.open("wb" if self._process is None else "ab") as log:
             try:
                 # A session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order.
                 self._process = await asyncio.create_subprocess_exec(

@@ -12,6 +12,9 @@ from pydantic import TypeAdapter
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.types import Bucket, Completion, FinishReason, Manifest, SamplingParams, TransportOffer, VersionSpan
 
+UNAVAILABLE = 503
+"""Status of an answer that is EngineUnavailable on the driver."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBody:

@@ -21,9 +21,9 @@ from torch import nn
 
 from moerl.config.layout import Layout
 from moerl.config.schema import TrainConfig
-from moerl.models import FAMILIES
 from moerl.models.bridge import Bridge, Groups
-from moerl.models.family import Family, Sizes, num_mtp_layers
+from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
+from moerl.models.unknown import find_family
 from moerl.train import fp8
 from moerl.train.mtp_model import MTPModel
 from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
@@ -65,12 +65,12 @@ def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) ->
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
     hf = json.loads((model_dir / "config.json").read_text())
-    family = FAMILIES[hf["model_type"]]
+    family = find_family(hf)
     config = _transformer_config(family, hf, train)
-    vocab_size, tied = hf["vocab_size"], hf["tie_word_embeddings"]
+    vocab_size, tied = hf["vocab_size"], is_tied(hf)
     padded_vocab_size = -(-vocab_size // train.layout.tp) * train.layout.tp
     stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
-    chunks = [_chunk(config, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
+    chunks = [_chunk(config, family, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
     for chunk in chunks:
         _reduce_replicated_experts(chunk, train.layout)
     wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
@@ -93,7 +93,9 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
     )
 
 
-def _chunk(config: TransformerConfig, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int) -> GPTModel:
+def _chunk(
+    config: TransformerConfig, family: Family, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int
+) -> GPTModel:
     layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     has_mtp = config.mtp_num_layers is not None
     return (MTPModel if has_mtp else GPTModel)(
@@ -103,17 +105,16 @@ def _chunk(config: TransformerConfig, hf: Mapping[str, Any], vp_stage: int | Non
         max_sequence_length=max_context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        position_embedding_type="rope",
-        rotary_base=config.rotary_base if isinstance(config, MLATransformerConfig) else _rope_theta(hf),
-        share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+        share_embeddings_and_output_weights=is_tied(hf),
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=True, vp_stage=vp_stage) if has_mtp else None,
         vp_stage=vp_stage,
+        **family.rotary(hf),
     )
 
 
 def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
     layout, dtype = train.layout, getattr(torch, train.dtype)
-    described = family.transformer_config(hf) | _router_dtype(dtype)
+    described = family.checked_config(hf) | _router_dtype(dtype)
     chosen: dict[str, Any] = dict(
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -191,11 +192,3 @@ def _bridge_groups() -> Groups:
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         expert=parallel_state.get_expert_model_parallel_group(),
     )
-
-
-def _rope_theta(hf: Mapping[str, Any]) -> float:
-    """transformers 5 moved it into rope_parameters; published checkpoints have it at the top."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if parameters.get("rope_type", "default") != "default":
-        raise ValueError(f"rope scaling {parameters} is not supported for this family")
-    return hf["rope_theta"] if "rope_theta" in hf else parameters["rope_theta"]

@@ -1,49 +1,111 @@
-"""Publish a version to the rollout servers: pause, push, resume, and from time to time the canary."""
+"""Publish a version to the rollout servers: pause, push, resume, and from time to time the canary.
 
-from collections.abc import Sequence
+A server that ends in a push does not end the push: it is brought to the others, and to that one when it is back.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from moerl.config.schema import RunConfig
+from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
-from moerl.types import Prompt
+from moerl.types import EngineError, Prompt, WeightError
 from moerl.weights.canary import CanaryResult, run_canary
-from moerl.weights.sync import WeightSync, resolve_transport
+from moerl.weights.sync import Transport, WeightSync, resolve_transport
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CANARY_TOKENS = 8
 
 
 class WeightPublisher:
     def __init__(self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, canary_prompts: Sequence[Prompt]):
-        """Build it after the pool has started: receivers are known then."""
+        """The pool must have started before the first push."""
         self._config, self._train, self._pool = config, train, pool
         self._prompts = [prompt.token_ids for prompt in canary_prompts]
-        self._num_pushes = 0
+        self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
+        self._connected_to: list[tuple[str, int]] = []
+        self._transport: Transport | None = None
+        self._pushing = asyncio.Lock()
+
+    @property
+    def num_restarts(self) -> int:
+        """Of rollout servers, in this process of the run."""
+        return self._pool.fleet.num_restarts
 
     async def push(self, version: int) -> CanaryResult | None:
         """Requests in flight stop where they are and go on with the new weights. The canary's result, when it ran."""
-        if self._sync is None:
+        self._version, self._num_pushes = version, self._num_pushes + 1
+        return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
+
+    async def serve_while(self, work: Awaitable[T]) -> T:
+        """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
+        working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
+        try:
+            await asyncio.wait({working, reviving}, return_when=asyncio.FIRST_COMPLETED)
+            if reviving.done():
+                reviving.result()
+            async with self._pushing:  # a push that has begun is brought to its end
+                return working.result()
+        finally:
+            for task in (working, reviving):
+                task.cancel()
+            await asyncio.gather(working, reviving, return_exceptions=True)
+
+    async def _revive(self) -> None:
+        while True:
+            await self._pool.fleet.until_stale()
+            async with self._pushing, self._train.awake():
+                await self._bring(self._pool.fleet.stale, with_canary=True)
+
+    async def _bring(self, select: Callable[[], list[Member]], *, with_canary: bool) -> CanaryResult | None:
+        """The present version to `select()`; anew, to those that are left, if one of them ends meanwhile."""
+        while members := select():
+            before = {member: member.num_starts for member in members}
+            try:
+                return await self._push(members, with_canary=with_canary)
+            except (EngineError, WeightError) as error:
+                if not await self._pool.fleet.lost(before):
+                    raise
+                logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
+        return None
+
+    async def _push(self, members: list[Member], *, with_canary: bool) -> CanaryResult | None:
+        sync = await self._sync_with(members)
+        await self._pool.pause("keep", members)
+        await sync.push(self._version)
+        self._pool.fleet.served(members)
+        await self._pool.resume(members)
+        return await self._canary(members) if with_canary else None
+
+    async def _sync_with(self, members: list[Member]) -> WeightSync:
+        """Connected to just these processes."""
+        if self._transport is None:
             hosts = [self._config.rollout.host] * self._config.rollout.num_servers
-            transport = resolve_transport(self._config.weights.transport, source_host=await self._train.host(), receiver_hosts=hosts)
-            self._sync = WeightSync(self._train, self._pool.receivers(), transport=transport)
-        await self._pool.pause("keep")
-        await self._sync.push(version)
-        await self._pool.resume()
-        self._num_pushes += 1
-        return await self._canary(version) if self._canary_is_due() else None
+            self._transport = resolve_transport(self._config.weights.transport, source_host=await self._train.host(), receiver_hosts=hosts)
+        wanted = [(member.engine.name, member.num_starts) for member in members]
+        if self._sync is None or wanted != self._connected_to:
+            receivers = {member.engine.name: member.engine.receiver() for member in members}
+            self._sync, self._connected_to = WeightSync(self._train, receivers, transport=self._transport), wanted
+        return self._sync
 
     def _canary_is_due(self) -> bool:
         every = self._config.weights.canary_every
         return self._num_pushes == 1 or (every > 0 and self._num_pushes % every == 0)
 
-    async def _canary(self, version: int) -> CanaryResult:
+    async def _canary(self, members: list[Member]) -> CanaryResult:
         return await run_canary(
-            self._pool.engines,
+            [member.engine for member in members],
             self._train.logprobs,
             self._prompts,
             max_tokens=min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
             limit=self._config.weights.mismatch_limit,
-            version=version,
+            version=self._version,
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
         )

@@ -19,7 +19,7 @@ def scalar_ppo(logp, old, advantage, low, high, dual):
     """Loss, slope in logp, and whether clipped; written from the paper's cases."""
     d = logp - old
     ratio = math.exp(min(max(d, -20), 20))
-    slope = -advantage * ratio if abs(d) < 20 else 0.0
+    slope = -advantage * ratio if abs(d) <= 20 else 0.0
     loss, clipped = -advantage * ratio, False
     if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
         loss, slope, clipped = -advantage * (1 + high if advantage > 0 else 1 - low), 0.0, True

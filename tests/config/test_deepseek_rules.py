@@ -5,8 +5,8 @@ import json
 import pytest
 
 from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.deepseek import broken_rules, rope_parameters
 from moerl.models.deepseek_v3 import DEEPSEEK_V3
+from moerl.models.rope import rope_parameters
 from moerl.types import CheckpointError
 
 PUBLISHED = {
@@ -27,7 +27,7 @@ PUBLISHED = {
 
 
 def test_the_published_model_breaks_no_rule_and_is_described_in_megatrons_words():
-    assert list(broken_rules(PUBLISHED)) == []
+    assert list(DEEPSEEK_V3.broken_rules(PUBLISHED)) == []
     described = DEEPSEEK_V3.transformer_config(PUBLISHED)
     expected = {
         "moe_layer_freq": [0] * 3 + [1] * 58,
@@ -89,16 +89,16 @@ def test_a_model_megatron_would_compute_otherwise_is_refused_with_the_reason(nam
     assert len(problems) == 1
     assert name.removesuffix("_config") in problems[0].rule
     with pytest.raises(CheckpointError, match=name.removesuffix("_config")):
-        DEEPSEEK_V3.transformer_config(config)
+        DEEPSEEK_V3.checked_config(config)
 
 
 @pytest.mark.parametrize("changes", [{"attention_factor": 1.1}, {"truncate": False}, {"mscale": None}])
 def test_a_yarn_that_megatron_does_not_have_is_refused(changes):
     config = PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | changes}
-    assert [rule for rule, _, _ in broken_rules(config)] != []
+    assert [rule for rule, _, _ in DEEPSEEK_V3.broken_rules(config)] != []
 
 
 def test_without_a_group_limit_the_number_of_experts_per_group_is_free():
     config = PUBLISHED | {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 6}
-    assert list(broken_rules(config)) == []
+    assert list(DEEPSEEK_V3.broken_rules(config)) == []
     assert DEEPSEEK_V3.transformer_config(config)["moe_router_num_groups"] is None

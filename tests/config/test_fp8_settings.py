@@ -18,12 +18,14 @@ DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_shared_experts": 1,
     "first_k_dense_replace": 3, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 163840, "rope_theta": 10000,
+    "rms_norm_eps": 1e-6, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 """As published (config.json of DeepSeek-V3)."""
 QWEN3_235B = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
-    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True,
 }  # fmt: skip
 
 

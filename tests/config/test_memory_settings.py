@@ -34,7 +34,7 @@ def words(overrides):
             "has no effect in a model of type qwen3",
         ),
         (f"{DENSE} train.recompute={{kind:selective,modules:[layernorm]}}", "train.recompute.modules.0", "norms of dense layers are fused"),
-        ("train.recompute={kind:selective,modules:[mla_up_proj]}", "train.recompute.modules.0", "neither multi-latent attention"),
+        ("train.recompute={kind:selective,modules:[mla_up_proj]}", "train.recompute.modules.0", "no multi-latent attention"),
         (f"{DEEPSEEK} train.mtp_loss=0.1 train.recompute={{kind:full,num_layers:2}}", "train.recompute.num_layers", "train.mtp_loss=0"),
         ("train.destroy_groups=true", "train.destroy_groups", "needs train.offload=all"),
         ("train.destroy_groups=true train.offload=optimizer", "train.destroy_groups", "needs train.offload=all"),

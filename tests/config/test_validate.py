@@ -128,6 +128,10 @@ QWEN3_MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "rms_norm_eps": 1e-6,
+    "norm_topk_prob": True,
 }
 
 
@@ -165,7 +169,7 @@ def test_path_and_scratch_together_are_refused(checkpoint: Path):
         (lambda p: (p / "config.json").unlink(), "needs a readable config.json"),
         (lambda p: (p / "config.json").write_text("{"), "needs a readable config.json"),
         (lambda p: (p / "config.json").write_text("[]"), "holds no object"),
-        (lambda p: (p / "config.json").write_text(json.dumps({**QWEN3_MOE, "model_type": "llama"})), "'llama'"),
+        (lambda p: (p / "config.json").write_text(json.dumps({**QWEN3_MOE, "model_type": "qwen4_moe"})), "the nearest is qwen3_moe"),
         (lambda p: (p / "tokenizer.json").unlink(), "has no tokenizer"),
         (lambda p: (p / "m-2.safetensors").unlink(), "names 1 absent files: m-2.safetensors"),
         (lambda p: (p / "model.safetensors.index.json").unlink(), "has no weights"),

@@ -115,9 +115,9 @@ class RecordingPublisher(WeightPublisher):
 class RecordingObserver(Observer):
     groups: dict[int, list[Group]]
 
-    def step(self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0) -> dict[str, float]:
+    def step(self, version: int, groups: Sequence[Group], stats: StepStats, **counts: int) -> dict[str, float]:
         self.groups[version] = list(groups)
-        return super().step(version, groups, stats, dropped_groups=dropped_groups)
+        return super().step(version, groups, stats, **counts)
 
 
 def new_engine(
@@ -154,7 +154,7 @@ class InProcessRun:
             max_context=MAX_CONTEXT,
             max_response_tokens=config.rollout.max_response_tokens,
         )
-        pool = RolloutPool(self.engines, request_seconds=SECONDS)
+        pool = RolloutPool(self.engines, request_seconds=SECONDS, max_restarts=self.config.rollout.max_restarts)
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, tokenizer=tokenizer, stop_token_ids=())
         publisher = RecordingPublisher(config, train=self.trainer, pool=pool, canary_prompts=[prompts.prompt_at(0)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)

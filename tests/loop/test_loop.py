@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from dataclasses import replace
 
 import pytest
 from in_process_run import InProcessRun, make_config, new_engine, play
@@ -31,6 +32,8 @@ def during_rollout(run):
 
 
 def overlapping(config, **parts):
+    """Responses long enough that some are in flight whenever an update begins."""
+    config = replace(config, rollout=replace(config.rollout, max_response_tokens=40))
     run = InProcessRun(config, **parts)
     run.trainer.while_updating = during_rollout(run)
     asyncio.run(run.play())

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.models import FAMILIES
-from moerl.models.family import Rule, Sizes, merge, split
+from moerl.models.family import Rule, Sizes
+from moerl.models.shards import merge, split
 
 RANKS = st.sampled_from([1, 2, 4])
 SMALL = st.integers(1, 5)

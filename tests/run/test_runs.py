@@ -16,7 +16,7 @@ import psutil
 import pytest
 from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, rows, shared_memory
 
-OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05", DIGIT)
+OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05", "rollout.max_restarts=0", DIGIT)
 STEPS = list(range(1, 11))
 SECONDS = 120
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.engines.core import Core, Sampled
 from moerl.rollout.hf.scheduler import Request
-from moerl.types import Bucket, Completion, EngineError, Manifest, TransportOffer, WeightError
+from moerl.types import Bucket, Completion, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -93,13 +93,14 @@ class Gate:
     # -- requests, on the loop ---------------------------------------------------------------------------------
 
     def _accept(self, request: Request) -> None:
-        reason = " refused, the server is asleep; wake it first" if self._asleep else ""
+        reason = "is asleep; wake it first" if self._asleep else ""
         if self._stale and not (self._pushing and self._paused):
-            reason = f" refused, the server is stale: {self._stale}; push weights first"
-        if request.request_id in self._requests:
-            reason = ": is in flight already; ids must be unique on a server"
+            reason = f"is stale: {self._stale}; push weights first"
         if reason:
-            request.done(EngineError(f"{request.request_id}{reason}"))
+            request.done(EngineUnavailable(f"{request.request_id} refused, the server {reason}"))
+            return
+        if request.request_id in self._requests:
+            request.done(EngineError(f"request_id = {request.request_id!r}: is in flight already; ids must be unique on a server"))
             return
         # Fixed width: SGLang aborts by prefix.
         self._requests[request.request_id] = _Held(request=request, key=f"{next(self._keys):016x}")
@@ -149,7 +150,7 @@ class Gate:
         for held in list(self._requests.values()):
             if held.task is not None:
                 self._loop.create_task(self._core.abort(held.key))  # noqa: RUF006  # nobody waits for it
-            self._end(held, EngineError(f"{held.request.request_id}: {reason}"))
+            self._end(held, EngineUnavailable(f"{held.request.request_id}: {reason}"))
 
     # -- state, on the loop ------------------------------------------------------------------------------------
 

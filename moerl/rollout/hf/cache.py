@@ -91,9 +91,11 @@ def _cached_heads(config: PretrainedConfig) -> tuple[int, tuple[int, int]]:
 
     Latent attention (DeepSeek-V3) caches, as one head, the latents from which it makes keys and values, and the keys' rotary part.
     """
-    if config.model_type == "deepseek_v3":
+    if getattr(config, "kv_lora_rank", None) is not None:
         return 1, (config.kv_lora_rank, config.qk_rope_head_dim)
-    return config.num_key_value_heads, (config.head_dim, config.head_dim)
+    given = getattr(config, "head_dim", None)
+    head_dim = config.hidden_size // config.num_attention_heads if given is None else given
+    return config.num_key_value_heads, (head_dim, head_dim)
 
 
 def attend(

@@ -4,20 +4,22 @@ transformers 5 holds all experts of a layer in two parameters, gate_up_proj [E, 
 checkpoints and weight pushes name each expert's matrices, which are views into those two.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moerl.models import FAMILIES
+from moerl.models.family import Served
+from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.hf.cache import ATTENTION, attend
 from moerl.rollout.hf.experts import EXPERTS, every_expert_on_every_row
 from moerl.types import EngineError, TensorSpec
 
-MODEL_TYPES = ("qwen3", "qwen3_moe", "deepseek_v3")
-"""Families whose forward and parameter names this engine is tested with."""
 _FLOAT32_BUFFER = ".e_score_correction_bias"
 """Decides which experts are chosen; kept in float32 whatever the model's dtype (transformers does so only when it loads a file)."""
 
@@ -30,7 +32,7 @@ def load_model(
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS, every_expert_on_every_row)
     config = _checked_config(model_dir, max_context)
     options = {"dtype": dtype, "attn_implementation": ATTENTION}
-    if deterministic and config.model_type != "qwen3":
+    if deterministic:
         options["experts_implementation"] = EXPERTS
     if load == "checkpoint":
         model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
@@ -42,16 +44,14 @@ def load_model(
 def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every tensor of the model's checkpoint by name, as a view of the memory the model computes with. A tied lm_head is not in it."""
     views: dict[str, torch.Tensor] = {}
+    served = FAMILIES[model.config.model_type].served
     state = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
     for name, tensor in (*model.named_parameters(), *buffers):
-        data = tensor.data
-        if name.endswith(".experts.gate_up_proj"):
-            views |= _expert_views(name.removesuffix("gate_up_proj"), data)
-        elif name.endswith(".experts.down_proj"):
-            views |= {f"{name.removesuffix('down_proj')}{expert}.down_proj.weight": data[expert] for expert in range(len(data))}
+        if ".mlp.experts." in name:
+            views |= _expert_views(name, tensor.data, served)
         else:
-            views[name] = data
+            views[name.replace(".mlp.gate.", f".{served.block}.gate.")] = tensor.data
     return views
 
 
@@ -76,23 +76,28 @@ def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _expert_views(prefix: str, gate_up: torch.Tensor) -> dict[str, torch.Tensor]:
-    ffn = gate_up.shape[1] // 2
+def _expert_views(name: str, fused: torch.Tensor, served: Served) -> dict[str, torch.Tensor]:
+    """`fused`: gate_up_proj or down_proj of all experts of a layer."""
+    layer, projection = name.split(".mlp.experts.")
+    gate, up, down = served.projections
+    ffn = fused.shape[1] // 2
+    parts = {gate: slice(0, ffn), up: slice(ffn, None)} if projection == "gate_up_proj" else {down: slice(None)}
     return {
-        f"{prefix}{expert}.{name}.weight": gate_up[expert, rows]
-        for expert in range(len(gate_up))
-        for name, rows in (("gate_proj", slice(0, ffn)), ("up_proj", slice(ffn, None)))
+        f"{layer}.{served.block}.experts.{expert}.{part}.weight": fused[expert, rows]
+        for expert in range(len(fused))
+        for part, rows in parts.items()
     }
 
 
 def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
-    config = AutoConfig.from_pretrained(model_dir)
-    if config.model_type not in MODEL_TYPES:
+    kind = json.loads((model_dir / "config.json").read_text()).get("model_type")
+    if kind not in FAMILIES:
         raise EngineError(
-            f"model_type = {config.model_type!r} of {model_dir}: must be one of {', '.join(MODEL_TYPES)}; the hf engine writes its own "
+            f"model_type = {kind!r} of {model_dir}: must be one of {', '.join(FAMILIES)}; the hf engine writes its own "
             "attention masks and expert layout, known only for these. Use another rollout.engine"
         )
-    if getattr(config, "sliding_window", None) is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    config = read_transformers_config(model_dir)
+    if getattr(config, "sliding_window", None) not in (None, 0) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise EngineError(
             f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine keeps every position. Set it to null "
             "in config.json if max_context fits the window"

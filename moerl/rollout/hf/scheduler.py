@@ -16,7 +16,7 @@ import torch
 from moerl.rollout.hf.forward import Forward
 from moerl.rollout.hf.sampling import sample
 from moerl.rollout.hf.slots import SlotTable
-from moerl.types import Completion, EngineError, SamplingParams
+from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams
 
 Outcome = Completion | EngineError
 
@@ -94,10 +94,10 @@ class Scheduler:
                 self._finish(request, aborted=True)
 
     def fail(self, reason: str) -> None:
-        """End all requests with an EngineError."""
+        """End all requests with EngineUnavailable."""
         for request in list(self._requests.values()):
             self._remove(request)
-            request.done(EngineError(f"{request.request_id}: {reason}"))
+            request.done(EngineUnavailable(f"{request.request_id}: {reason}"))
 
     def _admit(self) -> None:
         admitted = []

@@ -16,7 +16,7 @@ from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Outcome, Request
 from moerl.rollout.limits import Limits
-from moerl.types import Bucket, EngineError, Manifest, TransportOffer, WeightError
+from moerl.types import Bucket, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
 
 Body = TypeVar("Body")
 
@@ -102,7 +102,7 @@ def build_app(worker: Worker, limits: Limits) -> Starlette:
         "/weights/finish": finish,
     }
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
-    statuses = {BadRequest: 400, EngineError: 409, WeightError: 409, Exception: 500}
+    statuses = {BadRequest: 400, EngineUnavailable: wire.UNAVAILABLE, EngineError: 409, WeightError: 409, Exception: 500}
     handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in statuses.items()}
     return Starlette(routes=[*routes, Route("/health", health, methods=["GET"])], exception_handlers=handlers)
 

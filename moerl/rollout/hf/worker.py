@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Request, Scheduler
-from moerl.types import Bucket, EngineError, Manifest, TransportOffer, WeightError
+from moerl.types import Bucket, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
 from moerl.weights.receive import WeightSession
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its current iteration; requests in flight get an EngineError."""
+        """End the thread after its current iteration; requests in flight get EngineUnavailable."""
         self._submit(self._close)
         self._thread.join()
 
@@ -137,7 +137,7 @@ class Worker:
             reason = f"is stale: {self._stale}; push weights first"
         try:
             if reason:
-                raise EngineError(f"{request.request_id} refused, the server {reason}")
+                raise EngineUnavailable(f"{request.request_id} refused, the server {reason}")
             self._scheduler.add(request)
         except EngineError as error:
             request.done(error)

@@ -1,0 +1,54 @@
+"""Cut a parameter over tensor-parallel ranks, and put it together again.
+
+`split` takes the Hugging Face tensors of a parameter to the shard of one rank; `merge` takes the shards of all of them back.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moerl.models.family import Rule, Sizes
+
+
+def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, sizes: Sizes) -> Tensor:
+    """The shard of `rank`, a view or a new tensor."""
+    if rule.shard == "replicated":
+        return tensors[0]
+    if rule.shard == "row":
+        return tensors[0].chunk(num_ranks, dim=1)[rank]
+    if rule.shard == "gate_up":
+        return torch.cat([tensor.chunk(num_ranks)[rank] for tensor in tensors])
+    if rule.shard == "qkv":
+        return _interleave(tensors, sizes.num_query_groups).chunk(num_ranks)[rank]
+    whole = tensors[0] if rule.shard == "column" else _pad_rows(tensors[0], sizes.padded_vocab_size)
+    return whole.chunk(num_ranks)[rank]
+
+
+def merge(rule: Rule, shards: Sequence[Tensor], *, sizes: Sizes) -> list[Tensor]:
+    """The Hugging Face tensors, in the order of `rule.hf`."""
+    if rule.shard == "replicated":
+        return [shards[0]]
+    if rule.shard == "row":
+        return [torch.cat(list(shards), dim=1)]
+    if rule.shard == "gate_up":
+        return [torch.cat(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+    whole = torch.cat(list(shards))
+    if rule.shard == "qkv":
+        return _separate(whole, sizes.num_query_groups, sizes.head_dim)
+    return [whole[: sizes.vocab_size] if rule.shard == "vocab" else whole]
+
+
+def _interleave(tensors: Sequence[Tensor], groups: int) -> Tensor:
+    """q, k, v [heads * d, in] -> [groups * (queries per group + 2) * d, in], Megatron's order."""
+    return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], dim=1).reshape(-1, *tensors[0].shape[1:])
+
+
+def _separate(whole: Tensor, groups: int, head_dim: int) -> list[Tensor]:
+    per_group = whole.reshape(groups, -1, *whole.shape[1:])
+    queries = per_group.shape[1] - 2 * head_dim
+    return [part.reshape(-1, *whole.shape[1:]) for part in per_group.split([queries, head_dim, head_dim], dim=1)]
+
+
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])

@@ -1,0 +1,186 @@
+"""The rollout servers and where each stands: a server that ends or does not answer is started anew, and serves again after a push.
+
+    healthy --> suspect --> dead --> restarting --> stale --> (verified push) --> healthy
+       ^-----------'  it answers again                ^-- every server begins here
+
+healthy: requests go to it. suspect: it missed a probe; it keeps its requests and gets no new ones. dead: it ended, or missed
+NUM_PROBES in a row and is ended. One that ends more often than rollout.max_restarts stays dead; the run goes on with the others, and
+ends, with what killed the last of them, when there are none.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moerl.rollout.engine import RolloutEngine
+from moerl.types import EngineError, EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+NUM_PROBES = 3
+LOSS_SECONDS = 5.0
+"""How long after a failure its cause may take to show: the end of a server is seen by its owner a moment later than by its clients."""
+
+State = Literal["healthy", "suspect", "dead", "restarting", "stale"]
+_RUNNING: tuple[State, ...] = ("healthy", "suspect", "stale")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Member:
+    engine: RolloutEngine
+    state: State = "stale"
+    num_in_flight: int = 0
+    num_starts: int = 1
+    gone: EngineError | None = None
+    """Why it stays dead."""
+
+
+class Fleet:
+    """Owned by one event loop."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, max_restarts: int, probe_seconds: float):
+        """`max_restarts` of each server. `probe_seconds`: between two probes, and for one to be answered."""
+        self.members = tuple(Member(engine=engine) for engine in engines)
+        self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
+        self._watches: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def num_restarts(self) -> int:
+        """Of all servers, so far."""
+        return sum(member.num_starts - 1 for member in self.members)
+
+    def watch(self) -> None:
+        """From here on servers are probed and restarted. All of them must have started."""
+        self._watches = [asyncio.create_task(self._watch(member)) for member in self.members]
+
+    async def close(self) -> None:
+        """Restarts nothing any more; the servers are the caller's to close."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+
+    def running(self) -> list[Member]:
+        """Those that answer, or should."""
+        return [member for member in self.members if member.state in _RUNNING]
+
+    def served(self, members: Collection[Member]) -> None:
+        """They have the present weights. Those that died meanwhile stay what they are."""
+        for member in members:
+            if member.state in ("stale", "suspect"):
+                self._enter(member, "healthy")
+
+    def refused(self, member: Member) -> None:
+        """It says that it may not serve: no more requests before the next push."""
+        if member.state == "healthy":
+            self._enter(member, "stale")
+
+    async def least_loaded(self) -> Member:
+        """Of those that serve; waits for one. EngineError if none will ever serve again."""
+        await self._until(lambda: any(member.state == "healthy" for member in self.members))
+        return min((member for member in self.members if member.state == "healthy"), key=lambda member: member.num_in_flight)
+
+    def stale(self) -> list[Member]:
+        """Those that run and wait for weights."""
+        return [member for member in self.members if member.state == "stale"]
+
+    async def until_stale(self) -> None:
+        """Returns when one waits for weights."""
+        await self._until(lambda: bool(self.stale()))
+
+    async def lost(self, members: Mapping[Member, int]) -> bool:
+        """Whether one of them, with its num_starts at the time, has ended since; waits a moment for the news."""
+
+        def has_ended() -> bool:
+            return any(member.num_starts != starts or member.state not in _RUNNING for member, starts in members.items())
+
+        try:
+            async with asyncio.timeout(LOSS_SECONDS):
+                while not has_ended():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- one server --------------------------------------------------------------------------------------------
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            error = await self._end_of(member)
+            self._enter(member, "dead")
+            if member.num_starts > self._max_restarts:
+                logger.error("not restarted, rollout.max_restarts = %d: %s", self._max_restarts, error)
+                member.gone = error
+                self._tell()
+                return
+            logger.warning("restart %d of %d: %s", member.num_starts, self._max_restarts, error)
+            await self._restart(member)
+
+    async def _end_of(self, member: Member) -> EngineError:
+        """Why it has ended, or must."""
+        ended, probed = asyncio.ensure_future(member.engine.ended()), asyncio.ensure_future(self._misses(member))
+        try:
+            done, _ = await asyncio.wait({ended, probed}, return_when=asyncio.FIRST_COMPLETED)
+            return (ended if ended in done else probed).result()
+        finally:
+            ended.cancel()
+            probed.cancel()
+
+    async def _misses(self, member: Member) -> EngineError:
+        num_missed, before = 0, member.state
+        while num_missed < NUM_PROBES:
+            await asyncio.sleep(self._probe_seconds)
+            if await self._answers(member):
+                if member.state == "suspect":
+                    self._enter(member, before)
+                num_missed = 0
+                continue
+            num_missed += 1
+            if member.state != "suspect":
+                before = member.state
+                self._enter(member, "suspect")
+        return EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+
+    async def _answers(self, member: Member) -> bool:
+        try:
+            async with asyncio.timeout(self._probe_seconds):
+                await member.engine.health()
+        except (EngineError, TimeoutError):
+            return False
+        return True
+
+    async def _restart(self, member: Member) -> None:
+        """Whatever fails here is found again by the next watch."""
+        self._enter(member, "restarting")
+        member.num_starts += 1
+        await member.engine.close()
+        try:
+            await member.engine.start()
+        except EngineError as error:
+            logger.warning("could not restart: %s", error)
+            return
+        self._enter(member, "stale")
+
+    # -- changes -----------------------------------------------------------------------------------------------
+
+    def _enter(self, member: Member, state: State) -> None:
+        logger.info("%s: %s -> %s", member.engine.name, member.state, state)
+        member.state = state
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            if (last := self._last_words()) is not None:
+                raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {last}") from last
+            await self._changed.wait()
+
+    def _last_words(self) -> EngineError | None:
+        """Of the server that was first in the configuration, when every one is gone."""
+        reasons = [member.gone for member in self.members if member.gone is not None]
+        return reasons[0] if len(reasons) == len(self.members) else None

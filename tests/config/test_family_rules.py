@@ -1,0 +1,141 @@
+"""What a config.json says that Megatron would compute otherwise is refused with the reason; so are architectures without a family."""
+
+import json
+
+import pytest
+
+from moerl.config.checkpoint_files import checkpoint_problems
+from moerl.config.fp8 import linear_sizes
+from moerl.config.model_shape import shape_of_config
+from moerl.models import FAMILIES
+from moerl.models.unknown import NOT_EXPRESSED, find_family
+from moerl.types import CheckpointError, RouteShape
+
+_DECODER = {"rms_norm_eps": 1e-5, "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": False}
+_LLAMA3 = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3",
+}  # fmt: skip
+_YARN = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+PUBLISHED = {
+    "qwen2": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "max_position_embeddings": 32768, "max_window_layers": 28, "use_sliding_window": False,
+        "sliding_window": 131072, "rope_theta": 1000000.0, "vocab_size": 152064,
+    },
+    "llama": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "attention_bias": False, "mlp_bias": False, "rope_theta": 500000.0,
+        "rope_scaling": _LLAMA3, "vocab_size": 128256,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 32768, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "sliding_window": None, "rope_theta": 1000000.0, "vocab_size": 32000,
+    },
+    "kimi_k2": {
+        "model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 64, "num_key_value_heads": 64, "max_position_embeddings": 131072, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 384, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 1, "moe_layer_freq": 1, "attention_bias": False,
+        "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "rope_scaling": _YARN | {"original_max_position_embeddings": 4096},
+        "rms_norm_eps": 1e-6, "vocab_size": 163840,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe", "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "attention_bias": True,
+        "use_qk_norm": True, "partial_rotary_factor": 0.5, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
+        "num_nextn_predict_layers": 1, "rope_theta": 1000000, "rope_scaling": None, "vocab_size": 151552,
+    },
+}  # fmt: skip
+"""As published with Qwen2.5-7B, Llama-3.1-8B, Mixtral-8x7B, Kimi-K2 (without quantization_config) and GLM-4.5."""
+PUBLISHED = {name: _DECODER | config for name, config in PUBLISHED.items()}
+
+BROKEN = [
+    ("qwen2", "use_sliding_window", True, "window_attn_skip_freq"),
+    ("qwen2", "rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, "max_position_embeddings=32768"),
+    ("qwen2", "hidden_act", "gelu", "gated with SiLU"),
+    ("llama", "attention_bias", True, "output projection"),
+    ("llama", "mlp_bias", True, "all its projections or in none"),
+    ("llama", "rope_scaling", _LLAMA3 | {"high_freq_factor": 8.0}, "takes no other"),
+    ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "no other"),
+    ("mixtral", "sliding_window", 4096, "keeps every position"),
+    ("mixtral", "router_jitter_noise", 0.1, "from pass to pass"),
+    ("mixtral", "quantization_config", {"quant_method": "awq"}, "convert the checkpoint to bfloat16"),
+    ("kimi_k2", "topk_group", 2, "2 best experts"),
+    ("kimi_k2", "rms_norm_eps", 1e-5, "compressed queries"),
+    ("glm4_moe", "norm_topk_prob", False, "normalises"),
+    ("glm4_moe", "tie_word_embeddings", True, "cannot save"),
+    ("glm4_moe", "first_k_dense_replace", 92, "must have experts"),
+    ("glm4_moe", "rope_scaling", {"type": "yarn", "factor": 4.0}, "no other"),
+]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_breaks_no_rule(name):
+    assert list(FAMILIES[name].broken_rules(PUBLISHED[name])) == []
+    assert FAMILIES[name].checked_config(PUBLISHED[name])["num_layers"] == PUBLISHED[name]["num_hidden_layers"]
+
+
+@pytest.mark.parametrize(("family", "name", "value", "said"), BROKEN)
+def test_what_megatron_would_compute_otherwise_is_refused_with_the_reason(family, name, value, said, tmp_path):
+    config = PUBLISHED[family] | {name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (problem,) = [problem for problem in checkpoint_problems(tmp_path) if "config.json" in str(problem) or name in problem.rule]
+    assert said in str(problem)
+    with pytest.raises(CheckpointError, match=r"^config.json: "):
+        FAMILIES[family].checked_config(config)
+
+
+def test_validation_knows_the_shape_of_every_family():
+    glm = shape_of_config(PUBLISHED["glm4_moe"])
+    assert (glm.num_kv_heads, glm.num_experts, glm.expert_ffn_size, glm.num_mtp_layers) == (8, 160, 1536, 1)
+    assert glm.routes == RouteShape(num_layers=89, top_k=8, num_experts=160)
+    assert (glm.has_expert_bias, glm.has_shared_experts, glm.has_latent_attention) == (True, True, False)
+    mixtral = shape_of_config(PUBLISHED["mixtral"])
+    assert (mixtral.num_experts, mixtral.expert_ffn_size, mixtral.has_expert_bias) == (8, 14336, False)
+    assert mixtral.routes == RouteShape(num_layers=32, top_k=2, num_experts=8)
+    kimi = shape_of_config(PUBLISHED["kimi_k2"])
+    assert (kimi.num_kv_heads, kimi.has_latent_attention, kimi.has_expert_bias) == (64, True, True)
+    llama = shape_of_config(PUBLISHED["llama"])
+    assert (llama.num_experts, llama.expert_ffn_size, llama.routes) == (None, 0, None)
+
+
+def test_the_sizes_that_fp8_needs_are_called_as_config_json_calls_them():
+    sizes = {linear.name: (linear.size, linear.cut_by) for linear in linear_sizes(PUBLISHED["mixtral"], trains_mtp=False)}
+    assert sizes["intermediate_size"] == (14336, "etp")
+    assert "moe_intermediate_size" not in sizes
+    sizes = {linear.name: (linear.size, linear.cut_by) for linear in linear_sizes(PUBLISHED["glm4_moe"], trains_mtp=False)}
+    assert sizes["intermediate_size"] == (12288, "tp")
+    assert sizes["n_shared_experts * moe_intermediate_size"] == (1536, "tp")
+
+
+# -- other architectures -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "near"),
+    [
+        ({"model_type": "qwen4_moe"}, "the nearest is qwen3_moe"),
+        ({"model_type": "glm4_moe_lite"}, "the nearest is glm4_moe"),
+        ({"model_type": "custom", "architectures": ["MixtralForCausalLM"]}, "the nearest is mixtral"),
+        ({"model_type": "whisper"}, "no family for model_type 'whisper'"),
+        ({}, "no family for model_type 'None'"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_with_the_nearest_family_and_all_of_them(config, near, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (problem,) = [problem for problem in checkpoint_problems(tmp_path) if "family" in problem.rule]
+    assert near in str(problem)
+    assert all(name in problem.fix for name in FAMILIES)
+    with pytest.raises(CheckpointError, match=near):
+        find_family(config)
+
+
+@pytest.mark.parametrize("model_type", NOT_EXPRESSED)
+def test_an_architecture_that_megatron_cannot_express_is_refused_with_what_it_lacks(model_type):
+    assert model_type not in FAMILIES
+    with pytest.raises(CheckpointError) as caught:
+        find_family({"model_type": model_type})
+    assert NOT_EXPRESSED[model_type] in str(caught.value)

@@ -1,0 +1,199 @@
+"""Servers that end, hang and come back, over fake engines: no request is lost, and none is served by weights nobody verified."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from tiny_servers import new_fake, push
+
+from moerl.rollout.fleet import NUM_PROBES
+from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
+from moerl.types import EngineError, SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=8, seed=3)
+PROMPT = (1, 2, 3)
+
+
+@asynccontextmanager
+async def serving(checkpoints, num_servers, **options):
+    """A started pool whose servers hold version 1."""
+    engines = [new_fake(checkpoints["dense"]) for _ in range(num_servers)]
+    for index, engine in enumerate(engines):
+        engine.name = f"fake-{index}"
+    pool = RolloutPool(engines, **{"request_seconds": 30, "max_restarts": 2, "probe_seconds": 30, **options})
+    try:
+        await pool.start()
+        await bring(pool, checkpoints, 1)
+        yield pool, engines
+    finally:
+        await pool.close()
+
+
+async def bring(pool, checkpoints, version):
+    members = pool.fleet.running()
+    for member in members:
+        await push(member.engine, checkpoints["dense"].tensors, version)
+    pool.fleet.served(members)
+
+
+def states(pool):
+    return [member.state for member in pool.fleet.members]
+
+
+async def turns(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until(is_true):
+    for _ in range(20_000):
+        if is_true():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never became true")
+
+
+def test_requests_of_a_server_that_ends_are_run_on_another_with_the_same_result(run, checkpoints):
+    async def scenario():
+        async with serving(checkpoints, 2) as (pool, engines):
+            expected = await pool.generate(PROMPT, SAMPLING, "undisturbed")
+            await pool.pause("keep")
+            held = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"r{i}")) for i in range(6)]
+            await turns()
+            await engines[0].die()
+            await pool.resume([pool.fleet.members[1]])
+            completions = await asyncio.gather(*held)
+            assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(6)]
+            assert {completion.token_ids for completion in completions} == {expected.token_ids}
+            assert pool.fleet.num_restarts == 1
+            assert [member.num_in_flight for member in pool.fleet.members] == [0, 0]
+
+    run(scenario())
+
+
+def test_a_restarted_server_is_stale_and_gets_no_request_before_a_push(run, checkpoints):
+    async def scenario():
+        async with serving(checkpoints, 1) as (pool, engines):
+            await engines[0].die()
+            await until(lambda: states(pool) == ["stale"])
+            waiting = asyncio.create_task(pool.generate(PROMPT, SAMPLING, "waits"))
+            await turns()
+            assert (await engines[0].health()).num_waiting == 0
+            assert not waiting.done()
+            await bring(pool, checkpoints, 2)
+            assert states(pool) == ["healthy"]
+            assert [span.version for span in (await waiting).spans] == [2]
+
+    run(scenario())
+
+
+def test_the_last_server_that_ends_too_often_ends_every_request_with_its_last_words(run, checkpoints):
+    async def scenario():
+        async with serving(checkpoints, 2, max_restarts=1) as (pool, engines):
+            for engine in engines:
+                await engine.die()
+                await until(lambda: "stale" in states(pool))
+                await bring(pool, checkpoints, 2)
+            await engines[0].die()
+            await until(lambda: states(pool) == ["dead", "healthy"])
+            assert (await pool.generate(PROMPT, SAMPLING, "on the other")).finish_reason == "length"
+            await engines[1].die()
+            with pytest.raises(EngineError, match=r"no rollout server is left \(rollout.max_restarts = 1\): fake-0: the server ended"):
+                await pool.generate(PROMPT, SAMPLING, "nowhere")
+            with pytest.raises(EngineError, match="no rollout server is left"):
+                await pool.fleet.until_stale()
+
+    run(scenario())
+
+
+def test_a_server_that_does_not_answer_is_suspected_then_ended_and_its_requests_go_elsewhere(run, checkpoints, monkeypatch):
+    async def scenario():
+        async with serving(checkpoints, 2, probe_seconds=0.05) as (pool, engines):
+            await engines[0].pause("keep")
+            held = asyncio.create_task(pool.generate(PROMPT, SAMPLING, "held"))
+            await turns()
+            seen, answers = [], engines[0].health
+
+            async def silence():
+                seen.append(states(pool)[0])
+                await asyncio.sleep(0.01 if len(seen) == 1 else 60)
+
+            monkeypatch.setattr(engines[0], "health", silence)
+            await until(lambda: states(pool)[0] == "suspect")
+            assert (await pool.generate(PROMPT, SAMPLING, "goes to the other")).finish_reason == "length"
+            await until(lambda: states(pool)[0] in ("restarting", "stale"))
+            monkeypatch.setattr(engines[0], "health", answers)
+            assert seen == ["healthy", "healthy"] + ["suspect"] * (NUM_PROBES - 1)
+            assert (await held).finish_reason == "length"
+
+    run(scenario())
+
+
+def test_a_server_that_answers_again_serves_as_before(run, checkpoints, monkeypatch):
+    async def scenario():
+        async with serving(checkpoints, 1, probe_seconds=0.05) as (pool, engines):
+            health = engines[0].health
+
+            async def silence():
+                await asyncio.sleep(60)
+
+            monkeypatch.setattr(engines[0], "health", silence)
+            await until(lambda: states(pool) == ["suspect"])
+            monkeypatch.setattr(engines[0], "health", health)
+            await until(lambda: states(pool) == ["healthy"])
+            assert pool.fleet.num_restarts == 0
+
+    run(scenario())
+
+
+def test_a_request_that_ends_every_server_is_given_up(run, checkpoints, monkeypatch):
+    async def scenario():
+        async with serving(checkpoints, 1, max_restarts=100) as (pool, engines):
+            generate = engines[0].generate
+
+            async def poisoned(*args):
+                task = asyncio.create_task(generate(*args))
+                await turns(3)
+                await engines[0].die()
+                return await task
+
+            monkeypatch.setattr(engines[0], "generate", poisoned)
+            request = asyncio.create_task(pool.generate(PROMPT, SAMPLING, "poison"))
+            while not request.done():
+                if states(pool) == ["stale"]:
+                    await bring(pool, checkpoints, 2)
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineError, match="poison: the server ended"):
+                await request
+            await until(lambda: pool.fleet.num_restarts == MAX_ATTEMPTS)
+
+    run(scenario())
+
+
+def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpoints, monkeypatch):
+    async def scenario():
+        async with serving(checkpoints, 1, max_restarts=2) as (pool, engines):
+
+            async def fail():
+                raise EngineError("fake-0: no memory")
+
+            monkeypatch.setattr(engines[0], "start", fail)
+            await engines[0].die()
+            with pytest.raises(EngineError, match="no rollout server is left"):
+                await pool.generate(PROMPT, SAMPLING, "r")
+            assert pool.fleet.num_restarts == 2
+
+    run(scenario())
+
+
+def test_closing_restarts_nothing(run, checkpoints):
+    async def scenario():
+        async with serving(checkpoints, 2) as (pool, engines):
+            await pool.close()
+            await turns()
+            assert pool.fleet.num_restarts == 0
+            for engine in engines:
+                with pytest.raises(EngineError, match="not running"):
+                    await engine.health()
+
+    run(scenario())

@@ -1,0 +1,173 @@
+"""Every family in Megatron: the logits of transformers under every layout, every bit of a checkpoint back; the hf engine serves it."""
+
+import functools
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import random_batch, settings
+from engine_ranks import run_ranks
+from family_cases import CASES, transformers_logits, write_case
+from family_jobs import prove
+from safetensors.torch import load_file
+
+from moerl.config.layout import Layout
+from moerl.models import FAMILIES
+from moerl.rollout.hf.forward import Forward
+from moerl.rollout.hf.model import checkpoint_specs, checkpoint_views, load_model
+
+LAYOUTS = {
+    "one": Layout(),
+    "tp2": Layout(ranks=2, tp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "ep2": Layout(ranks=2, ep=2),
+    "etp2": Layout(ranks=2, etp=2),
+    "tp2-pp2-ep2-etp2": Layout(ranks=8, tp=2, pp=2, ep=2, etp=2),
+}
+DENSE = [name for name, config in CASES.items() if not any("expert" in key for key in config)]
+MTP = [name for name, config in CASES.items() if config.get("num_nextn_predict_layers")]
+PROVEN = [(name, layout) for layout, sizes in LAYOUTS.items() for name in CASES if name not in DENSE or sizes.ep * sizes.etp == 1]
+ATOL = 2e-5
+BATCH = random_batch(num_sequences=7)
+SEQUENCES = [BATCH.token_ids_T[start:end].tolist() for start, end in pairwise(BATCH.offsets)]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    root = tmp_path_factory.mktemp("families")
+    return {name: write_case(name, root) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def proofs(directories):
+    """From a layout to what its ranks found, by case. All cases of a layout share its processes."""
+
+    @functools.cache
+    def of(layout):
+        names = [name for name, under in PROVEN if under == layout]
+        chosen = [settings(directories[name], LAYOUTS[layout]) for name in names]
+        chosen = [
+            replace(one, train=replace(one.train, mtp_loss=0.3)) if name in MTP else one for name, one in zip(names, chosen, strict=True)
+        ]
+        return dict(zip(names, run_ranks(prove, LAYOUTS[layout].ranks, chosen, BATCH), strict=True))
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected(directories):
+    return functools.cache(lambda name: [logits.numpy() for logits in transformers_logits(directories[name], SEQUENCES)])
+
+
+def test_every_family_has_a_case():
+    assert {config["model_type"] for config in CASES.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize(("name", "layout"), PROVEN)
+def test_logits_equal_those_of_transformers_at_every_position_padded_and_packed(name, layout, proofs, expected):
+    proof = proofs(layout)[name]
+    for packed, padded, wanted in zip(proof.packed, proof.padded, expected(name), strict=True):
+        np.testing.assert_allclose(packed, wanted, atol=ATOL, rtol=0)
+        np.testing.assert_allclose(padded, wanted, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("llama-3.1", {"rope_scaling": None}),
+        ("deepseek_v3", {"rope_scaling": None}),
+        ("deepseek_v3", {"topk_group": 4}),
+        ("kimi_k2", {"rope_scaling": None}),
+        ("kimi_k2", {"routed_scaling_factor": 2.5}),
+        ("glm4_moe", {"partial_rotary_factor": 1.0}),
+        ("glm4_moe", {"use_qk_norm": False}),
+        ("glm4_moe", {"attention_bias": False}),
+        ("glm4_moe-air", {"topk_group": 4}),
+        ("glm4_moe-air", {"norm_topk_prob": False}),
+    ],
+)
+def test_what_a_config_json_says_of_a_case_moves_its_logits_far_beyond_the_tolerance(name, change, directories, expected, tmp_path):
+    """Otherwise equal logits would not prove that Megatron does what it says."""
+    config = json.loads((directories[name] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "model.safetensors").symlink_to(directories[name] / "model.safetensors")
+    assert _distance(transformers_logits(tmp_path, SEQUENCES), expected(name)) > 50 * ATOL
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen2", "q_proj.bias"), ("qwen2", "v_proj.bias"), ("qwen2_moe", "shared_expert_gate.weight"), ("glm4_moe", "k_proj.bias"),
+        ("glm4_moe", "e_score_correction_bias"), ("kimi_k2", "e_score_correction_bias"), ("kimi_k2", "shared_experts.down_proj.weight"),
+    ],
+)  # fmt: skip
+def test_a_tensor_of_a_case_moves_its_logits_far_beyond_the_tolerance(name, tensor, directories, expected):
+    assert _distance(transformers_logits(directories[name], SEQUENCES, tensor), expected(name)) > 50 * ATOL
+
+
+def _distance(logits, others):
+    return max(np.abs(one.numpy() - other).max() for one, other in zip(logits, others, strict=True))
+
+
+@pytest.mark.parametrize(("name", "layout"), PROVEN)
+def test_loading_and_exporting_gives_the_checkpoint_back_bit_by_bit(name, layout, proofs):
+    assert proofs(layout)[name].wrong_names == []
+
+
+@pytest.mark.parametrize(("name", "layout"), [case for case in PROVEN if case[1] != "one"])
+def test_an_update_equals_that_of_one_process_with_the_loss_of_multi_token_prediction(name, layout, proofs):
+    found, wanted = (proofs(under)[name].stats for under in (layout, "one"))
+    assert (found.loss, found.grad_norm, found.entropy) == pytest.approx(
+        (wanted.loss, wanted.grad_norm, wanted.entropy), rel=1e-4, abs=1e-6
+    )
+    assert (found.mtp_loss is not None) == (name in MTP)
+    assert found.mtp_loss is None or found.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-5)
+
+
+# -- the hf engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(directories):
+    """From a case to the hf engine's forward passes over it, its weights pushed tensor by tensor."""
+
+    @functools.cache
+    def of(name):
+        torch.set_num_threads(1)
+        model = load_model(directories[name], dtype=torch.float32, load="dummy", deterministic=True, max_context=32)
+        weights, views = load_file(directories[name] / "model.safetensors"), checkpoint_views(model)
+        assert {key: view.shape for key, view in views.items()} == {key: weights[key].shape for key in _served(name, weights)}
+        for key, view in views.items():
+            view.copy_(weights[key])
+        return Forward(model, num_slots=len(SEQUENCES), max_context=32, prefill_chunk=32, deterministic=True)
+
+    return of
+
+
+def _served(name, weights):
+    """A server has no layers of multi-token prediction."""
+    return {key for key in weights if name not in MTP or not key.startswith(("model.layers.4.", "model.layers.5."))}
+
+
+def _prefill(forward, slots):
+    chunks = [np.array(SEQUENCES[slot]) for slot in slots]
+    passed = forward.prefill(np.array(slots), chunks, np.zeros(len(slots), dtype=np.int64), with_routes=forward.routes is not None)
+    return passed.logits.numpy()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_hf_engine_serves_what_transformers_computes_with_the_same_bits_in_any_company(name, servers, expected):
+    together = _prefill(servers(name), range(len(SEQUENCES)))
+    np.testing.assert_allclose(together, [logits[-1] for logits in expected(name)], atol=ATOL, rtol=0)
+    np.testing.assert_array_equal(together[2:3], _prefill(servers(name), [2]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_push_brings_exactly_what_the_hf_engine_expects(name, directories, proofs):
+    expected = checkpoint_specs(directories[name], torch.float32)
+    assert {spec.name: spec for spec in proofs("one")[name].pushed} == expected
