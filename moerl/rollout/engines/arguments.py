@@ -2,13 +2,34 @@
 
 import argparse
 import difflib
+import importlib.metadata
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
+
+from packaging.specifiers import SpecifierSet
 
 from moerl.types import Problem
 
 PATH = "rollout.engine_args"
+
+
+def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
+    """`packages`: the names it is distributed under. `supported`: as in pyproject.toml, e.g. ">=0.32,<0.34"."""
+    found = next((version for package in packages if (version := _version(package)) is not None), None)
+    if found is not None and found in SpecifierSet(supported, prereleases=True):
+        return []
+    rule = f"needs {engine}{supported} in {sys.prefix}, which has {'none' if found is None else found}"
+    reason = "moerl starts it with its own functions, and those change between versions"
+    return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 class QuietParser(argparse.ArgumentParser):
@@ -18,7 +39,9 @@ class QuietParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def argument_problems(parser: argparse.ArgumentParser, arguments: Mapping[str, Any], *, own: Mapping[str, str], engine: str) -> list[Problem]:
+def argument_problems(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, Any], *, own: Mapping[str, str], engine: str
+) -> list[Problem]:
     """`parser` is a QuietParser with the engine's options. `own`: options that moerl sets, and what to write instead."""
     for action in parser._actions:
         action.required = False  # each argument is parsed by itself

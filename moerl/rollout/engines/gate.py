@@ -5,10 +5,11 @@ Same rules as moerl.rollout.hf.worker. Engines' own pauses differ, so requests t
 """
 
 import asyncio
+import math
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, Literal
 
 from moerl.rollout.engine import EngineHealth, PauseMode
@@ -118,7 +119,7 @@ class Gate:
         try:
             prompt_ids = [int(token) for token in request.prompt_ids]
             sampled = await self._core.generate(held.key, prompt_ids, request.sampling, f"push-{self._num_pushes}")
-            self._end(held, _completion(request, sampled))
+            self._end(held, _sound(request, sampled))
         except EngineError as error:
             self._end(held, error)
         except Exception as error:  # a bug of the engine or of its adapter: the request must not wait for ever
@@ -149,7 +150,7 @@ class Gate:
     def _fail(self, reason: str) -> None:
         for held in list(self._requests.values()):
             if held.task is not None:
-                self._loop.create_task(self._core.abort(held.key))  # noqa: RUF006  # nobody waits for it
+                self._loop.create_task(self._core.abort(held.key))  # nobody waits for it
             self._end(held, EngineUnavailable(f"{held.request.request_id}: {reason}"))
 
     # -- state, on the loop ------------------------------------------------------------------------------------
@@ -242,7 +243,14 @@ class Gate:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 
-def _completion(request: Request, sampled: Sampled) -> Completion:
+def _sound(request: Request, sampled: Sampled) -> Completion | EngineError:
+    """The completion; an error where a log-prob is no finite number."""
+    position = next((at for at, logprob in enumerate(sampled.logprobs) if not math.isfinite(logprob)), None)
+    if position is not None:
+        ends = accumulate(span.num_tokens for span in sampled.spans)
+        version = next(span.version for span, end in zip(sampled.spans, ends, strict=True) if position < end)
+        reason = f"log-probs at response position {position} are not finite with weights of version {version}: the training has diverged"
+        return EngineError(f"{request.request_id}: {reason}")
     return Completion(
         request_id=request.request_id,
         token_ids=sampled.token_ids,
@@ -251,5 +259,3 @@ def _completion(request: Request, sampled: Sampled) -> Completion:
         finish_reason=sampled.finish_reason,
         routes=sampled.routes,
     )
-
-

@@ -11,13 +11,15 @@ import numpy as np
 
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.rollout import wire
-from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line
+from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled
 from moerl.rollout.engines.process import Options
 from moerl.rollout.sglang import cpu, scheduler
 from moerl.types import Bucket, EngineError, Manifest, Problem, RouteShape, SamplingParams, TransportOffer, VersionSpan, WeightError
 
 logger = logging.getLogger(__name__)
+
+SUPPORTED = ">=0.5.23,<0.6"
 
 OWN_ARGUMENTS = {
     "model": "model.path or model.scratch",
@@ -43,6 +45,8 @@ _SPARE_POSITIONS = 8
 
 
 def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
+    if wrong := version_problems("sglang", ["sglang"], SUPPORTED):
+        return wrong
     return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="SGLang")
 
 

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 # moerl.max_context is the limit; the engine gets a few positions more than the model's configuration names.
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
-from moerl.rollout.engines.process import main  # noqa: E402  # after the stand-ins
-from moerl.rollout.sglang.core import find_problems, start  # noqa: E402
+from moerl.rollout.engines.process import main  # after the stand-ins
+from moerl.rollout.sglang.core import find_problems, start
 
 if __name__ == "__main__":
     main("sglang", find_problems=find_problems, start=start)
