@@ -1,4 +1,4 @@
-"""The rules of rollout.engine=vllm and sglang: an environment of their own, arguments by the engine's names, models they are tested with."""
+"""The rules of rollout.engine=vllm and sglang: their environments, their arguments by name, the models they are tested with."""
 
 import functools
 import json

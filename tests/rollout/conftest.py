@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 @pytest.fixture(scope="session")
 def hf_engines(run, checkpoints, tmp_path_factory) -> Iterator[dict[str, HTTPEngine]]:
     logs = tmp_path_factory.mktemp("logs")
-    engines = {name: hf_engine(checkpoints[name].directory, logs / name, *SERVER_OPTIONS[name]) for name in CONFIGS}
+    engines = {name: hf_engine(checkpoints[name].directory, logs / name, *options) for name, options in SERVER_OPTIONS.items()}
 
     async def together(calls):
         await asyncio.gather(*calls)

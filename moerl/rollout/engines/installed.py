@@ -24,9 +24,9 @@ class InstalledBytes:
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` as the model holds it: the parts this rank has taken are read back, the others are as they were sent."""
-        with _CopyLog() as log:
+        with CopyLog() as log:
             self._load_weights([(name, tensor)])
-        copies = [(target, source) for target, source in log.copies if _memory(source) == _memory(tensor)]
+        copies = [(target, source) for target, source in log.copies if not target.is_meta and _memory(source) == _memory(tensor)]
         if not copies:
             raise WeightError(
                 "the engine's loader took nothing of it, or not by a plain copy. It may not know the name, or quantize what it loads; "
@@ -49,7 +49,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _CopyLog(TorchFunctionMode):
+class CopyLog(TorchFunctionMode):
     """Every `target.copy_(source)` and `target[...] = source` of this thread while it is entered."""
 
     def __init__(self) -> None:
