@@ -66,8 +66,9 @@ def native_engines(run, checkpoints, tmp_path_factory) -> Iterator[Callable[[str
     def engine_of(kind: str) -> HTTPEngine:
         if kind not in running:
             end()
-            running[kind] = native_engine(kind, checkpoints[kind.split("-")[1]], logs / kind)
-            run(running[kind].start())
+            engine = native_engine(kind, checkpoints[kind.split("-")[1]], logs / kind)
+            run(engine.start())
+            running[kind] = engine
         return running[kind]
 
     def end() -> None:

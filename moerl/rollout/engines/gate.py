@@ -138,14 +138,13 @@ class Gate:
         return [held for held in self._requests.values() if held.task is not None]
 
     async def _abort(self, request_ids: Iterable[str] | None) -> None:
-        for request_id in list(self._requests) if request_ids is None else list(request_ids):
-            held = self._requests.get(request_id)
-            if held is None:
-                continue
+        names = self._requests if request_ids is None else request_ids
+        chosen = [self._requests[name] for name in names if name in self._requests]
+        for held in chosen:  # before those that run, which would make room for them
             if held.task is None:
-                self._end(held, Completion(request_id=request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort"))
-            else:
-                await self._core.abort(held.key)
+                empty = Completion(request_id=held.request.request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort")
+                self._end(held, empty)
+        await asyncio.gather(*(self._core.abort(held.key) for held in chosen if held.task is not None))
 
     def _fail(self, reason: str) -> None:
         for held in list(self._requests.values()):

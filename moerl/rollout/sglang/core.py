@@ -40,6 +40,8 @@ OWN_ARGUMENTS = {
 }
 """What moerl sets or relies on, and what to write instead."""
 
+_TURN_SECONDS = 0.002
+
 _SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
 
@@ -103,9 +105,11 @@ class SGLangCore:
         """`routes` None: it was started without routed experts."""
         self._engine, self._manager, self._routes = engine, engine.tokenizer_manager, routes
         self._session_is_open = False
+        self._in_flight: set[str] = set()
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+        self._in_flight.add(key)
         try:
             answer = await self._engine.async_generate(
                 input_ids=prompt_ids,
@@ -118,9 +122,13 @@ class SGLangCore:
             )
         except ValueError as error:
             raise EngineError(f"SGLang refuses the request: {error}") from error
+        finally:
+            self._in_flight.remove(key)
         return self._sampled(answer, sampling)
 
     async def abort(self, key: str) -> None:
+        while key in self._in_flight and key not in self._manager.rid_to_state:
+            await asyncio.sleep(_TURN_SECONDS)  # SGLang ignores names it does not know yet, and does not say when it does
         self._manager.abort_request(rid=key)
 
     async def hold(self) -> None:

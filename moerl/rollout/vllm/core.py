@@ -1,6 +1,7 @@
 """vLLM below this process, as a Core."""
 
 import argparse
+import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -105,25 +106,36 @@ class VLLMCore:
     def __init__(self, engine: Any, *, sleeps: bool):
         self._engine, self._sleeps = engine, sleeps
         self._session_is_open = False
+        self._added: dict[str, asyncio.Future[None]] = {}
+        """Requests in flight; done when vLLM knows them."""
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        final = None
+        added = self._added[key] = asyncio.get_running_loop().create_future()
         try:
-            async for output in self._engine.generate({"prompt_token_ids": prompt_ids, "cache_salt": salt}, _sampling(sampling), key):
-                final = output.outputs[0]
+            prompt = {"prompt_token_ids": prompt_ids, "cache_salt": salt}
+            outputs = await self._engine.add_request(key, prompt, _sampling(sampling))
+            added.set_result(None)
+            try:
+                while not (output := outputs.get_nowait() or await outputs.get()).finished:
+                    pass
+            finally:
+                outputs.close()
+            return _sampled(output.outputs[0])
         except ValueError as error:
             raise EngineError(f"vLLM refuses the request: {error}") from error
         except EngineDeadError:
             logger.exception("vLLM's own process ended, and this server with it")
             os._exit(1)
-        if final is None:
-            return Sampled(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
-        return _sampled(final)
+        finally:
+            del self._added[key]
+            added.cancel()
 
     async def abort(self, key: str) -> None:
-        await self._engine.abort(key)
+        if key in self._added:
+            await asyncio.wait([self._added[key]])  # vLLM ignores names it does not know yet
+            await self._engine.abort(key)
 
     async def hold(self) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
