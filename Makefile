@@ -8,7 +8,7 @@ TORCH ?=
 TORCH_INDEX ?=
 # A recipe of configs/recipe.
 DEMO ?= grpo-tiny-moe-1n2g-sync
-# Which of the engines' environments; default: all.
+# Which of the engines' environments (scripts/engines/); default: all.
 ENGINES ?=
 # make test ARGS="tests/config -k layout"
 ARGS ?=
@@ -37,10 +37,10 @@ test-py312: ## the same tests on Python 3.12 with the newest megatron-core, in a
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
 	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
 
-engines: ## make or update the CPU environments of vLLM and SGLang (ENGINES=sglang for one; Python 3.11)
+engines: ## make or update the CPU environment of SGLang (Python 3.11)
 	@bash scripts/engines.sh
 
-test-engines: venv engines ## the tests that start vLLM and SGLang, one server at a time
+test-engines: venv engines ## the tests that start SGLang, one server at a time
 	$(BIN)/python -m pytest -q -m engine tests/rollout $(ARGS)
 
 lint: venv ## ruff and mypy
@@ -53,5 +53,5 @@ format: venv ## ruff, with fixes
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and every cache; keeps runs/
-	rm -rf .venv .venv-py312 .venv-sglang .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv-sglang and .venv-vllm, the CPU environments of the rollout engines, from the pins in scripts/engines/: PyTorch alone, the
+# Makes .venv-sglang, the CPU environment of that rollout engine, from the pins in scripts/engines/: PyTorch alone, the
 # pins without their dependencies, then this checkout of moerl (editable, also without). ENGINES names which; PYTHON is a Python 3.11
 # (the CPU build of the pinned PyTorch exists for no other), TORCH and TORCH_INDEX are as in setup.sh. On a GPU install the engine
 # itself and moerl, and name that environment by rollout.python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ENGINES=${ENGINES:-sglang vllm}
+ENGINES=${ENGINES:-sglang}
 TORCH=${TORCH:-$(grep '^torch==' constraints.txt)}
 
 say() { printf 'engines: %s\n' "$*" >&2; }

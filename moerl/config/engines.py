@@ -1,4 +1,4 @@
-"""The rules of rollout.engine=vllm and sglang: their environments, their arguments by name, the models they are tested with."""
+"""The rules of rollout.engine=sglang: its environment, its arguments by name, the models it is tested with."""
 
 import functools
 import json
@@ -17,8 +17,8 @@ from moerl.types import Problem
 if TYPE_CHECKING:
     from moerl.config.schema import RolloutConfig, RunConfig
 
-FAMILIES = {"sglang": ("qwen3", "qwen3_moe"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
-"""model_type -> the engines whose log-probs and pushes are tested with it."""
+FAMILIES = {"sglang": ("qwen3", "qwen3_moe")}
+"""Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
 
 CHECK_SECONDS = 120.0
 """For importing an engine and its argument parser; it takes about 5 s."""

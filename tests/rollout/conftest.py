@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def native_engines(run, checkpoints, tmp_path_factory) -> Iterator[Callable[[str], HTTPEngine]]:
-    """One server of vLLM or SGLang at a time: asking for another ends it."""
+    """One server of another engine at a time: asking for another ends it."""
     logs = tmp_path_factory.mktemp("native")
     running: dict[str, HTTPEngine] = {}
 

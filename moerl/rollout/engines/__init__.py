@@ -1,1 +1,1 @@
-"""vLLM and SGLang behind moerl's own server: what both share. Everything here runs in the engine's environment."""
+"""Engines of other projects behind moerl's own server, whichever it is. Everything here runs in the engine's environment."""
