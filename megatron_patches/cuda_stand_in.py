@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils._device
 
 NAME = "cuda_stand_in"
 CPU = torch.device("cpu")
@@ -179,5 +180,7 @@ def _redirect_factories() -> None:
         make.__name__ = factory.__name__
         return make
 
+    # `with torch.device(...)` looks for factories in a set that torch makes once: it must hold those that the new ones call.
+    torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moerl.types import ConfigError, DataError, MoerlError
+from moerl.types import ConfigError, ConvertError, DataError, MoerlError
 
 app = typer.Typer(
     add_completion=False,
@@ -29,7 +29,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Train; the same command continues a run that was stopped."""
     from moerl.check import load_checked
 
-    config = load_checked(overrides, config_dir)
+    config = load_checked(overrides, config_dir, starts=True)
 
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
@@ -46,6 +46,26 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 
 
 @app.command()
+def plan(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    servers: Annotated[int, typer.Option(min=1, help="Rollout servers.")] = 1,
+    gpus_per_server: Annotated[int, typer.Option(min=1, help="Over which a server spreads its experts.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Of a node of the rollout fleet.")] = 8,
+    card_gbit: Annotated[float, typer.Option(min=1e-3, help="Of the network card of one GPU, per second.")] = 400.0,
+    bucket_mb: Annotated[int, typer.Option(min=1, help="Largest bucket.")] = 256,
+) -> None:
+    """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
+    from moerl.check import load_checked
+    from moerl.planner.transfer import Network, transfer_report
+
+    network = Network(
+        servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit, bucket_mb=bucket_mb
+    )
+    typer.echo(transfer_report(load_checked(overrides, config_dir), network), nl=False)
+
+
+@app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
     out: Annotated[Path | None, typer.Option(help="The HTML file to write; RUN/report.html if not given.", show_default=False)] = None,
@@ -56,15 +76,63 @@ def report(
     typer.echo(write_report(run_dir, out))
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, or RUN/checkpoints/step-N of a run.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist, or be empty.")],
+    to: Annotated[str, typer.Option(help="hf: a Hugging Face folder. moerl: a checkpoint that a run of any layout continues from.")] = "hf",
+    dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16, float32, or fp8 (blocks of 128 x 128).")] = "keep",
+    scales: Annotated[str, typer.Option(help="Of fp8: float32, or ue8m0 (powers of two).")] = "float32",
+    files_from: Annotated[Path | None, typer.Option(help="The folder with tokenizer and settings, if not SRC.", show_default=False)] = None,
+    shard_gb: Annotated[float, typer.Option(help="About the size of a file, in 1e9 bytes.", min=1e-6)] = 5.0,
+    workers: Annotated[int, typer.Option(help="Files written at the same time.", min=1)] = 2,
+    nonfinite: Annotated[str, typer.Option(help="NaN and infinities among weights: warn, error, or ignore.")] = "warn",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
+) -> None:
+    """Convert a checkpoint; the same command goes on where it was interrupted."""
+    from moerl.convert.run import conversion_of
+    from moerl.convert.run import convert as run_conversion
+
+    options = {"to": to, "dtype": dtype, "scales": scales, "nonfinite": nonfinite}
+    conversion = conversion_of(source, target, files_from=files_from, shard_gb=shard_gb, workers=workers, **options)
+    typer.echo(run_conversion(conversion, dry_run=dry_run))
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face folder, or one checkpoint of a run.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare it with its digest.")] = False,
+) -> None:
+    """Print the tensors of a checkpoint: names, dtypes, shapes, bytes, and totals."""
+    from moerl.convert.inspect import inspection
+
+    typer.echo(inspection(path, verify=verify))
+
+
+@app.command()
+def compare(
+    left: Annotated[Path, typer.Argument(metavar="A")],
+    right: Annotated[Path, typer.Argument(metavar="B")],
+    tolerance: Annotated[float, typer.Option(help="The largest absolute difference that counts as equal.", min=0.0)] = 0.0,
+) -> None:
+    """Compare two checkpoints tensor by tensor; exit code 1 if they differ."""
+    from moerl.convert.compare import compared
+
+    comparison = compared(left, right, tolerance=tolerance)
+    typer.echo(str(comparison))
+    if not comparison.is_equal:
+        raise typer.Exit(1)
+
+
 def main() -> None:
-    """Exit codes: 0 done, 2 the configuration or the data cannot be used, 130 SIGINT, 143 SIGTERM, 1 any other failure."""
+    """Exit codes: 0 done, 2 the configuration, the data or a checkpoint cannot be used, 130 SIGINT, 143 SIGTERM, 1 any other failure."""
     try:
         app()
     except asyncio.CancelledError:  # at SIGTERM, once everything is closed
         sys.exit(128 + signal.SIGTERM)
     except MoerlError as error:
         sys.stderr.write(f"moerl: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError | DataError) else 1)
+        sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else 1)
 
 
 if __name__ == "__main__":

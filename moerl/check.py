@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.load import load
+from moerl.config.problems import problem
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
 from moerl.config.scratch import scratch_config
@@ -17,9 +18,13 @@ from moerl.train.checkpoint_check import check, read_manifest
 from moerl.types import CheckpointError, Problem
 
 
-def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None) -> RunConfig:
-    """Raises ConfigError with every problem, see `moerl.config.load.load`; then CheckpointError if the newest checkpoint is damaged."""
-    config = load(overrides if overrides is not None else (), config_dir, checks=(_data_and_reward, _continued_run))
+def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
+    """Raises ConfigError with every problem, see `moerl.config.load.load`; then CheckpointError if the newest checkpoint is damaged.
+
+    `starts`: the run is about to begin, and needs what a check alone can do without.
+    """
+    checks = (_data_and_reward, _continued_run, *([_weights] if starts else []))
+    config = load(overrides if overrides is not None else (), config_dir, checks=checks)
     directory = newest(_checkpoints(config))
     if directory is not None:
         check(directory)
@@ -29,6 +34,13 @@ def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None
 def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
     yield from check_data(config.data)
     yield from check_reward(config.reward)
+
+
+def _weights(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.path is None and model.scratch is None and model.published is not None:
+        reason = f"model.published={model.published} says what the model is, for checks; its weights are not part of moerl"
+        yield problem("model.path", None, "must be given to start", reason, "model.path=DIRECTORY of the downloaded checkpoint")
 
 
 def _continued_run(config: RunConfig) -> Iterator[Problem]:

@@ -346,6 +346,18 @@ class ConfigError(MoerlError, ValueError):
         return f"{count} problem{'s' if count > 1 else ''} in the configuration\n" + "\n".join(f"* {p}" for p in self.problems)
 
 
+class ConvertError(MoerlError, ValueError):
+    """Checkpoints that cannot be converted, inspected or compared. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: "list[Problem]"):
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        return f"{count} problem{'s' if count > 1 else ''} with the checkpoint\n" + "\n".join(f"* {p}" for p in self.problems)
+
+
 class DataError(MoerlError, ValueError):
     """A dataset row cannot be used; names the file and the row."""
 

@@ -17,16 +17,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-import moerl
 from moerl.config.problems import NOT_SET, problem
+from moerl.config.published import shipped_configs
 from moerl.types import ConfigError, Problem
-
-
-def shipped_configs() -> Path:
-    """configs/ of a checkout, or the copy inside an installed package."""
-    package = Path(moerl.__file__).resolve().parent
-    checkout = package.parent / "configs"
-    return checkout if (checkout / "config.yaml").is_file() else package / "_configs"
 
 
 def options(group: str, config_dir: Path | None = None) -> list[str]:

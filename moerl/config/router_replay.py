@@ -1,12 +1,11 @@
 """The rules of train.router_replay, and the shape of the routes a run moves."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moerl.config.model_shape import ModelShape, read_config, shape_of_config
+from moerl.config.model_config import model_config
+from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.problems import problem
-from moerl.config.scratch import scratch_config
 from moerl.types import Problem, RouteShape
 
 if TYPE_CHECKING:
@@ -49,6 +48,4 @@ def routes_to_replay(config: "RunConfig") -> RouteShape | None:
     """What completions of a valid configuration bring; None if it does not replay an engine's routes."""
     if config.train.router_replay != "rollout":
         return None
-    model = config.model
-    hf = scratch_config(model.scratch, model.max_context) if model.scratch is not None else read_config(Path(str(model.path)))
-    return shape_of_config(hf).routes
+    return shape_of_config(model_config(config.model)).routes

@@ -51,6 +51,9 @@ class ScratchModel(_Strict):
 class ModelConfig(_Strict):
     path: str | None = None
     """Directory of a Hugging Face checkpoint (config.json, tokenizer, safetensors). Exactly one of path and scratch."""
+    published: str | None = None
+    """Which of the models in configs/published the checkpoint is. Without a path the run can be checked, not started; with one its
+    config.json must describe that model."""
     scratch: ScratchModel | None = None
     max_context: Positive
     """Prompt and response together, in tokens; at most the model's max_position_embeddings."""

@@ -11,11 +11,12 @@ from moerl.config.engines import engine_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
-from moerl.config.model_shape import ModelShape, read_config, shape_of_config
+from moerl.config.model_config import model_config
+from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.problems import problem
+from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
-from moerl.config.scratch import scratch_config
 from moerl.types import Problem
 
 
@@ -50,7 +51,9 @@ def _staleness(config: RunConfig) -> Iterator[Problem]:
 
 def _model(config: RunConfig) -> Iterator[Problem]:
     path, scratch = config.model.path, config.model.scratch
-    if (path is None) == (scratch is None):
+    yield from _published_problems(config.model)
+    is_only_checked = path is None and scratch is None and config.model.published is not None
+    if (path is None) == (scratch is None) and not is_only_checked:
         both = "both are given" if path is not None else "neither is given"
         fix = "model.path=DIRECTORY for a checkpoint, or model.scratch={} for a random tiny model"
         yield problem("model", both, "needs exactly one of path and scratch", "the weights come from one place", fix)
@@ -58,6 +61,26 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield from checkpoint_problems(Path(path))
     if scratch is not None:
         yield from _scratch_problems(scratch)
+
+
+def _published_problems(model: ModelConfig) -> Iterator[Problem]:
+    if model.published is None:
+        return
+    names = published_names()
+    if model.published not in names:
+        reason = "configs/published holds the config.json of the models that recipes are shipped for"
+        fix = "one of " + ", ".join(names) + ", or model.path alone for another model"
+        yield problem("model.published", model.published, "is not there", reason, fix)
+        return
+    if model.scratch is not None:
+        reason = "the weights come from one place"
+        yield problem("model.published", model.published, "has no meaning with model.scratch", reason, "leave one of them out")
+    found = _hf_config(model) if model.path is not None else None
+    differing = [] if found is None else differences(published_config(model.published), found)
+    if differing:
+        rule, reason = f"must be {model.published}", f"its config.json says {'; '.join(differing)}"
+        fix = "the directory of that model, or model.published=null and a layout for this one"
+        yield problem("model.path", model.path, rule, reason, fix)
 
 
 def _scratch_problems(scratch: ScratchModel) -> Iterator[Problem]:
@@ -254,8 +277,5 @@ def _shape(model: ModelConfig) -> ModelShape | None:
 
 def _hf_config(model: ModelConfig) -> dict[str, Any] | None:
     """The model's config.json; None where `_model` has already said why there is none."""
-    if model.scratch is not None:
-        return scratch_config(model.scratch, model.max_context)
-    if model.path is not None and not any(checkpoint_problems(Path(model.path))):
-        return read_config(Path(model.path))
-    return None
+    is_there = model.published in published_names() if model.path is None else not any(checkpoint_problems(Path(model.path)))
+    return model_config(model) if model.scratch is not None or is_there else None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Rule, Sizes
+from moerl.models.owned import hf_names, owned_by
 from moerl.models.shards import merge, split
 from moerl.types import CheckpointError
 
@@ -28,16 +29,6 @@ class Groups:
     expert: dist.ProcessGroup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owned:
-    """A parameter or buffer this rank holds, under its global name."""
-
-    name: str
-    rule: Rule
-    numbers: dict[str, int]
-    tensor: Tensor
-
-
 class Bridge:
     def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path):
         """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice.
@@ -45,7 +36,7 @@ class Bridge:
         `source`: the checkpoint the model comes from. Its tensors of multi-token prediction are exported, whether built or not.
         """
         self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
-        self._owned = {item.name: item for chunk in chunks for item in self._own(chunk)}
+        self._owned = {item.name: item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank())}
         self._owners = self._find_owners()
         self._mtp_layers = _mtp_layers(source, sizes.num_layers)
         built = {hf for name in self._owners for hf in self._export_names(name, with_mtp=True)}
@@ -119,27 +110,6 @@ class Bridge:
         dist.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
-    def _own(self, chunk: nn.Module) -> Iterator[Owned]:
-        state = chunk.state_dict().keys()
-        buffers = ((local, buffer) for local, buffer in chunk.named_buffers() if local in state)
-        for local, tensor in (*chunk.named_parameters(), *buffers):
-            name = self._global_name(chunk, local)
-            rule, numbers = self._family.find(name)
-            yield Owned(name=name, rule=rule, numbers=numbers, tensor=tensor)
-
-    def _global_name(self, chunk: nn.Module, local: str) -> str:
-        """Megatron counts layers from 0 in each stage and experts from 0 on each rank; names are those of version 0.16."""
-        parts = local.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)  # type: ignore[union-attr,index]
-        if parts[:2] == ["mtp", "layers"] and parts[3] == "mtp_model_layer":  # Megatron 0.19's name for 0.16's
-            parts[3] = "transformer_layer"
-        if "experts" in parts:
-            stem = parts[-1].rstrip("0123456789")
-            num_local = sum(1 for key, _ in chunk.get_submodule(".".join(local.split(".")[:-1])).named_parameters() if key.startswith(stem))
-            parts[-1] = f"{stem}{int(parts[-1][len(stem) :]) + self._groups.expert.rank() * num_local}"
-        return ".".join(parts)
-
     def _find_owners(self) -> dict[str, int]:
         """Global name -> lowest rank that holds it, in one order on every rank; without a tied output layer."""
         held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -153,10 +123,7 @@ class Bridge:
         return owners
 
     def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
-        if self._tied and rule.megatron == "output_layer.weight":
-            return ["model.embed_tokens.weight"]
-        counted = {**numbers, "mtp": numbers["mtp"] + self._sizes.num_layers} if rule.is_mtp else numbers
-        return [name.format(**counted) for name in rule.hf]
+        return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)
 
     def _copy_names(self, rule: Rule) -> list[str]:
         """Those of the rule's copies that the source holds."""

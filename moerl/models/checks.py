@@ -25,7 +25,9 @@ def fixed_values(hf: Mapping[str, Any], fixed: Fixed) -> Iterator[BrokenRule]:
 def plain_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     if hf.get("quantization_config") is not None:
         reason = "its weights are stored quantized with scales beside them, and moerl loads plain weights"
-        yield BrokenRule("must not be quantized (quantization_config)", reason, "convert the checkpoint to bfloat16")
+        yield BrokenRule(
+            "must not be quantized (quantization_config)", reason, "moerl convert SRC DST --dtype bfloat16, and DST as model.path"
+        )
 
 
 def group_limit(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

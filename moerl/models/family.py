@@ -7,6 +7,7 @@ One rule serves both directions (shards.py).
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from moerl.types import CheckpointError
@@ -88,6 +89,7 @@ class Family:
         raise KeyError(f"no rule maps the Megatron parameter {name}; add one to its family in moerl/models")
 
 
+@cache
 def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>\\d+)", re.escape(template)))
 

@@ -121,7 +121,8 @@ class MegatronTrainGroup:
         if faults := [fault for share in await self._all("faults_of_checkpoint", directory) for fault in share]:
             raise damaged(directory, sorted(faults))
         await self._all("load", directory)
-        return state["version"], state
+        # Weights that were converted, not trained here: the run begins with them.
+        return (0, {}) if state.get("weights_only", False) else (state["version"], state)
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         await self._saver.save(version, state)

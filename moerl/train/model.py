@@ -34,6 +34,17 @@ from moerl.train.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a rank holds before it is wrapped for training."""
+
+    family: Family
+    config: TransformerConfig
+    chunks: list[nn.Module]
+    """GPTModel."""
+    sizes: Sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     config: TransformerConfig
     chunks: list[nn.Module]
@@ -65,32 +76,41 @@ def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) ->
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
     hf = json.loads((model_dir / "config.json").read_text())
-    family = find_family(hf)
-    config = _transformer_config(family, hf, train)
-    vocab_size, tied = hf["vocab_size"], is_tied(hf)
-    padded_vocab_size = -(-vocab_size // train.layout.tp) * train.layout.tp
-    stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
-    chunks = [_chunk(config, family, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
-    for chunk in chunks:
-        _reduce_replicated_experts(chunk, train.layout)
+    built = build_chunks(hf, train, max_context=max_context)
+    config, chunks = built.config, built.chunks
     wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
     reduce_after_last_micro_batch(config, wrapped)
-    sizes = Sizes(
-        num_layers=config.num_layers,
-        num_query_groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded_vocab_size,
-    )
     return Model(
         config=config,
         chunks=chunks,
         wrapped=wrapped,
-        bridge=Bridge(family, chunks, groups=_bridge_groups(), sizes=sizes, tied=tied, source=model_dir),
+        bridge=Bridge(built.family, chunks, groups=_bridge_groups(), sizes=built.sizes, tied=is_tied(hf), source=model_dir),
         routers=Routers(config, chunks, train.layout),
         routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
-        vocab_size=vocab_size,
+        vocab_size=built.sizes.vocab_size,
     )
+
+
+def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int) -> Built:
+    """This rank's part of the model that a config.json describes, for the process groups that exist. Without weights of a checkpoint.
+
+    Raises CheckpointError if no family fits, or naming what Megatron would compute otherwise.
+    """
+    family = find_family(hf)
+    config = _transformer_config(family, hf, train)
+    padded_vocab_size = -(-hf["vocab_size"] // train.layout.tp) * train.layout.tp
+    stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
+    chunks = [_chunk(config, family, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
+    for chunk in chunks:
+        _reduce_replicated_experts(chunk, train.layout)
+    sizes = Sizes(
+        num_layers=config.num_layers,
+        num_query_groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab_size=hf["vocab_size"],
+        padded_vocab_size=padded_vocab_size,
+    )
+    return Built(family=family, config=config, chunks=chunks, sizes=sizes)
 
 
 def _chunk(

@@ -48,6 +48,9 @@ class ShardStore:
     def load(self, directory: Path) -> None:
         """Collective, in place: no more memory than one stored tensor at a time. The files must have been verified."""
         common = dist_checkpointing.load_common_state_dict(str(directory))
+        if common.get("weights_only", False):
+            self._load_weights(directory)
+            return
         saved, here = common["content_metadata"], self._content()
         sharded_state.allocate_optimizer_state(self._optimizer, common["optimizer_steps"])
         has_masters, needs_masters = saved["dtype"] == "bfloat16", here["dtype"] == "bfloat16"
@@ -68,6 +71,17 @@ class ShardStore:
             sharded_state.set_rng_state(state["rng"])
         else:
             logger.info("another layout than the checkpoint's: random streams start anew, as no rank of it has a counterpart")
+
+    def _load_weights(self, directory: Path) -> None:
+        """Of a converted checkpoint (moerl/convert), which holds nothing else: the optimizer begins anew, from these weights."""
+        model = sharded_state.model_state(self._model.chunks)
+        sharded_state.drop_extra_state(model)
+        with _as_checkpoint_error(directory):
+            state = dist_checkpointing.load({"model": model}, str(directory))
+        for index, chunk in enumerate(self._model.chunks):
+            absent = chunk.load_state_dict(state["model"][f"chunk{index}"], strict=False).missing_keys
+            assert all("._extra_state" in name for name in absent), f"not loaded: {absent}"
+        self._optimizer.reload_model_params()
 
     def _rng(self) -> Any:
         return sharded_state.rng_state(dist.get_rank(), dist.get_world_size())

@@ -46,6 +46,13 @@ def read_from_masters(model: dict[str, Any], parameters: set[Tensor]) -> None:
     dict_list_map_inplace(renamed, model)
 
 
+def drop_extra_state(model: dict[str, Any]) -> None:
+    """In place: leave out what Transformer Engine keeps beside weights (histories of FP8), which begins anew."""
+    for chunk in model.values():
+        for name in [name for name in chunk if "._extra_state" in name]:
+            del chunk[name]
+
+
 # -- optimizer -------------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ BROKEN = [
     ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "no other"),
     ("mixtral", "sliding_window", 4096, "keeps every position"),
     ("mixtral", "router_jitter_noise", 0.1, "from pass to pass"),
-    ("mixtral", "quantization_config", {"quant_method": "awq"}, "convert the checkpoint to bfloat16"),
+    ("mixtral", "quantization_config", {"quant_method": "awq"}, "moerl convert SRC DST --dtype bfloat16"),
     ("kimi_k2", "topk_group", 2, "2 best experts"),
     ("kimi_k2", "rms_norm_eps", 1e-5, "compressed queries"),
     ("glm4_moe", "norm_topk_prob", False, "normalises"),

@@ -32,7 +32,7 @@ def test_a_recipes_name_says_what_it_runs(recipe: str, tmp_path):
     assert (mode == "async") == (config.max_staleness > 0)
 
 
-@pytest.mark.parametrize("group", ["model", "data", "algorithm"])
+@pytest.mark.parametrize("group", ["model", "layout", "data", "algorithm"])
 def test_every_group_file_is_used_by_some_recipe(group: str):
     used = set()
     for recipe in RECIPES:

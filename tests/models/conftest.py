@@ -1,9 +1,9 @@
-"""Makes the engine_* modules of tests/train importable; writes the tiny checkpoints once."""
+"""Makes the engine_* modules of tests/train and the modules here importable; writes the tiny checkpoints once."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "train"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "train")]
 
 import pytest
 from engine_cases import write_checkpoints

@@ -95,3 +95,17 @@ def test_an_installed_wheel_brings_its_recipes(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.strip() == str(site / "moerl" / "_configs")
+
+
+def test_plan_prints_what_a_push_moves():
+    done = moerl("plan", DEMO, "--servers", "2", "--gpus-per-server", "4", "--gpus-per-node", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fleet            2 servers of 4 GPUs on 2 nodes" in done.stdout
+    assert "bound " in done.stdout
+
+
+def test_plan_of_a_fleet_that_cannot_hold_the_model_says_every_reason():
+    done = moerl("plan", DEMO, "--gpus-per-server", "3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "* --gpus-per-server = 3: must divide the model's 8 experts" in done.stderr
+    assert "* --gpus-per-node = 8: must divide --gpus-per-server=3" in done.stderr

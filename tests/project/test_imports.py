@@ -1,6 +1,10 @@
-"""Who may import whom. A package imports only packages of its own level and below."""
+"""Who may import whom. A package imports only packages of its own level and below.
+
+Validation also reads the declarations of model families, which import nothing but each other and the types.
+"""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +15,7 @@ ROOT = Path(moerl.__file__).resolve().parent.parent
 LEVELS = [
     {"types", "config"},
     {"algorithms", "models", "rewards"},
-    {"rollout", "train", "weights", "planner", "cluster", "observe"},
+    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert"},
     {"loop", "sft"},
     {"run", "check"},
     {"__main__"},
@@ -65,9 +69,34 @@ def test_no_module_imports_a_level_above_its_own():
             parts = name.split(".")
             if parts[0] != "moerl" or len(parts) == 1 or parts[1] == "__version__":
                 continue
+            if part == "config" and parts[1] == "models":
+                continue  # declarations: the next test
             if level_of(parts[1]) > level_of(part):
                 wrong.append(f"{file.relative_to(ROOT)} imports {name}")
     assert not wrong
+
+
+def module_of(name: str) -> Path:
+    """The file of the module that `name`, a module or something in one, belongs to."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    return path / "__init__.py" if path.is_dir() else module_of(name.rpartition(".")[0])
+
+
+def test_what_validation_reads_of_models_is_declarations_alone():
+    """And with them every family: adding one must not make validation import torch or Megatron."""
+    read = {name for file in (ROOT / "moerl" / "config").rglob("*.py") for name in imports_of(file) if name.startswith("moerl.models")}
+    waiting, seen = {module_of(name) for name in read} | {module_of("moerl.models")}, set()
+    while waiting:
+        file = waiting.pop()
+        seen.add(file)
+        for name in imports_of(file):
+            assert name.split(".")[0] in {*sys.stdlib_module_names, "packaging", "moerl"}, f"{file.name} imports {name}"
+            assert not name.startswith("moerl.") or name.startswith(("moerl.models.", "moerl.types.")), f"{file.name} imports {name}"
+            if name.startswith("moerl.models"):
+                waiting |= {module_of(name)} - seen
+    assert {"deepseek_v3.py", "family.py", "layers.py"} <= {file.name for file in seen}
 
 
 def test_types_import_no_other_part():

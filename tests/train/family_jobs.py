@@ -20,7 +20,7 @@ from moerl.types import StepStats, TensorSpec, TrainBatch
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     packed: list[np.ndarray]
-    """Logits [length, vocabulary] of each sequence, several in a row."""
+    """Logits [length, vocabulary] of each sequence, several in a row. None under context parallelism, which cuts sequences."""
     padded: list[np.ndarray]
     """The same, each in a row of its own, padded to the longest."""
     wrong_names: list[str]
@@ -40,7 +40,8 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
     proofs = []
     for settings in chosen:
         engine = MegatronEngine(settings)
-        packed, padded = _packed_logits(engine, batch), _padded_logits(engine, batch)
+        is_cut = settings.train.layout.cp > 1
+        packed, padded = ([], []) if is_cut else (_packed_logits(engine, batch), _padded_logits(engine, batch))
         wrong_names, pushed = _wrong_names(engine, settings), engine.tensor_specs()
         stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
         proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong_names, pushed=pushed, stats=stats))

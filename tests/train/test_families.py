@@ -15,7 +15,10 @@ from family_jobs import prove
 from safetensors.torch import load_file
 
 from moerl.config.layout import Layout
+from moerl.config.model_shape import shape_of_config
 from moerl.models import FAMILIES
+from moerl.models.family import is_tied, num_mtp_layers
+from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.hf.forward import Forward
 from moerl.rollout.hf.model import checkpoint_specs, checkpoint_views, load_model
 
@@ -26,6 +29,7 @@ LAYOUTS = {
     "ep2": Layout(ranks=2, ep=2),
     "etp2": Layout(ranks=2, etp=2),
     "tp2-pp2-ep2-etp2": Layout(ranks=8, tp=2, pp=2, ep=2, etp=2),
+    "cp2": Layout(ranks=2, cp=2),
 }
 DENSE = [name for name, config in CASES.items() if not any("expert" in key for key in config)]
 MTP = [name for name, config in CASES.items() if config.get("num_nextn_predict_layers")]
@@ -66,7 +70,20 @@ def test_every_family_has_a_case():
     assert {config["model_type"] for config in CASES.values()} == FAMILIES.keys()
 
 
-@pytest.mark.parametrize(("name", "layout"), PROVEN)
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_json_that_transformers_5_wrote_describes_the_same_model(name, directories, tmp_path):
+    """It has other names for some settings, and writes those that have their default."""
+    read_transformers_config(directories[name]).save_pretrained(tmp_path)
+    published, written = (json.loads((directory / "config.json").read_text()) for directory in (directories[name], tmp_path))
+    family = FAMILIES[published["model_type"]]
+    assert family.checked_config(written) == family.checked_config(published)
+    assert family.rotary(written) == family.rotary(published)
+    assert (is_tied(written), num_mtp_layers(written)) == (is_tied(published), num_mtp_layers(published))
+    shape = shape_of_config(published)
+    assert shape_of_config(written | {"model_type": shape.model_type}) == shape
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layout in PROVEN if layout != "cp2"])
 def test_logits_equal_those_of_transformers_at_every_position_padded_and_packed(name, layout, proofs, expected):
     proof = proofs(layout)[name]
     for packed, padded, wanted in zip(proof.packed, proof.padded, expected(name), strict=True):
@@ -127,6 +144,11 @@ def test_an_update_equals_that_of_one_process_with_the_loss_of_multi_token_predi
     )
     assert (found.mtp_loss is not None) == (name in MTP)
     assert found.mtp_loss is None or found.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-5)
+
+
+def test_layers_of_multi_token_prediction_that_are_not_trained_leave_as_they_came(directories):
+    found = run_ranks(prove, 1, [settings(directories[name], Layout()) for name in MTP], BATCH)
+    assert [(proof.wrong_names, proof.stats.mtp_loss) for proof in found] == [([], None)] * len(MTP)
 
 
 # -- the hf engine -----------------------------------------------------------------------------------------------

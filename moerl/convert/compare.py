@@ -1,0 +1,93 @@
+"""Two checkpoints tensor by tensor: folders, FP8 by what its values mean, and checkpoints of runs by their Hugging Face names."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moerl.convert import hf_plan
+from moerl.convert.entry import PIECE_BYTES, Entry, read_whole
+from moerl.convert.sharded import ShardedSource, is_sharded
+from moerl.convert.sharded_plan import entries_of
+from moerl.convert.source import HFSource
+from moerl.types import ConvertError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    name: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    differences: tuple[Difference, ...]
+    num_equal: int
+    largest: float
+    """Of all absolute differences, those within the tolerance too."""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        lines = [f"{each.name}: {each.what}" for each in self.differences]
+        total = f"{self.num_equal} tensors are equal, {len(self.differences)} differ; the largest difference is {self.largest:g}"
+        return "\n".join([*lines, total])
+
+
+def compared(left: Path, right: Path, *, tolerance: float) -> Comparison:
+    """Values as they are, whatever the dtype. Raises ConvertError with the faults of both."""
+    sides, problems = [], []
+    for path in (left, right):
+        try:
+            sides.append({entry.name: entry for entry in _entries(path)})
+        except ConvertError as error:
+            problems += error.problems
+    if problems:
+        raise ConvertError(problems)
+    a, b = sides
+    differences, num_equal, largest = [], 0, 0.0
+    for name in (*a, *(name for name in b if name not in a)):
+        difference, distance = _difference(a.get(name), b.get(name), tolerance)
+        largest = max(largest, distance)
+        if difference is None:
+            num_equal += 1
+        else:
+            differences.append(Difference(name=name, what=difference))
+    return Comparison(differences=tuple(differences), num_equal=num_equal, largest=largest)
+
+
+def _entries(path: Path) -> list[Entry]:
+    if is_sharded(path):
+        return entries_of(ShardedSource.open(path), None, None, without_untrained=True)
+    source = HFSource.open(path)
+    if problems := list(hf_plan.fp8_problems(source)):
+        raise ConvertError(problems)
+    names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
+    # In their own dtype, except FP8, whose values are products with scales.
+    is_fp8 = {name: source.tensors[name].dtype == torch.float8_e4m3fn for name in names}
+    return [hf_plan.plain_entry(source, name, torch.float32) if is_fp8[name] else source.entry(name) for name in names]
+
+
+def _difference(a: Entry | None, b: Entry | None, tolerance: float) -> tuple[str | None, float]:
+    """(what differs or None, the largest absolute difference)."""
+    if a is None or b is None:
+        return f"is only in {'B' if a is None else 'A'}", 0.0
+    if a.shape != b.shape:
+        return f"shape {a.shape} in A, {b.shape} in B", 0.0
+    largest = max(_distances(read_whole(a), read_whole(b)), default=0.0)
+    if largest <= tolerance:
+        return None, largest
+    dtypes = "" if a.dtype == b.dtype else f" ({a.dtype} in A, {b.dtype} in B)"
+    return f"largest difference {largest:g}{dtypes}", largest
+
+
+def _distances(a: Tensor, b: Tensor) -> Iterator[float]:
+    """Of parts; NaN beside NaN and equal infinities are equal, NaN beside a number is infinitely far from it."""
+    for left, right in zip(a.reshape(-1).split(PIECE_BYTES), b.reshape(-1).split(PIECE_BYTES), strict=True):
+        x, y = left.double(), right.double()
+        same = (x == y) | (x.isnan() & y.isnan())
+        yield float(torch.where(same, 0.0, (x - y).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)).max())

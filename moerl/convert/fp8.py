@@ -1,0 +1,61 @@
+"""FP8 weights with a scale for every block of 128 x 128, as DeepSeek-V3 publishes them: w = q * weight_scale_inv, despite "inv".
+
+Blocks are those of the whole tensor; the last of a row or column may be smaller. Format: DeepSeek-V3's README_WEIGHTS.md.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+MAX = torch.finfo(torch.float8_e4m3fn).max
+ScaleFormat = Literal["float32", "ue8m0"]
+"""ue8m0: rounded up to a power of two, still stored as float32 (DeepSeek-V3.1)."""
+
+_LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b|experts\.\d+\.w[123])\.weight")
+_HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")
+
+
+def is_quantized_when_published(name: str, shape: tuple[int, ...]) -> bool:
+    """Projections of attention and MLPs; not embeddings, the output layer, norms, routers and what joins multi-token prediction."""
+    return len(shape) == 2 and _LINEAR.fullmatch(name) is not None and _HIGH_PRECISION.fullmatch(name) is None
+
+
+def scale_shape(shape: tuple[int, ...], block: int = BLOCK) -> tuple[int, ...]:
+    return tuple(-(-size // block) for size in shape)
+
+
+def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Iterator[Tensor]:
+    """`rows` [R, C] that begin at a block, in float8; their `scales` [ceil(R / block), ceil(C / block)], float32. In parts, in order."""
+    columns = rows.shape[1]
+    for index, part in enumerate(rows.split(block)):
+        yield part.to(torch.float32).mul_(scales[index].repeat_interleave(block)[:columns]).to(dtype)
+
+
+def quantized(rows: Tensor, scale_format: ScaleFormat, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """(float8 [R, C], its scales float32 [ceil(R / block), ceil(C / block)]) of `rows` that begin at a block of the whole tensor."""
+    parts = [_quantized_blocks(part.float(), scale_format, block) for part in rows.split(block)]
+    return torch.cat([values for values, _ in parts]), torch.stack([scales for _, scales in parts])
+
+
+def _quantized_blocks(part: Tensor, scale_format: ScaleFormat, block: int) -> tuple[Tensor, Tensor]:
+    """Of at most `block` rows."""
+    columns = part.shape[1]
+    amax = torch.stack([piece.abs().amax() for piece in part.split(block, dim=1)])
+    scales = torch.where(amax == 0, torch.ones_like(amax), amax / MAX)  # a block of zeros would divide by zero
+    # The smallest normal number: below it a scale loses bits, and its reciprocal overflows.
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    if scale_format == "ue8m0":
+        scales = round_up_to_power_of_two(scales)
+    values = (part / scales.repeat_interleave(block)[:columns]).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
+    return values, scales
+
+
+def round_up_to_power_of_two(scales: Tensor) -> Tensor:
+    """Exactly, from the bits: a logarithm in float32 rounds."""
+    mantissa, exponent = torch.frexp(scales)  # scales = mantissa * 2**exponent, mantissa in [0.5, 1)
+    return torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))

@@ -1,0 +1,1 @@
+"""What a run will need and take, computed before anything is allocated."""

@@ -1,0 +1,278 @@
+"""Who sends what to whom in a push: from the trainer's layout, the rollout fleet and the model's tensors, before anything runs.
+
+    trainer rank --network--> one GPU of every node that reads the tensor --NVLink--> the other readers of that node
+
+Experts go from their owner to the GPUs that serve them and to no other. What every GPU of a fleet holds (attention, norms, embeddings)
+crosses the network once per node, cut into parts that are spread over the node's GPUs, as each has a network card of its own. Among
+ranks that hold the same the one that has sent least sends. Pure: integers in, integers out.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from moerl.config.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTensor:
+    """One Hugging Face tensor, and where the trainer has it."""
+
+    name: str
+    num_bytes: int
+    """On the wire."""
+    stage: int
+    """Pipeline stage that holds it."""
+    expert: int | None
+    """None: not of an expert, so on every expert-parallel rank of the stage."""
+    is_cut: bool
+    """Over (expert) tensor parallel; else every one of these ranks has the whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Rollout servers of equal shape: experts are spread over the GPUs of a server, and all else is on each of them."""
+
+    num_servers: int
+    gpus_per_server: int
+    gpus_per_node: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_servers * self.gpus_per_server
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """Columns of equal length. Over the network `source` is a trainer rank, within a node a GPU of the fleet; `target` a GPU of the fleet.
+
+    `part` numbers the parts of a tensor, which are disjoint and make it up; their sizes are in `Plan.parts`.
+    """
+
+    source: np.ndarray  # int32
+    target: np.ndarray  # int32
+    part: np.ndarray  # int32, row of Plan.parts
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Columns: of every part its tensor, its shard among tensor-parallel ranks, and its bytes."""
+
+    tensor: np.ndarray  # int32, index into Plan.tensors
+    shard: np.ndarray  # int32; 0 for a tensor that is not cut
+    num_bytes: np.ndarray  # int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    tensors: tuple[PlannedTensor, ...]
+    parts: Parts
+    network: Transfers
+    spread: Transfers
+    """Within nodes, of what arrived over the network."""
+    layout: Layout
+    fleet: Fleet
+
+    def received(self) -> np.ndarray:
+        """int64 [GPUs of the fleet]: bytes over the network."""
+        return _sum_by(self.network.target, self.parts.num_bytes[self.network.part], self.fleet.num_gpus)
+
+    def sent(self) -> np.ndarray:
+        """int64 [trainer ranks]: bytes over the network."""
+        return _sum_by(self.network.source, self.parts.num_bytes[self.network.part], self.layout.ranks)
+
+    def spread_in_node(self) -> np.ndarray:
+        """int64 [GPUs of the fleet]: bytes from GPUs of the same node."""
+        return _sum_by(self.spread.target, self.parts.num_bytes[self.spread.part], self.fleet.num_gpus)
+
+
+def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, fleet: Fleet, *, num_experts: int, part_bytes: int) -> Plan:
+    """`part_bytes`: largest part of a tensor that every GPU reads; smaller parts spread the load of a node more evenly.
+
+    `layout` must be without problems, and `num_experts` a multiple of fleet.gpus_per_server.
+    """
+    parts = _parts(tensors, layout, part_bytes)
+    loads = _Loads(layout.ranks, fleet.num_gpus)
+    is_expert = np.array([tensor.expert is not None for tensor in tensors])
+    rows = np.arange(len(parts.tensor))
+    experts = _plan_experts(tensors, parts, rows[is_expert[parts.tensor]], layout, fleet, num_experts, loads)
+    dense, spread = _plan_dense(tensors, parts, rows[~is_expert[parts.tensor]], layout, fleet, loads)
+    network = [*experts, *dense]
+    return Plan(
+        tensors=tuple(tensors), parts=parts, network=_transfers(network), spread=_transfers(spread), layout=layout, fleet=fleet
+    )  # fmt: skip
+
+
+def holders(tensor: PlannedTensor, shard: int, layout: Layout, num_experts: int) -> range:
+    """Trainer ranks that hold a shard, or the whole tensor if it is not cut; experts' tensors always are.
+
+    Megatron's order: tp, cp, dp, pp; of experts etp, ep, edp, pp (core/parallel_state.py).
+    """
+    per_stage = layout.ranks // layout.pp
+    start = tensor.stage * per_stage
+    if tensor.expert is None:
+        return range(start + shard, start + per_stage, layout.tp) if tensor.is_cut else range(start, start + per_stage)
+    place = tensor.expert // (num_experts // layout.ep)
+    return range(start + place * layout.etp + shard, start + per_stage, layout.ep * layout.etp)
+
+
+def readers(tensor: PlannedTensor, fleet: Fleet, num_experts: int) -> range:
+    """GPUs of the fleet that must have the whole tensor."""
+    if tensor.expert is None:
+        return range(fleet.num_gpus)
+    return range(tensor.expert // (num_experts // fleet.gpus_per_server), fleet.num_gpus, fleet.gpus_per_server)
+
+
+def faults(plan: Plan, num_experts: int) -> list[str]:
+    """What is wrong with a plan, for people: a part that a reader lacks, gets twice, or that somebody sends without having it."""
+    num_parts = len(plan.parts.tensor)
+    arrivals = [plan.network.target.astype(np.int64) * num_parts + plan.network.part]
+    arrivals.append(plan.spread.target.astype(np.int64) * num_parts + plan.spread.part)
+    found, counts = _counted(np.concatenate(arrivals))
+    wanted = _wanted(plan, num_experts)
+    relayed = plan.spread.source.astype(np.int64) * num_parts + plan.spread.part
+    is_across = plan.spread.source // plan.fleet.gpus_per_node != plan.spread.target // plan.fleet.gpus_per_node
+    checks = {
+        "arrive more than once": found[counts > 1],
+        "never arrive": _without(wanted, found),
+        "arrive where nobody reads them": _without(found, wanted),
+        "are passed on to another node": relayed[is_across],
+        "are passed on by a GPU that did not get them over the network": _without(relayed, arrivals[0]),
+    }
+    named = [f"{len(keys)} parts {what}: {_name(plan, keys[0])}" for what, keys in checks.items() if len(keys)]
+    return named + _wrong_senders(plan, num_experts)
+
+
+def _counted(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every key once, in order, and how often it occurs."""
+    keys = np.sort(keys)
+    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    return keys[first], np.diff(np.append(first, len(keys)))
+
+
+def _without(keys: np.ndarray, others: np.ndarray) -> np.ndarray:
+    # Sorting: the hash table that numpy would choose takes ten times as long for these numbers.
+    return keys[~np.isin(keys, others, kind="sort")]
+
+
+def _wanted(plan: Plan, num_experts: int) -> np.ndarray:
+    """Reader and part as one number, for every part that a reader must get."""
+    num_parts = len(plan.parts.tensor)
+    experts_of_tensors = np.array([-1 if tensor.expert is None else tensor.expert for tensor in plan.tensors])
+    experts = experts_of_tensors[plan.parts.tensor]
+    keys = []
+    for expert in np.unique(experts):
+        parts = np.flatnonzero(experts == expert)
+        gpus = readers(plan.tensors[plan.parts.tensor[parts[0]]], plan.fleet, num_experts)
+        keys.append((np.array(gpus, dtype=np.int64)[:, None] * num_parts + parts).ravel())
+    return np.concatenate(keys)
+
+
+def _wrong_senders(plan: Plan, num_experts: int) -> list[str]:
+    having = cache(lambda tensor, shard: holders(plan.tensors[tensor], shard, plan.layout, num_experts))
+    pairs = np.unique(plan.network.part.astype(np.int64) * plan.layout.ranks + plan.network.source)
+    parts, sources = np.divmod(pairs, plan.layout.ranks)
+    rows = zip(plan.parts.tensor[parts].tolist(), plan.parts.shard[parts].tolist(), parts.tolist(), sources.tolist(), strict=True)
+    wrong = [(part, source) for tensor, shard, part, source in rows if source not in having(tensor, shard)]
+    if not wrong:
+        return []
+    return [f"{len(wrong)} parts are sent by a rank that does not hold them: {_part_name(plan, wrong[0][0])} by rank {wrong[0][1]}"]
+
+
+def _name(plan: Plan, key: np.int64) -> str:
+    gpu, part = divmod(int(key), len(plan.parts.tensor))
+    return f"{_part_name(plan, part)} on GPU {gpu}"
+
+
+def _part_name(plan: Plan, part: int) -> str:
+    return f"part {part} ({plan.tensors[plan.parts.tensor[part]].name}, shard {plan.parts.shard[part]})"
+
+
+# -- building --------------------------------------------------------------------------------------------------
+
+
+class _Loads:
+    """Elements so far, by trainer rank and by GPU of the fleet."""
+
+    def __init__(self, num_ranks: int, num_gpus: int):
+        self.sent, self.received = [0] * num_ranks, [0] * num_gpus
+
+
+Row = tuple[int, int, int]
+"""source, target, part"""
+
+
+def _parts(tensors: Sequence[PlannedTensor], layout: Layout, part_bytes: int) -> Parts:
+    rows: list[tuple[int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        num_shards = 1 if not tensor.is_cut else layout.tp if tensor.expert is None else layout.etp
+        for shard in range(num_shards):
+            size = _share(tensor.num_bytes, num_shards, shard)
+            num_parts = 1 if tensor.expert is not None else -(-size // part_bytes)
+            rows += [(index, shard, _share(size, num_parts, part)) for part in range(num_parts)]
+    columns = np.array(rows, dtype=np.int64).T
+    return Parts(tensor=columns[0].astype(np.int32), shard=columns[1].astype(np.int32), num_bytes=columns[2])
+
+
+def _share(total: int, count: int, index: int) -> int:
+    """The first of `total` bytes in `count` nearly equal shares are one larger."""
+    return total // count + (index < total % count)
+
+
+def _plan_experts(
+    tensors: Sequence[PlannedTensor], parts: Parts, chosen: np.ndarray, layout: Layout, fleet: Fleet, num_experts: int, loads: _Loads
+) -> list[Row]:
+    rows = []
+    for part in chosen.tolist():
+        tensor, size = tensors[parts.tensor[part]], int(parts.num_bytes[part])
+        having = holders(tensor, int(parts.shard[part]), layout, num_experts)
+        for target in readers(tensor, fleet, num_experts):
+            source = min(having, key=loads.sent.__getitem__)
+            loads.sent[source] += size
+            loads.received[target] += size
+            rows.append((source, target, part))
+    return rows
+
+
+def _plan_dense(
+    tensors: Sequence[PlannedTensor], parts: Parts, chosen: np.ndarray, layout: Layout, fleet: Fleet, loads: _Loads
+) -> tuple[list[Row], list[Row]]:
+    """Over the network and within nodes. The largest parts first, so that the small ones even out the load."""
+    order = chosen[np.argsort(-parts.num_bytes[chosen], kind="stable")].tolist()
+    senders = {part: list(holders(tensors[parts.tensor[part]], int(parts.shard[part]), layout, 0)) for part in order}
+    network, spread = [], []
+    for node in range(fleet.num_nodes):
+        gpus = range(node * fleet.gpus_per_node, min((node + 1) * fleet.gpus_per_node, fleet.num_gpus))
+        queue = [(loads.received[gpu], gpu) for gpu in gpus]
+        heapq.heapify(queue)
+        for part in order:
+            size = int(parts.num_bytes[part])
+            received, target = heapq.heappop(queue)
+            heapq.heappush(queue, (received + size, target))
+            source = min(senders[part], key=loads.sent.__getitem__)
+            loads.sent[source] += size
+            loads.received[target] += size
+            network.append((source, target, part))
+            spread += [(target, gpu, part) for gpu in gpus if gpu != target]
+    return network, spread
+
+
+def _transfers(rows: Iterable[Row]) -> Transfers:
+    columns = np.array(list(rows), dtype=np.int32).reshape(-1, 3).T
+    return Transfers(source=columns[0], target=columns[1], part=columns[2])
+
+
+def _sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    total = np.zeros(size, dtype=np.int64)
+    np.add.at(total, index, values)
+    return total

@@ -1,0 +1,270 @@
+"""Folders to folders: every bit, valid files, resumed after a kill at any point, and every fault named at once."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moerl.convert import writing
+from moerl.convert.compare import compared
+from moerl.convert.hf_writing import WriteOptions
+from moerl.convert.inspect import inspection, verify_digests
+from moerl.convert.run import Conversion, convert
+from moerl.models.checkpoint import INDEX, HFCheckpoint, write_shards
+from moerl.types import ConvertError
+
+CONFIG = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
+
+
+def model(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(0)
+    matrices = {
+        "model.embed_tokens.weight": (70, 200),
+        **{f"model.layers.{i}.self_attn.kv_a_proj_with_mqa.weight": (150, 200) for i in range(6)},
+        **{f"model.layers.{i}.mlp.down_proj.weight": (200, 300) for i in range(6)},
+        "model.norm.weight": (200,),
+    }
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in matrices.items()}
+    return tensors | {"model.layers.0.mlp.gate.e_score_correction_bias": torch.randn(8, generator=generator)}
+
+
+@pytest.fixture
+def source(tmp_path):
+    directory = tmp_path / "source"
+    directory.mkdir()
+    write_shards(model().items(), directory, shard_bytes=200_000)
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "generation_config.json").write_text('{"eos_token_id": 1}')
+    return directory
+
+
+def run(source, target, *, dry_run=False, shard_bytes=150_000, nonfinite="warn", **options):
+    chosen = WriteOptions(shard_bytes=shard_bytes, nonfinite=nonfinite)
+    return convert(Conversion(source=source, target=target, options=chosen, **options), dry_run=dry_run)
+
+
+def tensors_of(directory):
+    with HFCheckpoint(directory) as held:
+        return {name: held.read(name) for name in held.names()}
+
+
+def bytes_of(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_another_shard_size_keeps_every_bit(source, tmp_path):
+    run(source, tmp_path / "out")
+    found = tensors_of(tmp_path / "out")
+    assert found.keys() == model().keys()
+    assert all(found[name].equal(tensor) and found[name].dtype == tensor.dtype for name, tensor in model().items())
+    assert compared(source, tmp_path / "out", tolerance=0.0).is_equal
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((source / name).read_text())
+
+
+def test_the_index_lists_what_the_files_hold_and_digests_verify(source, tmp_path):
+    run(source, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    held = {file.name: set(load_file(file)) for file in (tmp_path / "out").glob("*.safetensors")}
+    assert len(held) > 2
+    assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model().values())
+    assert verify_digests(tmp_path / "out") == len(list((tmp_path / "out").iterdir())) - 1
+    damaged = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+    contents = bytearray(damaged.read_bytes())
+    contents[-1] ^= 1
+    damaged.write_bytes(contents)
+    with pytest.raises(ConvertError, match=f"{damaged.name}.*is not what was written"):
+        inspection(tmp_path / "out", verify=True)
+
+
+def test_float32_becomes_bfloat16_but_the_bias_that_chooses_experts(tmp_path):
+    directory = tmp_path / "wide"
+    directory.mkdir()
+    save_file(model(torch.float32), directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "float32"}))
+    run(directory, tmp_path / "out", dtype="bfloat16")
+    for name, tensor in model(torch.float32).items():
+        expected = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        found = tensors_of(tmp_path / "out")[name]
+        assert (found.dtype, bool(found.equal(expected))) == (expected.dtype, True), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("scales", ["float32", "ue8m0"])
+def test_fp8_and_back_and_again_is_the_same_fp8(scales, source, tmp_path):
+    run(source, tmp_path / "fp8", dtype="fp8", scales=scales)
+    held = tensors_of(tmp_path / "fp8")
+    assert held["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    assert held["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 2)
+    assert held["model.embed_tokens.weight"].dtype == torch.bfloat16
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert (config["weight_block_size"], config.get("scale_fmt")) == ([128, 128], "ue8m0" if scales == "ue8m0" else None)
+    run(tmp_path / "fp8", tmp_path / "plain", dtype="bfloat16")
+    assert tensors_of(tmp_path / "plain").keys() == model().keys()
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    run(tmp_path / "plain", tmp_path / "again", dtype="fp8", scales=scales)
+    assert compared(tmp_path / "fp8", tmp_path / "again", tolerance=0.0).is_equal
+    assert not compared(source, tmp_path / "fp8", tolerance=0.0).is_equal
+
+
+def test_a_dry_run_writes_nothing_and_counts_the_bytes(source, tmp_path):
+    text = run(source, tmp_path / "out", dry_run=True)
+    assert not (tmp_path / "out").exists() and not writing.partial_of(tmp_path / "out").exists()
+    run(source, tmp_path / "out")
+    total = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert f"({total} bytes)" in text and "GB of disk" in text
+
+
+def kill_at(moment, source, target, workers=1):
+    """A conversion in a process of its own, killed at its `moment`-th write, flush or rename; whether it lived to its end."""
+    process = multiprocessing.get_context("fork").Process(target=_convert_until, args=(moment, source, target, workers))
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode == 0
+
+
+def _convert_until(moment, source, target, workers):
+    torch.set_num_threads(1)  # before any operation: the threads of the process it is forked from are not there
+    left = itertools.count(moment, -1)
+
+    def counted(function):
+        def call(*args, **kwargs):
+            if next(left) <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    writing.os.rename, writing.os.fsync = counted(os.rename), counted(os.fsync)
+    writing.Output.write = counted(writing.Output.write)
+    options = WriteOptions(shard_bytes=150_000, workers=workers)
+    convert(Conversion(source=source, target=target, options=options), dry_run=False)
+
+
+@pytest.mark.parametrize(("moment", "workers"), [(0, 1), (1, 1), (5, 1), (9, 2), (13, 1), (22, 2), (31, 1), (44, 1)])
+def test_a_killed_conversion_goes_on_to_the_same_bytes(moment, workers, source, tmp_path):
+    run(source, tmp_path / "straight")
+    target = tmp_path / "out"
+    assert not kill_at(moment, source, target, workers)
+    assert not target.exists()
+    partial = writing.partial_of(target)
+    kept = {path.name: path.stat().st_ino for path in partial.glob("*.safetensors")}
+    file = partial / "journal.jsonl"
+    journal = [json.loads(line)["name"] for line in file.read_text().splitlines()] if file.exists() else []
+    run(source, target)
+    assert bytes_of(target) == bytes_of(tmp_path / "straight")
+    assert not partial.exists()
+    assert all((target / name).stat().st_ino == kept[name] for name in journal)
+    assert moment < 31 or len(journal) > 1
+
+
+def test_a_finished_file_that_was_damaged_meanwhile_is_written_again(source, tmp_path):
+    run(source, tmp_path / "straight")
+    assert not kill_at(31, source, tmp_path / "out")
+    first = sorted(writing.partial_of(tmp_path / "out").glob("*.safetensors"))[0]
+    first.write_bytes(b"x" * first.stat().st_size)
+    run(source, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "straight")
+
+
+def test_another_source_or_setting_does_not_go_on_with_the_files_of_an_interrupted_run(source, tmp_path):
+    assert not kill_at(31, source, tmp_path / "out")
+    with pytest.raises(ConvertError, match="was begun with another plan"):
+        run(source, tmp_path / "out", dtype="float32")
+    (source / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 71}))
+    with pytest.raises(ConvertError, match="was begun with another plan"):
+        run(source, tmp_path / "out")
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
+
+
+def test_every_absent_truncated_and_broken_file_is_listed_at_once(source, tmp_path):
+    files = sorted(source.glob("*.safetensors"))
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-10])
+    files[2].write_bytes(b"12")
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["promised.weight"] = files[3].name
+    (source / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConvertError) as caught:
+        run(source, tmp_path / "out")
+    text = str(caught.value)
+    for fragment in (f"{files[0]}': is absent", "truncated", "too few for its header", "promised.weight': is missing"):
+        assert fragment in text
+    assert len(caught.value.problems) == 4
+    assert not writing.partial_of(tmp_path / "out").exists()
+
+
+def test_a_target_with_files_is_not_overwritten(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kept").write_text("mine")
+    with pytest.raises(ConvertError, match="must not exist, or be an empty directory"):
+        run(source, tmp_path / "out")
+    assert bytes_of(tmp_path / "out") == {"kept": b"mine"}
+
+
+def test_a_full_disk_is_noticed_before_writing(source, tmp_path, monkeypatch):
+    usage = writing.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
+    with pytest.raises(ConvertError, match=r"the disk has 0.00 GB free"):
+        run(source, tmp_path / "out")
+    assert not list(writing.partial_of(tmp_path / "out").glob("*.safetensors*"))
+
+
+def test_values_that_are_not_finite_are_counted_by_tensor(source, tmp_path, caplog):
+    bad = model()
+    bad["model.norm.weight"][:3] = torch.nan
+    bad["model.layers.2.mlp.down_proj.weight"][0, 0] = -torch.inf
+    write_shards(bad.items(), source, shard_bytes=200_000)
+    with pytest.raises(ConvertError) as caught:
+        run(source, tmp_path / "out", nonfinite="error")
+    assert [(each.value, each.rule) for each in caught.value.problems] == [
+        ("model.layers.2.mlp.down_proj.weight", "holds 1 values that are not finite"),
+        ("model.norm.weight", "holds 3 values that are not finite"),
+    ]
+    assert not (tmp_path / "out").exists()
+    run(source, tmp_path / "warned")
+    assert "model.norm.weight holds 3 values" in caplog.text
+    assert (tmp_path / "warned").exists()
+
+
+def test_scales_that_do_not_fit_their_weights_are_all_listed(source, tmp_path):
+    run(source, tmp_path / "fp8", dtype="fp8", shard_bytes=10**9)
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    del tensors["model.layers.0.mlp.down_proj.weight_scale_inv"]
+    tensors["model.layers.1.mlp.down_proj.weight_scale_inv"] = torch.ones(1, 3)
+    tensors["stray.weight_scale_inv"] = torch.ones(1)
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    with pytest.raises(ConvertError) as caught:
+        run(tmp_path / "fp8", tmp_path / "plain", dtype="bfloat16")
+    text = str(caught.value)
+    assert "needs model.layers.0.mlp.down_proj.weight_scale_inv" in text
+    assert "must have shape (2, 3)" in text and "found (1, 3)" in text
+    assert "stray.weight_scale_inv': has no FP8 weight" in text
+
+
+def test_the_command_line_exits_with_2_for_problems_and_1_for_differences(source, tmp_path):
+    def moerl(*arguments):
+        command = [sys.executable, "-m", "moerl", *map(str, arguments)]
+        return subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, check=False, text=True
+        )
+
+    refused = moerl("convert", tmp_path / "absent", tmp_path / "out")
+    assert refused.returncode == 2 and "is no directory" in refused.stderr
+    assert moerl("convert", source, tmp_path / "out", "--dtype", "fp8").returncode == 0
+    different = moerl("compare", source, tmp_path / "out")
+    assert different.returncode == 1 and "14 tensors are equal" not in different.stdout
+    assert moerl("compare", source, tmp_path / "out", "--tolerance", "1").returncode == 0
+    assert "total float8_e4m3fn: 12 tensors" in moerl("inspect", tmp_path / "out").stdout

@@ -1,0 +1,130 @@
+"""Hugging Face folders become checkpoints that every layout loads, and checkpoints of runs become folders, bit by bit."""
+
+import json
+
+import pytest
+import torch
+from convert_jobs import load_and_export, train_save_export
+from deepseek_cases import deepseek_settings, write_deepseek
+from engine_cases import LAYOUTS, random_batch, settings
+from engine_ranks import run_ranks
+from safetensors.torch import load_file
+
+from moerl.config.layout import Layout
+from moerl.convert.compare import compared
+from moerl.convert.hf_writing import WriteOptions
+from moerl.convert.run import Conversion, convert
+from moerl.models.checkpoint import HFCheckpoint
+from moerl.train import checkpoint
+from moerl.types import ConvertError
+
+SMALL = WriteOptions(shard_bytes=60_000)
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    return write_deepseek(tmp_path_factory.mktemp("deepseek"), "plain")["plain"]
+
+
+def to_sharded(source, root, dtype="float32"):
+    target = root / "checkpoints" / "step-000000"
+    convert(Conversion(source=source, target=target, to="moerl", dtype=dtype, options=SMALL), dry_run=False)
+    return target
+
+
+def tensors_of(directory):
+    with HFCheckpoint(directory) as held:
+        return {name: held.read(name) for name in held.names()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].equal(tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "dtype"),
+    [
+        ("untied-qwen3_moe", "one", "float32"),
+        ("untied-qwen3_moe", "tp2-ep2-etp2-dp2", "float32"),
+        ("untied-qwen3_moe", "tp2-pp2-ep2-dp2", "bfloat16"),
+        ("qwen3", "pp2-vpp2", "float32"),
+        ("qwen3", "tp2", "bfloat16"),
+    ],
+)
+def test_every_layout_loads_a_converted_folder_and_trains_on(name, layout, dtype, checkpoints, tmp_path):
+    chosen = Layout() if layout == "one" else LAYOUTS[layout]
+    directory = to_sharded(checkpoints[name], tmp_path, dtype)
+    assert checkpoint.newest(tmp_path / "checkpoints") == directory
+    (tmp_path / "out").mkdir()
+    norm = run_ranks(
+        load_and_export, chosen.ranks, settings(checkpoints[name], chosen, dtype=dtype), random_batch(), directory, tmp_path / "out"
+    )
+    assert norm > 0
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors_of(checkpoints[name]).items()}
+    assert_same(tensors_of(tmp_path / "out"), expected)
+
+
+def test_multi_token_prediction_goes_there_and_back(deepseek, tmp_path):
+    directory = to_sharded(deepseek, tmp_path)
+    (tmp_path / "out").mkdir()
+    chosen = deepseek_settings(deepseek, LAYOUTS["ep2"], mtp_loss=0.1)
+    run_ranks(load_and_export, 2, chosen, random_batch(), directory, tmp_path / "out")
+    assert_same(tensors_of(tmp_path / "out"), tensors_of(deepseek))
+    convert(Conversion(source=directory, target=tmp_path / "back", options=SMALL), dry_run=False)
+    assert_same(tensors_of(tmp_path / "back"), tensors_of(deepseek))
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("tp2-ep2-etp2-dp2", "float32"), ("pp2", "bfloat16")])
+def test_a_runs_checkpoint_becomes_the_folder_that_its_engine_exports(layout, dtype, checkpoints, tmp_path):
+    chosen, model = LAYOUTS[layout], checkpoints["untied-qwen3_moe"]
+    (tmp_path / "out").mkdir()
+    directory = run_and_commit(settings(model, chosen, dtype=dtype), chosen.ranks, tmp_path, model)
+    convert(Conversion(source=directory, target=tmp_path / "hf", files_from=model, options=SMALL), dry_run=False)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out"))
+    assert (tmp_path / "hf" / "generation_config.json").exists()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["dtype"] == dtype
+
+
+def run_and_commit(chosen, ranks, tmp_path, model):
+    temporary = checkpoint.begin(tmp_path / "checkpoints", 1)
+    run_ranks(train_save_export, ranks, chosen, random_batch(), temporary, tmp_path / "out")
+    files = checkpoint.digest_files(temporary, sorted(path.name for path in temporary.iterdir()))
+    return checkpoint.commit(temporary, files, {"version": 1}, json.loads((model / "config.json").read_text()), keep=1)
+
+
+def test_transformers_loads_the_folder_made_of_a_runs_checkpoint(checkpoints, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = checkpoints["untied-qwen3_moe"]
+    (tmp_path / "out").mkdir()
+    directory = run_and_commit(settings(model, LAYOUTS["ep2"]), 2, tmp_path, model)
+    convert(Conversion(source=directory, target=tmp_path / "hf"), dry_run=False)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert not loaded.lm_head.weight.equal(before.lm_head.weight)
+    assert loaded.lm_head.weight.equal(load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"])
+
+
+def test_untrained_layers_of_multi_token_prediction_come_from_the_original_folder(deepseek, tmp_path):
+    (tmp_path / "out").mkdir()
+    directory = run_and_commit(deepseek_settings(deepseek, Layout()), 1, tmp_path, deepseek)
+    with pytest.raises(ConvertError, match="--files-from = None: is needed"):
+        convert(Conversion(source=directory, target=tmp_path / "hf"), dry_run=False)
+    convert(Conversion(source=directory, target=tmp_path / "hf", files_from=deepseek), dry_run=False)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out"))
+
+
+def test_a_folder_and_its_checkpoint_compare_equal(checkpoints, tmp_path):
+    directory = to_sharded(checkpoints["untied-qwen3_moe"], tmp_path)
+    comparison = compared(checkpoints["untied-qwen3_moe"], directory, tolerance=0.0)
+    assert comparison.is_equal and comparison.num_equal == 87
+
+
+def test_a_runs_checkpoint_needs_no_resharding_and_says_so(checkpoints, tmp_path):
+    directory = to_sharded(checkpoints["qwen3"], tmp_path)
+    with pytest.raises(ConvertError, match="loads into any layout and dtype as it is"):
+        convert(Conversion(source=directory, target=tmp_path / "again", to="moerl", dtype="bfloat16"), dry_run=False)

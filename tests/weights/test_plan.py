@@ -1,0 +1,151 @@
+"""Plans of a push: every reader gets every byte once, from a rank that has it, and no card is loaded more than it must be."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.config.layout import Layout
+from moerl.weights.plan import Fleet, PlannedTensor, faults, holders, plan_transfers, readers
+from moerl.weights.schedule import bound_seconds, schedule
+
+EXPERTS = 8
+
+
+def tensors_of(stages: int, *, dense_bytes: int = 1000, expert_bytes: int = 400, experts: int = EXPERTS) -> list[PlannedTensor]:
+    found = []
+    for stage in range(stages):
+        found.append(PlannedTensor(name=f"{stage}.norm", num_bytes=7, stage=stage, expert=None, is_cut=False))
+        found.append(PlannedTensor(name=f"{stage}.attention", num_bytes=dense_bytes, stage=stage, expert=None, is_cut=True))
+        for expert in range(experts):
+            found.append(PlannedTensor(name=f"{stage}.{expert}", num_bytes=expert_bytes, stage=stage, expert=expert, is_cut=True))
+    return found
+
+
+@st.composite
+def cases(draw):
+    tp, cp, etp = (draw(st.sampled_from([1, 2])) for _ in range(3))
+    pp, ep = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    per_stage = int(np.lcm(tp * cp, ep * etp)) * draw(st.sampled_from([1, 2]))
+    layout = Layout(ranks=per_stage * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    gpus_per_server = draw(st.sampled_from([1, 2, 4, 8]))
+    fleet = Fleet(
+        num_servers=draw(st.integers(1, 4)), gpus_per_server=gpus_per_server, gpus_per_node=draw(st.sampled_from([1, 2, 4, 8]))
+    )  # fmt: skip
+    return layout, fleet, draw(st.integers(1, 2000)), draw(st.integers(1, 500))
+
+
+@given(cases(), st.sampled_from([1, 64, 10_000]))
+def test_every_reader_gets_every_byte_once_from_a_rank_that_holds_it(case, part_bytes):
+    layout, fleet, dense_bytes, expert_bytes = case
+    tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
+    plan = plan_transfers(tensors, layout, fleet, num_experts=EXPERTS, part_bytes=part_bytes)
+    assert faults(plan, EXPERTS) == []
+    total = plan.received() + plan.spread_in_node()
+    wanted = np.zeros(fleet.num_gpus, dtype=np.int64)
+    for tensor in tensors:
+        wanted[list(readers(tensor, fleet, EXPERTS))] += tensor.num_bytes
+    np.testing.assert_array_equal(total, wanted)
+    assert plan.sent().sum() == plan.received().sum()
+
+
+@given(cases(), st.integers(1, 3000))
+def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, bucket_bytes):
+    layout, fleet, dense_bytes, expert_bytes = case
+    tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
+    plan = plan_transfers(tensors, layout, fleet, num_experts=EXPERTS, part_bytes=500)
+    found = schedule(plan, bucket_bytes=bucket_bytes)
+    assert found.num_bytes.max() <= bucket_bytes
+    for column in (found.source, found.target):
+        pairs = np.stack([found.round, column], axis=1)
+        assert len(np.unique(pairs, axis=0)) == len(pairs)
+    received = np.bincount(found.target, weights=found.num_bytes, minlength=fleet.num_gpus)
+    np.testing.assert_array_equal(received, plan.received())
+    assert found.seconds(1.0) >= bound_seconds(plan, bytes_per_second=1.0)
+
+
+FLEET = Fleet(num_servers=8, gpus_per_server=32, gpus_per_node=8)
+SCALES = {
+    "deepseek-v3": (Layout(ranks=256, pp=16, ep=16, first_stage_layers=3, last_stage_layers=2), 256, FLEET),
+    "qwen3-235b": (Layout(ranks=256, tp=4, pp=4, cp=2, ep=16, last_stage_layers=22), 128, replace(FLEET, num_servers=4)),
+    "kimi-k2": (Layout(ranks=256, tp=8, pp=8, cp=4, ep=32, last_stage_layers=5), 384, FLEET),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_at_full_scale_a_gpu_receives_what_it_must_and_hardly_more(name):
+    """With one layer a stage; their real tensors are in tests/models/test_scale.py."""
+    layout, experts, fleet = SCALES[name]
+    tensors = tensors_of(layout.pp, dense_bytes=2**29, expert_bytes=2**25, experts=experts)
+    plan = plan_transfers(tensors, layout, fleet, num_experts=experts, part_bytes=2**24)
+    assert faults(plan, experts) == []
+    of_experts = sum(tensor.num_bytes for tensor in tensors if tensor.expert is not None)
+    others = sum(tensor.num_bytes for tensor in tensors) - of_experts
+    assert plan.received().max() <= 1.05 * (of_experts / fleet.gpus_per_server + others / fleet.gpus_per_node)
+
+
+def test_the_load_is_spread_over_ranks_that_hold_the_same():
+    layout = Layout(ranks=8, ep=2)
+    plan = plan_transfers(
+        tensors_of(1), layout, Fleet(num_servers=4, gpus_per_server=2, gpus_per_node=2), num_experts=EXPERTS, part_bytes=50
+    )
+    assert plan.sent().min() > 0.8 * plan.sent().mean()
+    assert plan.sent().max() < 1.2 * plan.sent().mean()
+
+
+def test_holders_are_in_megatrons_order():
+    dense = PlannedTensor(name="a", num_bytes=1, stage=1, expert=None, is_cut=True)
+    layout = Layout(ranks=16, tp=2, pp=2, cp=2, ep=2, etp=2)
+    assert list(holders(dense, 1, layout, EXPERTS)) == [9, 11, 13, 15]
+    assert list(holders(replace(dense, is_cut=False), 0, layout, EXPERTS)) == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert list(holders(replace(dense, expert=5), 1, layout, EXPERTS)) == [11, 15]
+    assert list(holders(replace(dense, expert=3, stage=0), 0, layout, EXPERTS)) == [0, 4]
+
+
+# -- what a wrong plan is told ---------------------------------------------------------------------------------
+
+
+def a_plan():
+    fleet = Fleet(num_servers=2, gpus_per_server=4, gpus_per_node=4)
+    return plan_transfers(tensors_of(2), Layout(ranks=8, pp=2, ep=2), fleet, num_experts=EXPERTS, part_bytes=300)
+
+
+def without_row(transfers, row):
+    return replace(transfers, **{name: np.delete(getattr(transfers, name), row) for name in ("source", "target", "part")})
+
+
+def with_row_twice(transfers, row):
+    return replace(
+        transfers, **{name: np.append(getattr(transfers, name), getattr(transfers, name)[row]) for name in ("source", "target", "part")}
+    )
+
+
+def changed(transfers, name, row, value):
+    column = getattr(transfers, name).copy()
+    column[row] = value
+    return replace(transfers, **{name: column})
+
+
+def other_of_node(plan):
+    """Neither the GPU that passes the first part on nor the one that gets it."""
+    return next(gpu for gpu in range(4) if gpu not in (plan.spread.source[0], plan.spread.target[0]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: replace(plan, network=without_row(plan.network, 0)), r"1 parts never arrive: part \d+ \(0.0, shard 0\) on GPU 0"),
+        (lambda plan: replace(plan, spread=without_row(plan.spread, 0)), "1 parts never arrive"),
+        (lambda plan: replace(plan, network=with_row_twice(plan.network, 3)), "1 parts arrive more than once"),
+        (lambda plan: replace(plan, network=changed(plan.network, "target", 0, 3)), "1 parts arrive where nobody reads them"),
+        (lambda plan: replace(plan, network=changed(plan.network, "source", 0, 7)), "1 parts are sent by a rank that does not hold them"),
+        (lambda plan: replace(plan, spread=changed(plan.spread, "source", 0, 4)), "are passed on to another node"),
+        (lambda plan: replace(plan, spread=changed(plan.spread, "source", 0, other_of_node(plan))), "by a GPU that did not get them"),
+    ],
+    ids=["lost", "not-spread", "twice", "astray", "wrong-sender", "other-node", "wrong-relay"],
+)  # fmt: skip
+def test_a_fault_is_named(change, message):
+    assert any(re.search(message, fault) for fault in faults(change(a_plan()), EXPERTS))
