@@ -127,8 +127,9 @@ class SGLangCore:
         return self._sampled(answer, sampling)
 
     async def abort(self, key: str) -> None:
-        while key in self._in_flight and key not in self._manager.rid_to_state:
-            await asyncio.sleep(_TURN_SECONDS)  # SGLang ignores names it does not know yet, and does not say when it does
+        # SGLang ignores names it does not know yet, and has no event for when it does.
+        while key in self._in_flight and key not in self._manager.rid_to_state:  # noqa: ASYNC110
+            await asyncio.sleep(_TURN_SECONDS)
         self._manager.abort_request(rid=key)
 
     async def hold(self) -> None:

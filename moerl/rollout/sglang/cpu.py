@@ -27,7 +27,9 @@ _DETECTION_OPS = ("nms", "qnms")
 
 
 def prepare() -> None:
-    """Safe to call twice."""
+    """Safe to call twice, and without sglang: its absence is reported later."""
+    if importlib.util.find_spec("sglang") is None:
+        return
     os.environ.update(_ENVIRONMENT)
     if "sgl_kernel" in sys.modules or importlib.util.find_spec("sgl_kernel") is not None:
         return
