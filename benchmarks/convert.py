@@ -8,12 +8,14 @@ in bfloat16. Copy and conversions take turns; every one ends when its files are 
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -31,13 +33,26 @@ from moerl.convert.hf_writing import WriteOptions
 from moerl.convert.run import Conversion, convert
 import torch
 torch.set_num_threads(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = time.process_time()
 start = time.perf_counter()
-options = WriteOptions(workers=2, nonfinite=sys.argv[4])
+options = WriteOptions(workers=2)
 convert(Conversion(source=Path(sys.argv[1]), target=Path(sys.argv[2]), dtype=sys.argv[3], options=options), dry_run=False)
 seconds = time.perf_counter() - start
-print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, before * 1024)
+print(seconds, time.process_time() - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    seconds: float
+    cpu_seconds: float
+    num_bytes: int
+    """Written."""
+    peak_bytes: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.num_bytes / self.seconds
 
 
 def main() -> None:
@@ -57,11 +72,10 @@ def compare_speeds(root: Path, gigabytes: float, rounds: int) -> None:
     write_hf(entries, plain, config=config, carried_from=None, plan={}, options=WriteOptions(nonfinite="ignore"), on_bytes=lambda _: None)
     largest = max(entry.num_bytes for entry in entries)
     print(f"{size_of(plain) / 1e9:.2f} GB in {len(entries)} tensors, the largest {largest / 1e9:.2f} GB; load {os.getloadavg()[0]:.1f}")
-    rows: dict[str, list[tuple[float, float, float]]] = {}
+    rows: dict[str, list[Measured]] = {}
     for _ in range(rounds):
         rows.setdefault("cp of bfloat16", []).append(copied(plain, root / "out"))
         rows.setdefault("bfloat16 -> bfloat16", []).append(converted(plain, root / "out", "keep"))
-        rows.setdefault("... without counting NaN", []).append(converted(plain, root / "out", "keep", "ignore"))
     rows["bfloat16 -> fp8"] = [converted(plain, quantized, "fp8", keep=True)]
     shutil.rmtree(plain)
     for _ in range(rounds):
@@ -70,14 +84,17 @@ def compare_speeds(root: Path, gigabytes: float, rounds: int) -> None:
     report(rows, largest)
 
 
-def report(rows: dict[str, list[tuple[float, float, float]]], largest: int) -> None:
-    copy = median(rate for _, rate, _ in rows["cp of bfloat16"])
-    print("| what | GB/s written (all rounds) | against cp of bfloat16 | peak RSS, GB (allowed) |\n| --- | --- | --- | --- |")
+def report(rows: dict[str, list[Measured]], largest: int) -> None:
+    copy = [each.rate for each in rows["cp of bfloat16"]]
+    print("| what | GB/s written (all rounds) | against cp of bfloat16 | CPU seconds per GB | peak RSS, GB (allowed) |")
+    print("| --- | --- | --- | --- | --- |")
     for name, results in rows.items():
-        rate, peak = median(each[1] for each in results), max(each[2] for each in results)
-        every = ", ".join(f"{each[1] / 1e9:.2f}" for each in results)
+        rates = [each.rate for each in results]
+        every = ", ".join(f"{rate / 1e9:.2f}" for rate in rates)
+        cpu = median(each.cpu_seconds / each.num_bytes for each in results) * 1e9
+        peak = max(each.peak_bytes for each in results)
         memory = f"{peak / 1e9:.2f} ({(2 * largest + 1e9) / 1e9:.2f})" if peak else ""
-        print(f"| {name} | {rate / 1e9:.2f} ({every}) | {rate / copy:.2f} | {memory} |")
+        print(f"| {name} | {median(rates) / 1e9:.2f} ({every}) | {median(rates) / median(copy):.2f} | {cpu:.2f} | {memory} |")
 
 
 def tensors(gigabytes: float) -> Iterator[Entry]:
@@ -109,31 +126,32 @@ def _random(name: str, shape: tuple[int, int]) -> Entry:
     return Entry(name=name, dtype=torch.bfloat16, shape=shape, pieces=pieces)
 
 
-def copied(source: Path, target: Path) -> tuple[float, float, float]:
-    """(seconds, bytes per second written, 0): `cp`, then fsync of every file, one after the other."""
+def copied(source: Path, target: Path) -> Measured:
+    """`cp`, then fsync of every file, one after the other."""
     os.sync()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
     for file in target.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    seconds = time.perf_counter() - start
-    rate = size_of(target) / seconds
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    num_bytes = size_of(target)
     shutil.rmtree(target)
-    return seconds, rate, 0.0
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(seconds=seconds, cpu_seconds=cpu_seconds, num_bytes=num_bytes)
 
 
-def converted(source: Path, target: Path, dtype: str, nonfinite: str = "warn", *, keep: bool = False) -> tuple[float, float, float]:
-    """(seconds, bytes per second written, peak bytes of memory), in a process of its own; its start is not counted."""
+def converted(source: Path, target: Path, dtype: str, *, keep: bool = False) -> Measured:
+    """In a process of its own, whose start is not counted."""
     os.sync()
-    command = [sys.executable, "-c", _CONVERT, str(source), str(target), dtype, nonfinite]
+    command = [sys.executable, "-c", _CONVERT, str(source), str(target), dtype]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    seconds, peak, _ = map(float, result.stdout.split())
-    rate = size_of(target) / seconds
+    seconds, cpu_seconds, peak_bytes = map(float, result.stdout.split())
+    num_bytes = size_of(target)
     if not keep:
         shutil.rmtree(target)
-    return seconds, rate, peak
+    return Measured(seconds=seconds, cpu_seconds=cpu_seconds, num_bytes=num_bytes, peak_bytes=peak_bytes)
 
 
 def size_of(directory: Path) -> int:

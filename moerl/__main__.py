@@ -51,17 +51,17 @@ def plan(
     config_dir: ConfigDir = None,
     servers: Annotated[int, typer.Option(min=1, help="Rollout servers.")] = 1,
     gpus_per_server: Annotated[int, typer.Option(min=1, help="Over which a server spreads its experts.")] = 8,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Of a node of the rollout fleet.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Of a node that runs rollout servers.")] = 8,
     card_gbit: Annotated[float, typer.Option(min=1e-3, help="Of the network card of one GPU, per second.")] = 400.0,
     bucket_mb: Annotated[int, typer.Option(min=1, help="Largest bucket.")] = 256,
 ) -> None:
     """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
     from moerl.check import load_checked
     from moerl.planner.transfer import Network, transfer_report
+    from moerl.weights.plan import RolloutLayout
 
-    network = Network(
-        servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit, bucket_mb=bucket_mb
-    )
+    rollout = RolloutLayout(num_servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
+    network = Network(rollout=rollout, card_gbit=card_gbit, bucket_mb=bucket_mb)
     typer.echo(transfer_report(load_checked(overrides, config_dir), network), nl=False)
 
 

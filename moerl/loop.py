@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from moerl.algorithms.base import Algorithm
@@ -127,7 +126,7 @@ async def _with_logprobs(config: RunConfig, batch: TrainBatch, train: TrainGroup
             columns["old_logprobs_T"] = logprobs_T
     if config.uses_reference:
         with observe.phase("reference"):
-            columns["reference_logprobs_T"] = await train.reference_logprobs(replace(batch, routes_T=None))
+            columns["reference_logprobs_T"] = await train.reference_logprobs(batch)
     return batch.with_logprobs(**columns)
 
 

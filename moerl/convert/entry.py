@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 2**20
 """About what a piece holds: small enough for a processor's cache, so that checks of a piece are nearly free."""
 
 

@@ -16,6 +16,11 @@ MAX = torch.finfo(torch.float8_e4m3fn).max
 ScaleFormat = Literal["float32", "ue8m0"]
 """ue8m0: rounded up to a power of two, still stored as float32 (DeepSeek-V3.1)."""
 
+_NAN = 0x7F
+"""Without its sign."""
+_FLOAT16_PLACES = 0xBF80 - 2**16
+"""Sign, the four lower bits of the exponent, the three upper bits of the fraction, as an int16."""
+
 _LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b|experts\.\d+\.w[123])\.weight")
 _HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")
 
@@ -33,7 +38,20 @@ def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: int = B
     """`rows` [R, C] that begin at a block, in float8; their `scales` [ceil(R / block), ceil(C / block)], float32. In parts, in order."""
     columns = rows.shape[1]
     for index, part in enumerate(rows.split(block)):
-        yield part.to(torch.float32).mul_(scales[index].repeat_interleave(block)[:columns]).to(dtype)
+        values, factor = _as_float32(part)
+        yield values.mul_((scales[index] * factor).repeat_interleave(block)[:columns]).to(dtype)
+
+
+def _as_float32(values: Tensor) -> tuple[Tensor, float]:
+    """(float32, factor): float8 values are the product, exactly.
+
+    PyTorch widens float8 one by one on CPUs. Shifted to the places of float16, sign, exponent and fraction are the value times 2**-8,
+    because the exponents' biases are 7 and 15: ten times as fast. NaN would become a number.
+    """
+    bits = values.view(torch.int8)
+    if int(bits.bitwise_and(0x7F).amax()) == _NAN:
+        return values.to(torch.float32), 1.0
+    return bits.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_FLOAT16_PLACES).view(torch.float16).to(torch.float32), 256.0
 
 
 def quantized(rows: Tensor, scale_format: ScaleFormat, block: int = BLOCK) -> tuple[Tensor, Tensor]:

@@ -54,10 +54,6 @@ class HFSource:
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
-def is_hf(directory: Path) -> bool:
-    return (directory / INDEX).exists() or (directory / SINGLE).exists() or (directory / "config.json").exists()
-
-
 def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, Stored]:
     if not (directory / INDEX).exists():
         if not (directory / SINGLE).exists():

@@ -1,4 +1,4 @@
-"""`moerl plan`: what a push of a run's weights moves over the network, from its layout and a rollout fleet."""
+"""`moerl plan`: what a push of a run's weights moves over the network, from its layout and that of the rollout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
 from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
-from moerl.weights.plan import Fleet, Plan, faults, plan_transfers
+from moerl.weights.plan import Plan, RolloutLayout, faults, plan_transfers
 from moerl.weights.schedule import bound_seconds, schedule
 
 _PART_BYTES = 32 * 2**20
@@ -20,54 +20,48 @@ _PART_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    servers: int
-    gpus_per_server: int
-    gpus_per_node: int
+    rollout: RolloutLayout
     card_gbit: float
     """Per second, of one GPU's card."""
     bucket_mb: int
 
-    @property
-    def fleet(self) -> Fleet:
-        return Fleet(num_servers=self.servers, gpus_per_server=self.gpus_per_server, gpus_per_node=self.gpus_per_node)
-
 
 def transfer_report(config: RunConfig, network: Network) -> str:
-    """Text for people. Raises ConfigError for a fleet that cannot serve the model."""
+    """Text for people. Raises ConfigError for a rollout that cannot serve the model."""
     num_experts = shape_of_config(model_config(config.model)).num_experts
-    if problems := list(_problems(network, num_experts)):
+    if problems := list(_problems(network.rollout, num_experts)):
         raise ConfigError(problems)
     tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
-    plan = plan_transfers(tensors, config.train.layout, network.fleet, num_experts=counted, part_bytes=_PART_BYTES)
+    plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=_PART_BYTES)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     return "".join(f"{line}\n" for line in _lines(plan, network))
 
 
-def _problems(network: Network, num_experts: int | None) -> Iterator[Problem]:
-    if num_experts is not None and num_experts % network.gpus_per_server:
+def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Problem]:
+    if num_experts is not None and num_experts % rollout.gpus_per_server:
         fix = "one of " + ", ".join(str(number) for number in range(1, num_experts + 1) if num_experts % number == 0)
         rule, reason = f"must divide the model's {num_experts} experts", "each GPU of a server holds whole experts"
-        yield problem("--gpus-per-server", network.gpus_per_server, rule, reason, fix)
-    larger, smaller = sorted((network.gpus_per_server, network.gpus_per_node), reverse=True)
+        yield problem("--gpus-per-server", rollout.gpus_per_server, rule, reason, fix)
+    larger, smaller = sorted((rollout.gpus_per_server, rollout.gpus_per_node), reverse=True)
     if larger % smaller:
         reason = "servers fill nodes, or nodes fill servers"
-        rule = f"must divide --gpus-per-server={network.gpus_per_server}, or be a multiple of it"
-        yield problem("--gpus-per-node", network.gpus_per_node, rule, reason, f"--gpus-per-node={network.gpus_per_server}")
+        rule = f"must divide --gpus-per-server={rollout.gpus_per_server}, or be a multiple of it"
+        yield problem("--gpus-per-node", rollout.gpus_per_node, rule, reason, f"--gpus-per-node={rollout.gpus_per_server}")
 
 
 def _lines(plan: Plan, network: Network) -> Iterator[str]:
-    fleet, rate = plan.fleet, network.card_gbit / 8 * 1e9
+    rollout, rate = plan.rollout, network.card_gbit / 8 * 1e9
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in plan.tensors) - experts
-    least = experts / fleet.gpus_per_server + others / min(fleet.gpus_per_node, fleet.num_gpus)
+    least = experts / rollout.gpus_per_server + others / min(rollout.gpus_per_node, rollout.num_gpus)
     found = schedule(plan, bucket_bytes=network.bucket_mb * 2**20)
     bound = bound_seconds(plan, bytes_per_second=rate)
     yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
     yield f"trainer          {plan.layout.ranks} GPUs"
-    yield f"fleet            {fleet.num_servers} servers of {fleet.gpus_per_server} GPUs on {fleet.num_nodes} nodes"
-    yield f"network in       {_range(plan.received())} by GPU; experts / {fleet.gpus_per_server} + all else once per node = {_gb(least)}"
+    yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
+    yield f"network in       {_range(plan.received())} by GPU; experts / {rollout.gpus_per_server} + all else once per node = {_gb(least)}"
     yield f"network out      {_range(plan.sent())} by trainer GPU"
     yield f"within nodes     {_range(plan.spread_in_node())} by GPU"
     yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"

@@ -55,6 +55,8 @@ class Fleet:
     def watch(self) -> None:
         """From here on servers are probed and restarted. All of them must have started."""
         self._watches = [asyncio.create_task(self._watch(member)) for member in self.members]
+        for watch in self._watches:
+            watch.add_done_callback(lambda _: self._tell())
 
     async def close(self) -> None:
         """Restarts nothing any more; the servers are the caller's to close."""
@@ -176,6 +178,9 @@ class Fleet:
 
     async def _until(self, is_true: Callable[[], bool]) -> None:
         while not is_true():
+            for watch in self._watches:
+                if watch.done() and not watch.cancelled():
+                    watch.result()  # it ends by itself with a server that stays dead; anything else must reach the run
             if (last := self._last_words()) is not None:
                 raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {last}") from last
             await self._changed.wait()

@@ -54,7 +54,7 @@ class TrainGroup(Protocol):
         """
 
     async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
-        """The same under the initial weights."""
+        """The same under the initial weights, whose routers choose for themselves."""
 
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats: ...
 

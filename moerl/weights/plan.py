@@ -1,8 +1,8 @@
-"""Who sends what to whom in a push: from the trainer's layout, the rollout fleet and the model's tensors, before anything runs.
+"""Who sends what to whom in a push: from the trainer's layout, the rollout's and the model's tensors, before anything runs.
 
     trainer rank --network--> one GPU of every node that reads the tensor --NVLink--> the other readers of that node
 
-Experts go from their owner to the GPUs that serve them and to no other. What every GPU of a fleet holds (attention, norms, embeddings)
+Experts go from their owner to the GPUs that serve them and to no other. What every GPU of a rollout holds (attention, norms, embeddings)
 crosses the network once per node, cut into parts that are spread over the node's GPUs, as each has a network card of its own. Among
 ranks that hold the same the one that has sent least sends. Pure: integers in, integers out.
 """
@@ -33,7 +33,7 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class RolloutLayout:
     """Rollout servers of equal shape: experts are spread over the GPUs of a server, and all else is on each of them."""
 
     num_servers: int
@@ -51,7 +51,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """Columns of equal length. Over the network `source` is a trainer rank, within a node a GPU of the fleet; `target` a GPU of the fleet.
+    """Columns of equal length. `target` is a GPU of the rollout; so is `source` within a node, and over the network it is a trainer rank.
 
     `part` numbers the parts of a tensor, which are disjoint and make it up; their sizes are in `Plan.parts`.
     """
@@ -81,35 +81,35 @@ class Plan:
     spread: Transfers
     """Within nodes, of what arrived over the network."""
     layout: Layout
-    fleet: Fleet
+    rollout: RolloutLayout
 
     def received(self) -> np.ndarray:
-        """int64 [GPUs of the fleet]: bytes over the network."""
-        return _sum_by(self.network.target, self.parts.num_bytes[self.network.part], self.fleet.num_gpus)
+        """int64 [GPUs of the rollout]: bytes over the network."""
+        return _sum_by(self.network.target, self.parts.num_bytes[self.network.part], self.rollout.num_gpus)
 
     def sent(self) -> np.ndarray:
         """int64 [trainer ranks]: bytes over the network."""
         return _sum_by(self.network.source, self.parts.num_bytes[self.network.part], self.layout.ranks)
 
     def spread_in_node(self) -> np.ndarray:
-        """int64 [GPUs of the fleet]: bytes from GPUs of the same node."""
-        return _sum_by(self.spread.target, self.parts.num_bytes[self.spread.part], self.fleet.num_gpus)
+        """int64 [GPUs of the rollout]: bytes from GPUs of the same node."""
+        return _sum_by(self.spread.target, self.parts.num_bytes[self.spread.part], self.rollout.num_gpus)
 
 
-def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, fleet: Fleet, *, num_experts: int, part_bytes: int) -> Plan:
+def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, num_experts: int, part_bytes: int) -> Plan:
     """`part_bytes`: largest part of a tensor that every GPU reads; smaller parts spread the load of a node more evenly.
 
-    `layout` must be without problems, and `num_experts` a multiple of fleet.gpus_per_server.
+    `layout` must be without problems, and `num_experts` a multiple of rollout.gpus_per_server.
     """
     parts = _parts(tensors, layout, part_bytes)
-    loads = _Loads(layout.ranks, fleet.num_gpus)
+    loads = _Loads(layout.ranks, rollout.num_gpus)
     is_expert = np.array([tensor.expert is not None for tensor in tensors])
     rows = np.arange(len(parts.tensor))
-    experts = _plan_experts(tensors, parts, rows[is_expert[parts.tensor]], layout, fleet, num_experts, loads)
-    dense, spread = _plan_dense(tensors, parts, rows[~is_expert[parts.tensor]], layout, fleet, loads)
+    experts = _plan_experts(tensors, parts, rows[is_expert[parts.tensor]], layout, rollout, num_experts, loads)
+    dense, spread = _plan_dense(tensors, parts, rows[~is_expert[parts.tensor]], layout, rollout, loads)
     network = [*experts, *dense]
     return Plan(
-        tensors=tuple(tensors), parts=parts, network=_transfers(network), spread=_transfers(spread), layout=layout, fleet=fleet
+        tensors=tuple(tensors), parts=parts, network=_transfers(network), spread=_transfers(spread), layout=layout, rollout=rollout
     )  # fmt: skip
 
 
@@ -126,11 +126,11 @@ def holders(tensor: PlannedTensor, shard: int, layout: Layout, num_experts: int)
     return range(start + place * layout.etp + shard, start + per_stage, layout.ep * layout.etp)
 
 
-def readers(tensor: PlannedTensor, fleet: Fleet, num_experts: int) -> range:
-    """GPUs of the fleet that must have the whole tensor."""
+def readers(tensor: PlannedTensor, rollout: RolloutLayout, num_experts: int) -> range:
+    """GPUs of the rollout that must have the whole tensor."""
     if tensor.expert is None:
-        return range(fleet.num_gpus)
-    return range(tensor.expert // (num_experts // fleet.gpus_per_server), fleet.num_gpus, fleet.gpus_per_server)
+        return range(rollout.num_gpus)
+    return range(tensor.expert // (num_experts // rollout.gpus_per_server), rollout.num_gpus, rollout.gpus_per_server)
 
 
 def faults(plan: Plan, num_experts: int) -> list[str]:
@@ -141,7 +141,7 @@ def faults(plan: Plan, num_experts: int) -> list[str]:
     found, counts = _counted(np.concatenate(arrivals))
     wanted = _wanted(plan, num_experts)
     relayed = plan.spread.source.astype(np.int64) * num_parts + plan.spread.part
-    is_across = plan.spread.source // plan.fleet.gpus_per_node != plan.spread.target // plan.fleet.gpus_per_node
+    is_across = plan.spread.source // plan.rollout.gpus_per_node != plan.spread.target // plan.rollout.gpus_per_node
     checks = {
         "arrive more than once": found[counts > 1],
         "never arrive": _without(wanted, found),
@@ -173,7 +173,7 @@ def _wanted(plan: Plan, num_experts: int) -> np.ndarray:
     keys = []
     for expert in np.unique(experts):
         parts = np.flatnonzero(experts == expert)
-        gpus = readers(plan.tensors[plan.parts.tensor[parts[0]]], plan.fleet, num_experts)
+        gpus = readers(plan.tensors[plan.parts.tensor[parts[0]]], plan.rollout, num_experts)
         keys.append((np.array(gpus, dtype=np.int64)[:, None] * num_parts + parts).ravel())
     return np.concatenate(keys)
 
@@ -202,7 +202,7 @@ def _part_name(plan: Plan, part: int) -> str:
 
 
 class _Loads:
-    """Elements so far, by trainer rank and by GPU of the fleet."""
+    """Bytes so far, by trainer rank and by GPU of the rollout."""
 
     def __init__(self, num_ranks: int, num_gpus: int):
         self.sent, self.received = [0] * num_ranks, [0] * num_gpus
@@ -230,13 +230,19 @@ def _share(total: int, count: int, index: int) -> int:
 
 
 def _plan_experts(
-    tensors: Sequence[PlannedTensor], parts: Parts, chosen: np.ndarray, layout: Layout, fleet: Fleet, num_experts: int, loads: _Loads
+    tensors: Sequence[PlannedTensor],
+    parts: Parts,
+    chosen: np.ndarray,
+    layout: Layout,
+    rollout: RolloutLayout,
+    num_experts: int,
+    loads: _Loads,
 ) -> list[Row]:
     rows = []
     for part in chosen.tolist():
         tensor, size = tensors[parts.tensor[part]], int(parts.num_bytes[part])
         having = holders(tensor, int(parts.shard[part]), layout, num_experts)
-        for target in readers(tensor, fleet, num_experts):
+        for target in readers(tensor, rollout, num_experts):
             source = min(having, key=loads.sent.__getitem__)
             loads.sent[source] += size
             loads.received[target] += size
@@ -245,14 +251,14 @@ def _plan_experts(
 
 
 def _plan_dense(
-    tensors: Sequence[PlannedTensor], parts: Parts, chosen: np.ndarray, layout: Layout, fleet: Fleet, loads: _Loads
+    tensors: Sequence[PlannedTensor], parts: Parts, chosen: np.ndarray, layout: Layout, rollout: RolloutLayout, loads: _Loads
 ) -> tuple[list[Row], list[Row]]:
     """Over the network and within nodes. The largest parts first, so that the small ones even out the load."""
     order = chosen[np.argsort(-parts.num_bytes[chosen], kind="stable")].tolist()
     senders = {part: list(holders(tensors[parts.tensor[part]], int(parts.shard[part]), layout, 0)) for part in order}
     network, spread = [], []
-    for node in range(fleet.num_nodes):
-        gpus = range(node * fleet.gpus_per_node, min((node + 1) * fleet.gpus_per_node, fleet.num_gpus))
+    for node in range(rollout.num_nodes):
+        gpus = range(node * rollout.gpus_per_node, min((node + 1) * rollout.gpus_per_node, rollout.num_gpus))
         queue = [(loads.received[gpu], gpu) for gpu in gpus]
         heapq.heapify(queue)
         for part in order:

@@ -1,6 +1,6 @@
 """When each transfer of a plan runs: rounds in which every network card sends at most one bucket and receives at most one.
 
-Coloring the edges of a bipartite multigraph (trainer ranks, GPUs of the fleet; an edge is a bucket): first fit, largest buckets first.
+Coloring the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first fit, largest buckets first.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Schedule:
 
     round: np.ndarray  # int32, from 0
     source: np.ndarray  # int32, trainer rank
-    target: np.ndarray  # int32, GPU of the fleet
+    target: np.ndarray  # int32, GPU of the rollout
     num_bytes: np.ndarray  # int64
 
     @property
@@ -34,7 +34,7 @@ def schedule(plan: Plan, *, bucket_bytes: int) -> Schedule:
     """Everything one rank sends to one GPU is cut into buckets of equal size, none larger than `bucket_bytes`."""
     rows = _buckets(plan, bucket_bytes)
     rows.sort(key=lambda row: -row[0])
-    sending, receiving = [0] * plan.layout.ranks, [0] * plan.fleet.num_gpus  # bit r: busy in round r
+    sending, receiving = [0] * plan.layout.ranks, [0] * plan.rollout.num_gpus  # bit r: busy in round r
     rounds = []
     for _, source, target in rows:
         busy = sending[source] | receiving[target]
@@ -54,13 +54,13 @@ def bound_seconds(plan: Plan, *, bytes_per_second: float) -> float:
 
 def _buckets(plan: Plan, bucket_bytes: int) -> list[tuple[int, int, int]]:
     """(bytes, source, target)"""
-    pairs = plan.network.source.astype(np.int64) * plan.fleet.num_gpus + plan.network.target
+    pairs = plan.network.source.astype(np.int64) * plan.rollout.num_gpus + plan.network.target
     found, where = np.unique(pairs, return_inverse=True)
     totals = np.zeros(len(found), dtype=np.int64)
     np.add.at(totals, where, plan.parts.num_bytes[plan.network.part])
     rows = []
     for pair, total in zip(found.tolist(), totals.tolist(), strict=True):
-        source, target = divmod(pair, plan.fleet.num_gpus)
+        source, target = divmod(pair, plan.rollout.num_gpus)
         number = max(1, -(-total // bucket_bytes))
         rows += [(total // number + (index < total % number), source, target) for index in range(number)]
     return rows

@@ -45,6 +45,17 @@ def test_dequantizing_is_the_product_with_the_scale_of_the_block(shape):
     assert dequantize(values, scales).equal(plainly(values, scales))
 
 
+def test_each_of_the_256_values_is_widened_exactly():
+    values = torch.arange(256, dtype=torch.uint8).view(E4M3).reshape(2, 128)
+    for scale in (1.0, 3.3, 2.0**-126, 2.0**110):
+        found = dequantize(values, torch.tensor([[scale]]))
+        product = values.to(torch.float32) * scale
+        assert found[:, :127].equal(product[:, :127])
+        assert found[:, 127].isnan().all()  # and no other value, or the numbers would not be equal
+        without_nan = values[:, :127].contiguous()
+        assert dequantize(without_nan, torch.tensor([[scale]])).equal(product[:, :127])
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.floats(1e-20, 1e20), st.sampled_from(["float32", "ue8m0"]), st.integers(0, 99))
 def test_a_second_round_through_bfloat16_changes_nothing(rows, columns, size, scale_format, seed):

@@ -22,7 +22,7 @@ from moerl.models import FAMILIES
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names
 from moerl.models.shards import merge, split
-from moerl.weights.plan import Fleet, PlannedTensor, faults, holders, plan_transfers
+from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, holders, plan_transfers
 
 RECIPES = [
     "grpo-deepseek-v3-32n8g-sync",
@@ -108,13 +108,13 @@ def test_the_shards_of_every_tensor_tile_it(case):
 
 def test_a_plan_knows_who_holds_what_and_loads_no_card_more_than_it_must(case):
     layout, experts = case.config.train.layout, case.num_experts
-    fleet = Fleet(num_servers=4, gpus_per_server=32, gpus_per_node=8)
+    rollout = RolloutLayout(num_servers=4, gpus_per_server=32, gpus_per_node=8)
     tensors = [tensor for name, (shape,) in case.shapes.items() for tensor in _planned(case, name, shape)]
-    plan = plan_transfers(tensors, layout, fleet, num_experts=experts, part_bytes=2**25)
+    plan = plan_transfers(tensors, layout, rollout, num_experts=experts, part_bytes=2**25)
     assert faults(plan, experts) == []
     of_experts = sum(tensor.num_bytes for tensor in tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in tensors) - of_experts
-    assert plan.received().max() <= 1.05 * (of_experts / fleet.gpus_per_server + others / fleet.gpus_per_node)
+    assert plan.received().max() <= 1.05 * (of_experts / rollout.gpus_per_server + others / rollout.gpus_per_node)
     for tensor in tensors[:: len(tensors) // 200]:
         for shard in range(case.num_shards_of(tensor)):
             expected = {rank for rank, place in case.found.places.items() if _has(place, tensor, shard, layout, experts)}

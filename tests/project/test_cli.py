@@ -100,7 +100,7 @@ def test_an_installed_wheel_brings_its_recipes(tmp_path):
 def test_plan_prints_what_a_push_moves():
     done = moerl("plan", DEMO, "--servers", "2", "--gpus-per-server", "4", "--gpus-per-node", "4")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "fleet            2 servers of 4 GPUs on 2 nodes" in done.stdout
+    assert "rollout          2 servers of 4 GPUs on 2 nodes" in done.stdout
     assert "bound " in done.stdout
 
 

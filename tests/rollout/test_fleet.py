@@ -186,6 +186,21 @@ def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpo
     run(scenario())
 
 
+def test_an_unexpected_failure_of_a_restart_reaches_whoever_waits(run, checkpoints, monkeypatch):
+    async def scenario():
+        async with serving(checkpoints, 1) as (pool, engines):
+
+            async def fail():
+                raise OSError("no space left for the log")
+
+            monkeypatch.setattr(engines[0], "start", fail)
+            await engines[0].die()
+            with pytest.raises(OSError, match="no space left for the log"):
+                await pool.generate(PROMPT, SAMPLING, "r")
+
+    run(scenario())
+
+
 def test_closing_restarts_nothing(run, checkpoints):
     async def scenario():
         async with serving(checkpoints, 2) as (pool, engines):

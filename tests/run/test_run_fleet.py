@@ -12,7 +12,8 @@ from moerl.rollout.pool import RolloutPool
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import EngineError
 
-OVERRIDES = ("num_steps=4", "save_every=0", "rollout.probe_seconds=2", DIGIT)
+OVERRIDES = ("num_steps=4", "save_every=0", "rollout.probe_seconds=2", "weights.bucket_bytes=100000", DIGIT)
+"""A push of half a megabyte has several buckets."""
 
 
 @pytest.fixture
@@ -44,12 +45,20 @@ def strike(monkeypatch):
 
             monkeypatch.setattr(owner, name, struck)
 
+        def in_second_bucket(upstream):
+            async def struck(group, bucket):
+                if bucket.index == 1:
+                    hit(3)  # after the first push and that of the first step
+                return await upstream(group, bucket)
+
+            monkeypatch.setattr(MegatronTrainGroup, "transmit", struck)
+
         if when == "generation":
             before(RolloutPool, "_generate", 20)  # of 16 requests a step
         elif when == "idle":
             before(MegatronTrainGroup, "update", 2)
         else:
-            before(MegatronTrainGroup, "transmit", 1 + 2)  # the first push and that of the first step have one bucket each
+            in_second_bucket(MegatronTrainGroup.transmit)
         return pools
 
     return prepare

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.layout import Layout
-from moerl.weights.plan import Fleet, PlannedTensor, faults, holders, plan_transfers, readers
+from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, holders, plan_transfers, readers
 from moerl.weights.schedule import bound_seconds, schedule
 
 EXPERTS = 8
@@ -32,65 +32,65 @@ def cases(draw):
     per_stage = int(np.lcm(tp * cp, ep * etp)) * draw(st.sampled_from([1, 2]))
     layout = Layout(ranks=per_stage * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     gpus_per_server = draw(st.sampled_from([1, 2, 4, 8]))
-    fleet = Fleet(
+    rollout = RolloutLayout(
         num_servers=draw(st.integers(1, 4)), gpus_per_server=gpus_per_server, gpus_per_node=draw(st.sampled_from([1, 2, 4, 8]))
     )  # fmt: skip
-    return layout, fleet, draw(st.integers(1, 2000)), draw(st.integers(1, 500))
+    return layout, rollout, draw(st.integers(1, 2000)), draw(st.integers(1, 500))
 
 
 @given(cases(), st.sampled_from([1, 64, 10_000]))
 def test_every_reader_gets_every_byte_once_from_a_rank_that_holds_it(case, part_bytes):
-    layout, fleet, dense_bytes, expert_bytes = case
+    layout, rollout, dense_bytes, expert_bytes = case
     tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
-    plan = plan_transfers(tensors, layout, fleet, num_experts=EXPERTS, part_bytes=part_bytes)
+    plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=part_bytes)
     assert faults(plan, EXPERTS) == []
     total = plan.received() + plan.spread_in_node()
-    wanted = np.zeros(fleet.num_gpus, dtype=np.int64)
+    wanted = np.zeros(rollout.num_gpus, dtype=np.int64)
     for tensor in tensors:
-        wanted[list(readers(tensor, fleet, EXPERTS))] += tensor.num_bytes
+        wanted[list(readers(tensor, rollout, EXPERTS))] += tensor.num_bytes
     np.testing.assert_array_equal(total, wanted)
     assert plan.sent().sum() == plan.received().sum()
 
 
 @given(cases(), st.integers(1, 3000))
 def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, bucket_bytes):
-    layout, fleet, dense_bytes, expert_bytes = case
+    layout, rollout, dense_bytes, expert_bytes = case
     tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
-    plan = plan_transfers(tensors, layout, fleet, num_experts=EXPERTS, part_bytes=500)
+    plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=500)
     found = schedule(plan, bucket_bytes=bucket_bytes)
     assert found.num_bytes.max() <= bucket_bytes
     for column in (found.source, found.target):
         pairs = np.stack([found.round, column], axis=1)
         assert len(np.unique(pairs, axis=0)) == len(pairs)
-    received = np.bincount(found.target, weights=found.num_bytes, minlength=fleet.num_gpus)
+    received = np.bincount(found.target, weights=found.num_bytes, minlength=rollout.num_gpus)
     np.testing.assert_array_equal(received, plan.received())
     assert found.seconds(1.0) >= bound_seconds(plan, bytes_per_second=1.0)
 
 
-FLEET = Fleet(num_servers=8, gpus_per_server=32, gpus_per_node=8)
+ROLLOUT = RolloutLayout(num_servers=8, gpus_per_server=32, gpus_per_node=8)
 SCALES = {
-    "deepseek-v3": (Layout(ranks=256, pp=16, ep=16, first_stage_layers=3, last_stage_layers=2), 256, FLEET),
-    "qwen3-235b": (Layout(ranks=256, tp=4, pp=4, cp=2, ep=16, last_stage_layers=22), 128, replace(FLEET, num_servers=4)),
-    "kimi-k2": (Layout(ranks=256, tp=8, pp=8, cp=4, ep=32, last_stage_layers=5), 384, FLEET),
+    "deepseek-v3": (Layout(ranks=256, pp=16, ep=16, first_stage_layers=3, last_stage_layers=2), 256, ROLLOUT),
+    "qwen3-235b": (Layout(ranks=256, tp=4, pp=4, cp=2, ep=16, last_stage_layers=22), 128, replace(ROLLOUT, num_servers=4)),
+    "kimi-k2": (Layout(ranks=256, tp=8, pp=8, cp=4, ep=32, last_stage_layers=5), 384, ROLLOUT),
 }
 
 
 @pytest.mark.parametrize("name", SCALES)
 def test_at_full_scale_a_gpu_receives_what_it_must_and_hardly_more(name):
     """With one layer a stage; their real tensors are in tests/models/test_scale.py."""
-    layout, experts, fleet = SCALES[name]
+    layout, experts, rollout = SCALES[name]
     tensors = tensors_of(layout.pp, dense_bytes=2**29, expert_bytes=2**25, experts=experts)
-    plan = plan_transfers(tensors, layout, fleet, num_experts=experts, part_bytes=2**24)
+    plan = plan_transfers(tensors, layout, rollout, num_experts=experts, part_bytes=2**24)
     assert faults(plan, experts) == []
     of_experts = sum(tensor.num_bytes for tensor in tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in tensors) - of_experts
-    assert plan.received().max() <= 1.05 * (of_experts / fleet.gpus_per_server + others / fleet.gpus_per_node)
+    assert plan.received().max() <= 1.05 * (of_experts / rollout.gpus_per_server + others / rollout.gpus_per_node)
 
 
 def test_the_load_is_spread_over_ranks_that_hold_the_same():
     layout = Layout(ranks=8, ep=2)
     plan = plan_transfers(
-        tensors_of(1), layout, Fleet(num_servers=4, gpus_per_server=2, gpus_per_node=2), num_experts=EXPERTS, part_bytes=50
+        tensors_of(1), layout, RolloutLayout(num_servers=4, gpus_per_server=2, gpus_per_node=2), num_experts=EXPERTS, part_bytes=50
     )
     assert plan.sent().min() > 0.8 * plan.sent().mean()
     assert plan.sent().max() < 1.2 * plan.sent().mean()
@@ -109,8 +109,8 @@ def test_holders_are_in_megatrons_order():
 
 
 def a_plan():
-    fleet = Fleet(num_servers=2, gpus_per_server=4, gpus_per_node=4)
-    return plan_transfers(tensors_of(2), Layout(ranks=8, pp=2, ep=2), fleet, num_experts=EXPERTS, part_bytes=300)
+    rollout = RolloutLayout(num_servers=2, gpus_per_server=4, gpus_per_node=4)
+    return plan_transfers(tensors_of(2), Layout(ranks=8, pp=2, ep=2), rollout, num_experts=EXPERTS, part_bytes=300)
 
 
 def without_row(transfers, row):
