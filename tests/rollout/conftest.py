@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def server(item: pytest.Item) -> int:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        return max((NATIVE.index(value) + 1 for value in parameters if value in NATIVE), default=0)
+        return max((NATIVE.index(value) + 1 for value in parameters if isinstance(value, str) and value in NATIVE), default=0)
 
     items.sort(key=server)
 
