@@ -55,3 +55,16 @@ def test_a_cast_shows():
 def test_a_loader_that_takes_nothing_or_something_else_is_refused(load):
     with pytest.raises(WeightError, match="took nothing of it, or not by a plain copy"):
         InstalledBytes(load)("x", sent(2, 4))
+
+
+def test_a_parameter_that_got_nothing_is_named():
+    """An output layer that the engine does not tie to the embedding, say."""
+    fused, head = torch.zeros(6, 4), torch.zeros(6, 4)
+    installed = InstalledBytes(lambda weights: [fused[2:4].copy_(weight) for _, weight in weights])
+    installed("k", sent(2, 4))
+    installed.check_reached([("qkv", fused), ("k", fused[2:4])])
+    with pytest.raises(WeightError, match=r"1 parameters of the engine's model got nothing of the push: lm_head\.weight"):
+        installed.check_reached([("qkv", fused), ("lm_head.weight", head)])
+    installed.begin()
+    with pytest.raises(WeightError, match="qkv"):
+        installed.check_reached([("qkv", fused)])

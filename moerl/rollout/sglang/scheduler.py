@@ -1,6 +1,7 @@
 """In the process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 INSTALL_METHOD = "moerl_weights"
 """The method this module adds to SGLang's scheduler; called by its collective_rpc."""
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,24 +45,42 @@ def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
 
 def _weights(scheduler: Any, step: str, body: str) -> None:
     """One step of a push; `body` is the JSON of moerl.rollout.wire. What it raises, SGLang returns as text."""
-    session = getattr(scheduler, "moerl_session", None)
-    if session is None:
-        session = scheduler.moerl_session = _new_session(scheduler)
+    model = getattr(scheduler, "moerl_model", None)
+    if model is None:
+        model = scheduler.moerl_model = _Model(scheduler)
+    session = model.session
     if step == "connect":
         offer = wire.OFFER.validate_json(body)
         if offer.transport == "gloo" and scheduler.tp_group.world_size > 1:
             raise WeightError("weights.transport = gloo: reaches one process of a server only; a server with tp > 1 needs shm")
         session.connect(offer)
     elif step == "begin":
+        model.installed.begin()
         session.begin(wire.MANIFEST.validate_json(body))
     elif step == "install":
         session.install(wire.BUCKET.validate_json(body))
     else:
+        model.installed.check_reached(model.parameters())
         session.finish(wire.FINISH.validate_json(body).version)
 
 
-def _new_session(scheduler: Any) -> WeightSession:
-    scheduler.model_config.hf_eos_token_id = None  # requests name the tokens that stop them, all of them
-    runner = scheduler.tp_worker.model_runner
-    expected = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
-    return WeightSession(expected, InstalledBytes(runner.model.load_weights))
+class _Model:
+    """SGLang's model, and how a push gets into it."""
+
+    def __init__(self, scheduler: Any):
+        scheduler.model_config.hf_eos_token_id = None  # requests name the tokens that stop them, all of them
+        runner = scheduler.tp_worker.model_runner
+        self._module: torch.nn.Module = runner.model
+        self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
+        self.installed = InstalledBytes(runner.model.load_weights)
+        self.session = WeightSession(checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype), self._load)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._module.named_parameters()
+
+    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters()):
+            # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
+            if not torch.equal(self.installed(_OUTPUT, tensor), tensor):
+                raise WeightError(f"the engine's loader changed the bytes of {_OUTPUT}, which is tied to it")
+        return self.installed(name, tensor)
