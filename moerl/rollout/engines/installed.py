@@ -34,8 +34,8 @@ class InstalledBytes:
         missed = [name for name, parameter in parameters if parameter.numel() and _memory(parameter) not in self._reached]
         if missed:
             raise WeightError(
-                f"{len(missed)} parameters of the engine's model got nothing of the push: {first_few(missed)}. It has more of them than the "
-                "checkpoint, or its loader lost some; it would compute with values nobody sent"
+                f"{len(missed)} parameters of the engine's model got nothing of the push: {first_few(missed)}. It has more of them than "
+                "the checkpoint, or its loader lost some; it would compute with values nobody sent"
             )
 
     def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

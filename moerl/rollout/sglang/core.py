@@ -5,6 +5,7 @@ import asyncio
 import base64
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,7 @@ class SGLangCore:
         self._session_is_open = False
         self._in_flight: set[str] = set()
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
+        self._unlink_loads()
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
         self._in_flight.add(key)
@@ -174,6 +176,14 @@ class SGLangCore:
 
     def close(self) -> None:
         self._engine.shutdown()
+
+    def _unlink_loads(self) -> None:
+        """SGLang never removes the file in /dev/shm by which its processes tell their load. With more than one scheduler a process
+        of its own opens it at any time."""
+        if self._engine.server_args.dp_size == 1:
+            reader = self._manager.load_snapshot_reader
+            reader.read_all()  # opens it
+            Path(reader.path).unlink(missing_ok=True)
 
     async def _call(self, step: str, body: bytes) -> None:
         """On every scheduler; in a thread, since SGLang waits for the answer without its event loop."""

@@ -33,7 +33,13 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
     setattr(Scheduler, INSTALL_METHOD, _weights)
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
+    logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
+
+
+def _has_no_body(record: logging.LogRecord) -> bool:
+    """SGLang logs the arguments of a call in full, here every tensor of a push."""
+    return not (record.funcName == "handle_rpc_request" and record.levelno == logging.INFO)
 
 
 def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
@@ -79,8 +85,8 @@ class _Model:
         return self._module.named_parameters()
 
     def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters()):
-            # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
-            if not torch.equal(self.installed(_OUTPUT, tensor), tensor):
-                raise WeightError(f"the engine's loader changed the bytes of {_OUTPUT}, which is tied to it")
+        # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
+        has_copy = name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters())
+        if has_copy and not torch.equal(self.installed(_OUTPUT, tensor), tensor):
+            raise WeightError(f"the engine's loader changed the bytes of {_OUTPUT}, which is tied to it")
         return self.installed(name, tensor)
