@@ -37,11 +37,11 @@ test-py312: ## the same tests on Python 3.12 with the newest megatron-core, in a
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
 	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
 
-engines: ## make or update the CPU environment of SGLang (Python 3.11)
+engines: ## make or update SGLang's own environment, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh
 
 test-engines: venv engines ## the tests that start SGLang, one server at a time
-	$(BIN)/python -m pytest -q -m engine tests/rollout $(ARGS)
+	$(BIN)/python -m pytest -q -m engine tests/rollout tests/run $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .

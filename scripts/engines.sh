@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv-sglang, the CPU environment of that rollout engine, from the pins in scripts/engines/: PyTorch alone, the
-# pins without their dependencies, then this checkout of moerl (editable, also without). ENGINES names which; PYTHON is a Python 3.11
-# (the CPU build of the pinned PyTorch exists for no other), TORCH and TORCH_INDEX are as in setup.sh. On a GPU install the engine
-# itself and moerl, and name that environment by rollout.python.
+# Makes .venv-ENGINE, the environment of a rollout engine, at the versions of scripts/engines/. Without a GPU: PyTorch alone, the pins
+# without their dependencies (those name packages of CUDA), then this checkout of moerl (editable, also without). With one (nvidia-smi is
+# there, as in setup.sh): the pinned engine with the PyTorch and the packages it asks for, then moerl. ENGINES names which; PYTHON is a
+# Python 3.11 (the CPU build of the pinned PyTorch exists for no other), TORCH and TORCH_INDEX are as in setup.sh; with a GPU TORCH has no
+# effect and TORCH_INDEX is searched too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -26,22 +27,40 @@ find_python() {
     return 1
 }
 
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1; }
+
 make_environment() {
-    local engine=$1 python=$2 venv=.venv-$1 pins=scripts/engines/$1.txt wanted
+    local engine=$1 python=$2 venv=.venv-$1 pins=scripts/engines/$1.txt device=cpu wanted
     [ -f "$pins" ] || { say "no engine $engine; ENGINES may name $(basename -s .txt scripts/engines/*.txt | tr '\n' ' ')"; return 1; }
-    wanted=$(printf '%s\n' "$PWD" "$("$python" -V)" "$TORCH" "${TORCH_INDEX:-}"; cat "$pins" pyproject.toml scripts/engines.sh)
+    ! has_gpu || device=gpu
+    wanted=$(printf '%s\n' "$PWD" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}"; cat "$pins" pyproject.toml scripts/engines.sh)
     if [ -x "$venv/bin/python" ] && [ "$wanted" = "$(cat "$venv/.installed" 2>/dev/null)" ]; then
         return
     fi
-    say "making $venv with $("$python" -V): 2 to 4 GB, some minutes"
+    say "making $venv ($device) with $("$python" -V): 2 to 4 GB on a CPU, some minutes"
     "$python" -m venv --clear "$venv"
-    local install=("$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -qq)
-    PIP_USER=0 "${install[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
-    grep -v '^torch==' "$pins" >"$venv/pins.txt"
-    PIP_USER=0 "${install[@]}" --no-deps -r "$venv/pins.txt"
-    PIP_USER=0 "${install[@]}" --no-deps --editable .
+    "install_for_$device" "$venv" "$engine" "$pins"
+    pip_install "$venv" --no-deps --editable .
     printf '%s\n' "$wanted" >"$venv/.installed"
     say "done: $venv"
+}
+
+install_for_cpu() {
+    local venv=$1 pins=$3
+    pip_install "$venv" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+    grep -v '^torch==' "$pins" >"$venv/pins.txt"
+    pip_install "$venv" --no-deps -r "$venv/pins.txt"
+}
+
+install_for_gpu() {
+    local venv=$1 engine=$2 pins=$3
+    pip_install "$venv" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep "^$engine==" "$pins")"
+}
+
+pip_install() {
+    local venv=$1
+    shift
+    PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -qq "$@"
 }
 
 main() {
