@@ -103,6 +103,8 @@ class Source:
     async def transmit(self, bucket: Bucket) -> None:
         await asyncio.to_thread(self.sender.transmit, bucket)
 
+    async def abandon(self) -> None: ...
+
 
 async def push(engine: RolloutEngine, tensors: Tensors, version: int, *, transport: Transport = "shm", damaged: str = "") -> None:
     source = Source(tensors, version, damaged=damaged)
