@@ -236,6 +236,9 @@ class TrainConfig(_Strict):
     mtp_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
     and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
+    bridge: Literal["native", "mbridge"] = "native"
+    """Who carries weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
+    (pip install 'moerl[mbridge]'), for comparison: it gathers on every rank, and knows no layers of multi-token prediction."""
     recompute: Recompute = field(default_factory=NoRecompute)
     """Which activations are computed again in the backward pass instead of kept."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -265,13 +268,18 @@ class TrainConfig(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(_Strict):
-    engine: Literal["hf", "fake"] = "hf"
+    engine: Literal["hf", "sglang", "fake"] = "hf"
+    """hf: transformers, as moerl runs it. sglang: in an environment of its own, which `make engines` builds for CPU. fake: random tokens,
+    without a model."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
-    """Interpreter of the server's environment; None is this one."""
+    """Interpreter of the server's environment, which must have this moerl. None: this one; for sglang that of .venv-sglang in the
+    checkout."""
     max_response_tokens: Positive
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from moerl.config.problems import problem
 from moerl.convert.expected import Expected, expected_tensors, parameter_shapes
 from moerl.convert.hf_plan import is_scale
-from moerl.convert.parameters import Parameter, computes_it, described_family
+from moerl.convert.mxfp4 import is_packed
+from moerl.convert.parameters import Parameter, computes_it, described_family, num_experts
 from moerl.convert.sharded import ShardedSource
 from moerl.convert.source import HFSource
+from moerl.convert.stacks import in_parts
 from moerl.models import FAMILIES
 from moerl.models.family import Family, is_tied
 from moerl.types import Problem
@@ -16,7 +18,11 @@ _FETCH = "fetch the checkpoint again; its config.json must be of the same model"
 
 
 def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
-    """Everything that is missing, unknown, of another shape, or no floating-point number."""
+    """Everything that is missing, unknown, of another shape, or no floating-point number. Stacks of experts are in parts.
+
+    Nothing of weights in MXFP4, which are under other names."""
+    if is_packed(source.config):
+        return []
     names = [name for name in source.tensors if not is_scale(source, name)]
     expected = expected_tensors(family, source.config)
     known = [name for name in names if name in expected.shapes or name in expected.copies]
@@ -26,11 +32,12 @@ def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
 def copied_problems(source: HFSource) -> list[Problem]:
     """What the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that Megatron
     would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
-    if source.config.get("model_type") not in FAMILIES:
+    if source.config.get("model_type") not in FAMILIES or is_packed(source.config):
         return []
     family = described_family(source.config)
     if not computes_it(family, source.config):
         return []
+    source = in_parts(source, family, num_experts(family, source.config))
     expected = expected_tensors(family, source.config)
     held = [name for name in source.tensors if name in expected.shapes or name in expected.copies]
     return [*_missing(source, expected, set(held)), *_misshapen(source, expected, held)]

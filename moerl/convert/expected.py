@@ -108,7 +108,9 @@ def _grouped_attention(fields: Mapping[str, Any]) -> dict[str, Shape]:
         "linear_qkv.weight": (rows, hidden),
         **({"linear_qkv.bias": (rows,)} if fields["add_qkv_bias"] else {}),
         **({f"{which}_layernorm.weight": (head_dim,) for which in "qk"} if fields["qk_layernorm"] else {}),
+        **({"core_attention.softmax_offset": (heads,)} if fields.get("softmax_type") == "learnable" else {}),
         "linear_proj.weight": (hidden, heads * head_dim),
+        **({"linear_proj.bias": (hidden,)} if fields["add_bias_linear"] else {}),
     }
 
 
@@ -137,6 +139,8 @@ def _experts(fields: Mapping[str, Any]) -> dict[str, Shape]:
         "experts.linear_fc1.weight{expert}": (2 * ffn, hidden),
         "experts.linear_fc2.weight{expert}": (hidden, ffn),
     }
+    if fields["add_bias_linear"]:
+        shapes |= {"router.bias": (experts,), "experts.linear_fc1.bias{expert}": (2 * ffn,), "experts.linear_fc2.bias{expert}": (hidden,)}
     if fields.get("moe_router_enable_expert_bias"):
         shapes["router.expert_bias"] = (experts,)
     if (shared := fields.get("moe_shared_expert_intermediate_size")) is not None:
