@@ -15,16 +15,16 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 import megatron_patches
-from moerl.models.bridge import check_shape, mtp_layers
+from moerl.models.bridge import check_copies, check_shape, copy_names, mtp_layers
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.family import Sizes
+from moerl.models.family import Family, Sizes
 from moerl.types import CheckpointError
 
 _EXPERT_BIAS = ".e_score_correction_bias"
 
 
 class MBridge:
-    def __init__(self, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype):
+    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype):
         """A collective. `chunks`: this rank's GPTModels without layers of multi-token prediction. `dtype`: the model's.
 
         `source`: the checkpoint the model comes from. `tied`: the output layer is the embedding, so that it is not exported twice.
@@ -33,7 +33,9 @@ class MBridge:
         self._bridge = self._build(sizes, dtype)
         self._names = self._find_names()
         layers = mtp_layers(source, sizes.num_layers)
-        self._kept = sorted({name for names in layers.values() for name in names} - set(self._names))
+        self._copies = {rule.hf[0]: copies for rule in family.rules if (copies := copy_names(rule, layers))}
+        copied = [name for names in self._copies.values() for name in names]
+        self._kept = sorted({name for names in layers.values() for name in names}.difference(self._names, copied))
 
     def tensors(self) -> Iterator[Tensor]:
         for chunk in self._chunks:
@@ -50,11 +52,15 @@ class MBridge:
             )
         for chunk in self._chunks:
             self._check_shapes(chunk, checkpoint)
+        for name, copies in self._copies.items():
+            check_copies(name, checkpoint.read(name), copies, checkpoint)
         with torch.no_grad():
             self._bridge.load_weights(self._chunks, str(self._source), memory_efficient=True)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
-        return self._names + (self._kept if with_mtp else [])
+        if not with_mtp:
+            return self._names
+        return [each for name in self._names for each in (name, *self._copies.get(name, ()))] + self._kept
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if name.endswith(_EXPERT_BIAS) else model_dtype
@@ -65,7 +71,8 @@ class MBridge:
         for name, tensor in self._bridge.export_weights(self._chunks):
             if name in remaining and dist.get_rank() == 0:
                 del remaining[name]  # the output layer of a tied model comes as a second embedding
-                yield name, tensor.detach().to(self.dtype(name, dtype))
+                exported = tensor.detach().to(self.dtype(name, dtype))
+                yield from ((each, exported) for each in (name, *(self._copies.get(name, ()) if with_mtp else ())))
         if with_mtp and self._kept and dist.get_rank() == 0:
             with HFCheckpoint(self._source) as checkpoint:
                 yield from ((name, checkpoint.read(name)) for name in self._kept)

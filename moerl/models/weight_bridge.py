@@ -43,4 +43,4 @@ def build_bridge(
         return Bridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
     from moerl.models.mbridge_adapter import MBridge
 
-    return MBridge(chunks, sizes=sizes, tied=tied, source=source, dtype=getattr(torch, train.dtype))
+    return MBridge(family, chunks, sizes=sizes, tied=tied, source=source, dtype=getattr(torch, train.dtype))
