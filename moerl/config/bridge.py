@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -9,40 +10,74 @@ from moerl.config.problems import problem
 from moerl.config.schema import TrainConfig
 from moerl.types import Problem
 
-MBRIDGE_VERSION = "0.15.1"
-MBRIDGE_FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3")
-"""Those whose weights it carries without a difference from the native bridge (tests/models/test_mbridge.py)."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgePackage:
+    """A package that carries weights in place of the native bridge."""
+
+    name: str
+    version: str
+    """The only one moerl's patches were written for."""
+    modules: tuple[str, ...]
+    """What must be importable: its own, and what it imports beyond the requirements of moerl."""
+    install: str
+    families: tuple[str, ...]
+    """model_types whose weights it carries without a difference from the native bridge (tests/models)."""
+    mtp_fault: str
+    """Why it does not carry layers of multi-token prediction that are trained."""
+
+
+BRIDGES: Mapping[str, BridgePackage] = {
+    "mbridge": BridgePackage(
+        name="mbridge",
+        version="0.15.1",
+        modules=("mbridge",),
+        install="pip install 'moerl[mbridge]'",
+        families=("qwen2", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3"),
+        mtp_fault="mbridge names layers of multi-token prediction only in a model of 61 layers with one of them",
+    ),
+    "megatron_bridge": BridgePackage(
+        name="megatron-bridge",
+        version="0.3.1",
+        modules=("megatron.bridge", "triton"),
+        # It declares transformers < 5 and packages for GPUs that carrying weights does not import.
+        install="pip install --no-deps megatron-bridge==0.3.1 triton",
+        families=("qwen2", "qwen3", "qwen3_moe", "llama", "deepseek_v3", "kimi_k2", "glm4_moe"),
+        mtp_fault="megatron-bridge 0.3.1 has no mapping of DeepSeek's layers of multi-token prediction, and that of GLM is not verified",
+    ),
+}
 
 
 def bridge_problems(train: TrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
     """Every broken rule, for the model of the config.json `hf` if it is known."""
     if train.bridge == "native":
         return
-    path, native = "train.bridge", "train.bridge=native"
-    if (fault := _missing()) is not None:
-        yield problem(path, train.bridge, f"needs mbridge {MBRIDGE_VERSION}", fault, f"pip install 'moerl[mbridge]', or {native}")
-    if hf is not None and hf["model_type"] not in MBRIDGE_FAMILIES:
-        reason = f"it is verified for {', '.join(MBRIDGE_FAMILIES)} alone, and this model is {hf['model_type']}"
+    path, native, package = "train.bridge", "train.bridge=native", BRIDGES[train.bridge]
+    if (fault := missing(package)) is not None:
+        yield problem(path, train.bridge, f"needs {package.name} {package.version}", fault, f"{package.install}, or {native}")
+    if hf is not None and hf["model_type"] not in package.families:
+        reason = f"it is verified for {', '.join(package.families)} alone, and this model is {hf['model_type']}"
         yield problem(path, train.bridge, "must be native for this model", reason, native)
     if train.mtp_loss > 0:
-        reason = "mbridge names layers of multi-token prediction only in a model of 61 layers with one of them"
-        yield problem(path, train.bridge, "must be native while train.mtp_loss > 0", reason, f"{native}, or train.mtp_loss=0")
+        yield problem(path, train.bridge, "must be native while train.mtp_loss > 0", package.mtp_fault, f"{native}, or train.mtp_loss=0")
     layout = train.layout
-    if layout.ep == 1 and layout.etp != layout.tp and hf is not None and _has_experts(hf):
+    if train.bridge == "mbridge" and layout.ep == 1 and layout.etp != layout.tp and hf is not None and _has_experts(hf):
         reason = "without expert parallelism mbridge gathers experts over tensor parallelism, as if they were split there"
         fix = f"train.layout.etp={layout.tp}, train.layout.ep=2 or more, or {native}"
         yield problem(path, train.bridge, "needs train.layout.etp=train.layout.tp when ep=1", reason, fix)
 
 
+def missing(package: BridgePackage) -> str | None:
+    """Why it cannot be used here."""
+    try:
+        found = version(package.name)
+    except PackageNotFoundError:
+        return f"the package {package.name} is not installed here"
+    absent = [module for module in package.modules if importlib.util.find_spec(module) is None]
+    if absent:
+        return f"the module {absent[0]}, which {package.name} needs, cannot be imported here"
+    return None if found == package.version else f"version {found} is installed here, which moerl's patches were not written for"
+
+
 def _has_experts(hf: Mapping[str, Any]) -> bool:
     return any(hf.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def _missing() -> str | None:
-    try:
-        found = version("mbridge")
-    except PackageNotFoundError:
-        return "the package mbridge is not installed here"
-    if importlib.util.find_spec("mbridge") is None:
-        return "the package mbridge cannot be imported here"
-    return None if found == MBRIDGE_VERSION else f"version {found} is installed here, which moerl's patches were not written for"
