@@ -8,6 +8,7 @@ from typing import Any
 
 from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
+from moerl.config.engines import engine_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
@@ -152,8 +153,11 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
-    layout, context = config.train.layout, config.model.max_context
-    yield from layout.problems(_shape(config.model))
+    layout, context, shape = config.train.layout, config.model.max_context, _shape(config.model)
+    yield from layout.problems(shape)
+    if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
+        rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
+        yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)
     if context < layout.sequence_multiple:
         rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"
         reason = "context parallelism cuts every sequence into 2 * cp chunks of at least one token; shorter sequences would be padding"
@@ -218,6 +222,10 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
 
 
+def _engine(config: RunConfig) -> Iterator[Problem]:
+    yield from engine_problems(config, _shape(config.model))
+
+
 def _observe(config: RunConfig) -> Iterator[Problem]:
     if config.observe.wandb != "off" and importlib.util.find_spec("wandb") is None:
         reason = "the package wandb is not installed here"
@@ -261,6 +269,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _overlong,
     _gym_reward,
     _rollout,
+    _engine,
     _observe,
     _megatron,
     _router_replay,

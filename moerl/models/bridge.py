@@ -5,6 +5,7 @@ An expert or a pipeline stage is held by some ranks only; the lowest of them gat
 Layers of multi-token prediction that are not trained are not built: they leave as they are in the checkpoint.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names, owned_by
 from moerl.models.shards import merge, split
+from moerl.models.stacks import restack, stack_of, stored_names
 from moerl.types import CheckpointError
 
 
@@ -40,7 +42,9 @@ class Bridge:
         self._shards: dict[str, tuple[torch.Size, torch.dtype]] = {}  # known everywhere, so that export need not send them along
         self._owners = self._find_owners()
         self._mtp_layers = mtp_layers(source, sizes.num_layers)
-        built = {hf for name in self._owners for hf in self._export_names(name, with_mtp=True)}
+        parts = [hf for name in self._owners for hf in self._export_names(name, with_mtp=True)]
+        built = set(stored_names(parts))
+        self._num_parts = Counter(stack[0] for part in parts if (stack := stack_of(part)) is not None)
         self._float32 = {hf for name in self._owners if family.find(name)[0].is_float32 for hf in self._export_names(name, with_mtp=True)}
         self._kept = sorted({hf for names in self._mtp_layers.values() for hf in names} - built)
 
@@ -64,7 +68,8 @@ class Bridge:
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
         """Every Hugging Face name, in the order of `export`."""
-        return [hf for name in self._owners for hf in self._export_names(name, with_mtp=with_mtp)] + (self._kept if with_mtp else [])
+        names = stored_names(hf for name in self._owners for hf in self._export_names(name, with_mtp=with_mtp))
+        return names + (self._kept if with_mtp else [])
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
@@ -75,6 +80,13 @@ class Bridge:
 
         Tensors of layers that were not built keep the checkpoint's dtype. `with_mtp` False leaves out all of multi-token prediction.
         """
+        yield from restack(self._parts(dtype, with_mtp=with_mtp), self._num_parts)
+        if with_mtp and self._kept and dist.get_rank() == 0:
+            with HFCheckpoint(self._source) as checkpoint:
+                yield from ((name, checkpoint.read(name)) for name in self._kept)
+
+    def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
+        """What `export` gives of the model that is built, with the stacks of experts in parts."""
         for name, owner in self._owners.items():
             rule, _ = self._family.find(name)
             if rule.is_mtp and not with_mtp:
@@ -85,9 +97,6 @@ class Bridge:
                 names = self._export_names(name, with_mtp=with_mtp)
                 tensors = [tensor.to(torch.float32 if rule.is_float32 else dtype) for tensor in tensors]
                 yield from zip(names, tensors + tensors[:1] * (len(names) - len(tensors)), strict=True)
-        if with_mtp and self._kept and dist.get_rank() == 0:
-            with HFCheckpoint(self._source) as checkpoint:
-                yield from ((name, checkpoint.read(name)) for name in self._kept)
 
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
@@ -124,7 +133,15 @@ class Bridge:
                 owners.setdefault(name, rank)
         if self._tied:
             owners.pop("output_layer.weight", None)
-        return owners
+        return self._with_stacks_together(owners)
+
+    def _with_stacks_together(self, owners: dict[str, int]) -> dict[str, int]:
+        """Otherwise the parts of every stack, one after the other by rank, would be held at the same time."""
+        first: dict[str, int] = {}
+        for place, name in enumerate(owners):
+            stack = stack_of(self._hf_names(*self._family.find(name))[0])
+            first[name] = place if stack is None else first.setdefault(stack[0], place)
+        return {name: owners[name] for name in sorted(owners, key=first.__getitem__)}
 
     def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
         return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)

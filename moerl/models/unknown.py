@@ -12,9 +12,6 @@ from moerl.types import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
     "minimax_m2": "it norms queries and keys over all heads at once; Megatron-Core (0.16 to 0.19) has norms of single heads",
-    "gpt_oss": "its attention has learned sinks, which Megatron-Core leaves to Transformer Engine: for packed sequences, of which all "
-    "batches consist, that takes 2.12 and cuDNN 9.18, and the reference Transformer Engine that proves families on CPU has neither sinks "
-    "nor windows; its experts' biases would be added once per rank of expert tensor parallelism (0.16.1, TEGroupedMLP)",
     "qwen3_next": "three of four layers are gated delta nets; those of Megatron-Core 0.16 refuse packed sequences, of which all batches "
     "consist, and those of 0.19 run on GPUs alone (flash-linear-attention), so that nothing here could prove them",
 }

@@ -1,7 +1,7 @@
 """What carries weights between a Megatron model and Hugging Face names: the seam, and the one place that chooses who does it.
 
-The native bridge walks the family's rules. mbridge and Megatron-Bridge, optional packages, bring name
-maps and gathering of their own.
+The native bridge walks the family's rules. mbridge and Megatron-Bridge, optional packages, bring name maps and gathering
+of their own.
 """
 
 from collections.abc import Iterator, Sequence

@@ -110,6 +110,10 @@ class FakeTrainGroup:
         assert self._sender is not None
         self._sender.transmit(bucket)
 
+    async def abandon(self) -> None:
+        for _ in self._export:
+            pass
+
     def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._residency.running("export"):
             yield from self._tensors_of_version()

@@ -69,6 +69,7 @@ class TrainGroup(Protocol):
     async def connect(self) -> None: ...
     async def next_bucket(self, index: int) -> Bucket | None: ...
     async def transmit(self, bucket: Bucket) -> None: ...
+    async def abandon(self) -> None: ...
 
 
 class MegatronTrainGroup:
@@ -184,6 +185,11 @@ class MegatronTrainGroup:
 
     async def transmit(self, bucket: Bucket) -> None:
         await self._rank0("transmit", bucket)
+
+    async def abandon(self) -> None:
+        """An export is a collective, so that every rank runs it to its end."""
+        assert self._joining_export is not None, "bucket 0 begins a push"
+        await asyncio.gather(self._rank0("drop_export"), self._joining_export)
 
     # -- calls -------------------------------------------------------------------------------------------------
 

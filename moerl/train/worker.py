@@ -134,6 +134,11 @@ class TrainWorker:
         for _ in self._engine.export(with_mtp=False):
             raise AssertionError("only rank 0 receives exported tensors")
 
+    def drop_export(self) -> None:
+        """Rank 0: run the export to its end for the sake of the others, who are in it."""
+        for _ in self._export:
+            pass
+
     def transmit(self, bucket: Bucket) -> None:
         self._sender.transmit(bucket)
 

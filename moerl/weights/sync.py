@@ -42,6 +42,9 @@ class WeightSource(Protocol):
     async def transmit(self, bucket: Bucket) -> None:
         """gloo: broadcast the bucket just packed."""
 
+    async def abandon(self) -> None:
+        """After a bucket that did not arrive: end the push, so that the trainer can be used for other things."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushStats:
@@ -117,7 +120,11 @@ class WeightSync:
         index = num_bytes = 0
         while (bucket := await self._source.next_bucket(index)) is not None:
             installs = {name: receiver.install(bucket) for name, receiver in self._receivers.items()}
-            await self._together(f"bucket {index}", {SOURCE: self._source.transmit(bucket), **installs})
+            try:
+                await self._together(f"bucket {index}", {SOURCE: self._source.transmit(bucket), **installs})
+            except WeightError:
+                await self._source.abandon()
+                raise
             index, num_bytes = index + 1, num_bytes + bucket.num_bytes
         return index, num_bytes
 

@@ -57,14 +57,16 @@ def chosen_settings(directory, layout):
 def test_ranks_load_the_checkpoints_of_every_family(directories, converted, tmp_path):
     cases = []
     for name, directory in directories.items():
-        # The layouts that the family has; weights other than the checkpoint's to begin with.
-        layout = TP2 if "num_experts_per_tok" not in CASES[name] else EP2
-        (tmp_path / name).mkdir()
-        cases.append((chosen_settings(directory, layout), converted[name], tmp_path / name))
+        # The layouts that the family has, for sinks both; weights other than the checkpoint's to begin with.
+        layouts = [TP2] if "num_experts_per_tok" not in CASES[name] else [TP2, EP2] if name == "gpt_oss" else [EP2]
+        for layout in layouts:
+            exported = tmp_path / f"{name}-tp{layout.tp}"
+            exported.mkdir()
+            cases.append((chosen_settings(directory, layout), converted[name], exported))
     for layout in (TP2, EP2):
         run_ranks(load_all, 2, [case for case in cases if case[0].train.layout == layout], random_batch())
-    for name, directory in directories.items():
-        assert_same(tmp_path / name, load_file(directory / "model.safetensors"))
+    for chosen, _, exported in cases:
+        assert_same(exported, load_file(chosen.model_dir / "model.safetensors"))
 
 
 def test_every_missing_misshapen_and_unknown_tensor_is_listed(directories, tmp_path):

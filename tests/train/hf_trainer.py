@@ -199,6 +199,10 @@ class HFTrainGroup:
         assert self._sender is not None
         self._sender.transmit(bucket)
 
+    async def abandon(self) -> None:
+        for _ in self._exporting:
+            pass
+
 
 class _WiderFloats(TorchFunctionMode):
     """transformers computes norms and the router's softmax in float32 whatever the model's dtype; here in float64."""

@@ -184,6 +184,20 @@ def test_a_push_brings_exactly_the_tensors_of_the_manifest_as_they_are_after_the
     assert any(not before[name].equal(after[name]) for name in before)
 
 
+def test_a_push_that_was_abandoned_leaves_the_trainer_ready_for_everything(served):
+    async def scenario(group, _):
+        before = await pushed(group, 1)
+        await group.listen("shm", 1)
+        await group.connect()
+        assert await group.next_bucket(0) is not None
+        await group.abandon()
+        assert (await group.logprobs(BATCH)).shape == BATCH.token_ids_T.shape
+        return before, await pushed(group, 1)
+
+    before, after = served(scenario)
+    assert all(before[name].equal(after[name]) for name in before)
+
+
 def test_a_sleeping_trainer_refuses_every_verb_until_it_is_awake(served):
     async def scenario(group, _):
         async with group.awake():

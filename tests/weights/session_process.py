@@ -124,7 +124,7 @@ class Source:
 
     def __init__(self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, timeout_seconds: float = 10.0):
         self.model = dict(model)
-        self.num_listens = 0
+        self.num_listens = self.num_abandoned = 0
         self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
         self._sender: WeightSender | None = None
         self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -153,6 +153,9 @@ class Source:
 
     async def transmit(self, bucket: Bucket) -> None:
         await asyncio.to_thread(self.sender.transmit, bucket)
+
+    async def abandon(self) -> None:
+        self.num_abandoned += 1
 
     def close(self) -> None:
         if self._sender is not None:

@@ -104,7 +104,9 @@ def test_a_push_after_a_failed_one_succeeds(source):
     with pytest.raises(WeightError, match="at bucket"):
         asyncio.run(sync.push(1))
     engines["damaging"].damages = ""
+    assert source.num_abandoned == 1
     asyncio.run(sync.push(2))
+    assert source.num_abandoned == 1
     assert [engine.session.version for engine in engines.values()] == [2, 2]
     assert engines["damaging"].digests() == engines["good"].digests()
 
