@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from moerl.config.bridge import BRIDGES, BridgePackage
+from moerl.models.bridge_packages import BRIDGES, BridgePackage
 
 _DECORATORS = ("register_model", "register_bridge")
 """Of mbridge, with model_types, and of Megatron-Bridge, with the name of a class of transformers as `source`."""

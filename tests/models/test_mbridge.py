@@ -12,8 +12,8 @@ from engine_ranks import RankError, run_ranks
 from family_cases import CASES, write_case
 from safetensors.torch import load_file, save_file
 
-from moerl.config.bridge import BRIDGES
 from moerl.config.layout import Layout
+from moerl.models.bridge_packages import BRIDGES
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed (pip install 'moerl[mbridge]')"

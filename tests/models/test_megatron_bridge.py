@@ -9,8 +9,9 @@ from engine_ranks import RankError, run_ranks
 from family_cases import CASES, write_case
 from safetensors.torch import load_file, save_file
 
-from moerl.config.bridge import BRIDGES, missing
+from moerl.config.bridge import missing
 from moerl.config.layout import Layout
+from moerl.models.bridge_packages import BRIDGES
 
 PACKAGE = BRIDGES["megatron_bridge"]
 
