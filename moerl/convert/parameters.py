@@ -45,6 +45,7 @@ def described_family(config: Mapping[str, Any]) -> Family:
     try:
         list(family.broken_rules(_unquantized(config)))
         sizes_of(family, config)
+        family.rotary(_unquantized(config))
     except KeyError as error:
         reason = f"a model of type {config['model_type']} cannot be described without"
         fix = "fetch config.json again, or write what the model was trained with"
