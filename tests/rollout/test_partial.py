@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, until
 
+from moerl.rollout.partial import joined
 from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
 from moerl.rollout.routes import check_routes
 from moerl.types import Completion, EngineUnavailable, SamplingParams, VersionSpan
@@ -131,3 +132,21 @@ def test_only_what_is_computed_anew_has_the_log_probs_of_the_new_weights_alone(r
     spans, found, anew = run(scenario())
     assert [span.version for span in spans] == [1, 2]
     assert (found == pytest.approx(anew, abs=1e-5)) == (mode == "abort")
+
+
+def test_a_token_keeps_the_route_and_the_version_of_when_it_was_computed_first():
+    """Two prompt tokens, three drawn with version 1, then two with 1 and one with 2."""
+    first = Completion(
+        request_id="r", token_ids=(7, 8, 9), logprobs=(-1.0, -2.0, -3.0), spans=(VersionSpan(version=1, num_tokens=3),), finish_reason="abort",
+        routes=np.full((4, 1, 2), 10, dtype=np.uint8),
+    )  # fmt: skip
+    more = Completion(
+        request_id="r", token_ids=(1, 2, 3), logprobs=(-4.0, -5.0, -6.0),
+        spans=(VersionSpan(version=1, num_tokens=2), VersionSpan(version=2, num_tokens=1)), finish_reason="stop",
+        routes=np.full((7, 1, 2), 20, dtype=np.uint8),
+    )  # fmt: skip
+    whole = joined(first, more)
+    assert (whole.token_ids, whole.logprobs) == ((7, 8, 9, 1, 2, 3), (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0))
+    assert whole.spans == (VersionSpan(version=1, num_tokens=5), VersionSpan(version=2, num_tokens=1))
+    assert (whole.finish_reason, whole.routes.dtype) == ("stop", np.uint8)
+    assert whole.routes[:, 0, 0].tolist() == [10] * 4 + [20] * 3
