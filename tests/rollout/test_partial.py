@@ -137,8 +137,8 @@ def test_only_what_is_computed_anew_has_the_log_probs_of_the_new_weights_alone(r
 def test_a_token_keeps_the_route_and_the_version_of_when_it_was_computed_first():
     """Two prompt tokens, three drawn with version 1, then two with 1 and one with 2."""
     first = Completion(
-        request_id="r", token_ids=(7, 8, 9), logprobs=(-1.0, -2.0, -3.0), spans=(VersionSpan(version=1, num_tokens=3),), finish_reason="abort",
-        routes=np.full((4, 1, 2), 10, dtype=np.uint8),
+        request_id="r", token_ids=(7, 8, 9), logprobs=(-1.0, -2.0, -3.0), spans=(VersionSpan(version=1, num_tokens=3),),
+        finish_reason="abort", routes=np.full((4, 1, 2), 10, dtype=np.uint8),
     )  # fmt: skip
     more = Completion(
         request_id="r", token_ids=(1, 2, 3), logprobs=(-4.0, -5.0, -6.0),
