@@ -56,7 +56,7 @@ async def run(
                     await weights.push(version)
                 cursor = buffer.oldest_untrained_ticket
                 num_dropped = buffer.num_drawn_by_last_take - len(groups)
-                observe.step(version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts)
+                observe.step(version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed)
                 buffer.release(config.groups_per_step)  # only now may new groups start
                 if version == config.num_steps or (config.save_every and version % config.save_every == 0):
                     with observe.phase("save"):

@@ -17,6 +17,7 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
+from moerl.config.model_shape import read_config
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
@@ -71,6 +72,9 @@ async def _processes(
     rollout = config.rollout
     pool = RolloutPool(
         build_engines(config, model_dir, config.run_dir / "logs"),
+        max_running=rollout.max_running,
+        max_queued=rollout.max_queued,
+        vocab_size=read_config(model_dir)["vocab_size"],
         request_seconds=rollout.request_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=rollout.probe_seconds,

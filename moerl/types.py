@@ -43,6 +43,8 @@ class SamplingParams:
     """0 keeps every token."""
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the completion; the token itself is part of it."""
+    num_drawn: int = 0
+    """How many tokens at the end of the prompt this completion drew before it was ended: the random numbers that follow are used."""
     returns_routes: bool = False
     """The completion brings the experts its tokens went to."""
 

@@ -15,6 +15,14 @@ from moerl.types import Problem
 Node = Mapping[str, Any]
 """A JSON schema, or a part of one."""
 
+_LEFT_OUT = {
+    "rollout.over_sampling": (
+        "the first to finish of more groups than needed are the shorter ones, and the prompts of the others are lost",
+        "max_staleness=1, which starts twice as many groups as a step takes and trains them all, with rollout.partial=true",
+    ),
+}
+"""Settings that people know from elsewhere: path -> why there is none, what to write instead."""
+
 
 class Explainer:
     def __init__(self, json_schema: Node):
@@ -48,6 +56,8 @@ class Explainer:
         return problem(path, NOT_SET, "must be given", reason, f"write {path}=<{self._words(node)}>")
 
     def _unknown(self, path: str, value: object, owner: Node) -> Problem:
+        if path in _LEFT_OUT:
+            return problem(path, value, "is not a setting", *_LEFT_OUT[path])
         head, _, name = path.rpartition(".")
         names = list(owner["properties"])
         near = difflib.get_close_matches(name, names, n=1)

@@ -285,11 +285,18 @@ class RolloutConfig(_Strict):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""
     max_running: Positive = 64
-    """Requests one server decodes together; the rest wait in its queue."""
+    """Requests one server decodes together."""
+    max_queued: NotNegative = 2
+    """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
+    is free first: one that waits on a server cannot go to an idler one any more."""
     prefill_chunk: Positive = 64
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the trainer's."""
+    partial: bool = False
+    """What becomes of completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
+    servers return what they have, and the rest is asked for after the push, from any server, which computes keys and values anew with the
+    new weights. Needs max_staleness > 0."""
     start_seconds: Seconds = 300.0
     request_seconds: Seconds = 1800.0
     """Deadline of one completion, waiting and repetition after the loss of a server included."""

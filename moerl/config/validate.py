@@ -41,6 +41,9 @@ def _run(config: RunConfig) -> Iterator[Problem]:
 
 def _staleness(config: RunConfig) -> Iterator[Problem]:
     if config.max_staleness == 0:
+        if config.rollout.partial:
+            reason = "with max_staleness=0 no completion is unfinished when weights are pushed"
+            yield problem("rollout.partial", True, "has no effect", reason, "max_staleness=1, or rollout.partial=false")
         return
     if config.deterministic:
         reason = "which weights sample a group then depends on timing"

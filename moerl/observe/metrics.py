@@ -62,6 +62,7 @@ METRICS = (
     Metric("groups/uniform", "share", "down", MEAN, "trained groups whose rewards are all equal: their advantages are zero"),
     Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
+    Metric("fleet/resumed", "completions", "none", LAST, "that went on from their tokens after a push (rollout.partial), since then"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
     Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),
     Metric("train/lr", "rate", "none", LAST, "learning rate of the step"),
@@ -126,6 +127,7 @@ def step_metrics(
     step_seconds: float,
     dropped_groups: int,
     restarts: int,
+    resumed: int,
     full_reward: float,
 ) -> dict[str, float]:
     """Everything about the step that produced `version`, trained on `groups`.
@@ -142,6 +144,7 @@ def step_metrics(
         **_group_metrics(groups, full_reward),
         "groups/dropped": float(dropped_groups),
         "fleet/restarts": float(restarts),
+        "fleet/resumed": float(resumed),
         **_train_metrics(stats),
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
         **({} if stats.routing is None else _routing_metrics(stats.routing)),

@@ -67,9 +67,10 @@ class Observer:
             self._show_phase(None)
 
     def step(
-        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0
+        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0
     ) -> dict[str, float]:
-        """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts`: of servers so far."""
+        """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts` of servers and
+        `resumed` completions: so far."""
         if self._last_version is None:
             self._forget_after(version - 1)
         assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
@@ -82,6 +83,7 @@ class Observer:
             step_seconds=step_seconds,
             dropped_groups=dropped_groups,
             restarts=restarts,
+            resumed=resumed,
             full_reward=self._full_reward,
         )
         metrics |= self._checkpoint_metrics

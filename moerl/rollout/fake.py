@@ -177,7 +177,8 @@ class FakeEngine:
     def _draw(self, request: _Request, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> None:
         assert self._version is not None
         seed = None if sampling.temperature == 0 else sampling.seed
-        generator = _generator(tuple(prompt_ids), seed, self._version, len(request.tokens))
+        first = len(prompt_ids) - sampling.num_drawn
+        generator = _generator(tuple(prompt_ids[:first]), seed, self._version, sampling.num_drawn + len(request.tokens))
         request.tokens.append(int(generator.integers(self._limits.vocab_size)))
         request.versions.append(self._version)
 

@@ -46,6 +46,7 @@ class Fleet:
         self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
         self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._on_change: list[Callable[[], None]] = []
 
     @property
     def num_restarts(self) -> int:
@@ -64,6 +65,10 @@ class Fleet:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
 
+    def on_change(self, call: Callable[[], None]) -> None:
+        """`call` after every change of a server's state."""
+        self._on_change.append(call)
+
     def running(self) -> list[Member]:
         """Those that answer, or should."""
         return [member for member in self.members if member.state in _RUNNING]
@@ -79,10 +84,17 @@ class Fleet:
         if member.state == "healthy":
             self._enter(member, "stale")
 
-    async def least_loaded(self) -> Member:
-        """Of those that serve; waits for one. EngineError if none will ever serve again."""
-        await self._until(lambda: any(member.state == "healthy" for member in self.members))
-        return min((member for member in self.members if member.state == "healthy"), key=lambda member: member.num_in_flight)
+    def healthy(self) -> list[Member]:
+        """Those that serve."""
+        return [member for member in self.members if member.state == "healthy"]
+
+    def check(self) -> None:
+        """EngineError if none will ever serve again."""
+        for watch in self._watches:
+            if watch.done() and not watch.cancelled():
+                watch.result()  # it ends by itself with a server that stays dead; anything else must reach the run
+        if (last := self._last_words()) is not None:
+            raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {last}") from last
 
     def stale(self) -> list[Member]:
         """Those that run and wait for weights."""
@@ -175,14 +187,12 @@ class Fleet:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        for call in self._on_change:
+            call()
 
     async def _until(self, is_true: Callable[[], bool]) -> None:
         while not is_true():
-            for watch in self._watches:
-                if watch.done() and not watch.cancelled():
-                    watch.result()  # it ends by itself with a server that stays dead; anything else must reach the run
-            if (last := self._last_words()) is not None:
-                raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {last}") from last
+            self.check()
             await self._changed.wait()
 
     def _last_words(self) -> EngineError | None:

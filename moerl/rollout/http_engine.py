@@ -49,7 +49,8 @@ class HTTPEngine:
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
-        return _parse(self.name, wire.parse_completion, await self.call("POST", "/generate", wire.GENERATE, body))
+        content = await self.call("POST", "/generate", wire.GENERATE, body, about=f": {request_id}")
+        return _parse(f"{self.name}: {request_id}", wire.parse_completion, content)
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
         await self.call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
@@ -78,8 +79,9 @@ class HTTPEngine:
             await session.close()
         await self._process.close()
 
-    async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
-        """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone."""
+    async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None, *, about: str = "") -> bytes:
+        """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone.
+        `about` follows the server's name where the answer makes no sense."""
         if self._session is None:
             raise EngineUnavailable(f"{self.name}: {path} on a server that is not running; start it first")
         data = None if adapter is None else adapter.dump_json(body)
@@ -89,7 +91,7 @@ class HTTPEngine:
         except aiohttp.ClientError as error:
             raise await self._explain(path, error) from error
         if response.status != 200:
-            reason = _parse(self.name, wire.ERROR.validate_json, content).error
+            reason = _parse(f"{self.name}{about}", wire.ERROR.validate_json, content).error
             raise (EngineUnavailable if response.status == wire.UNAVAILABLE else EngineError)(f"{self.name}: {reason}")
         return content
 

@@ -22,6 +22,9 @@ class Limits:
             f"prompt of {num_prompt} tokens + max_tokens = {sampling.max_tokens}: must be at most model.max_context = {self.max_context}; "
             "shorten the prompt or rollout.max_response_tokens, or raise model.max_context": num_total <= self.max_context,
             f"max_tokens = {sampling.max_tokens}: must be at least 1": sampling.max_tokens >= 1,
+            f"num_drawn = {sampling.num_drawn}: must be in [0, {num_prompt}), the prompt's tokens": 0
+            <= sampling.num_drawn
+            < max(num_prompt, 1),
             f"seed = {sampling.seed}: must be in [0, 2^128)": 0 <= sampling.seed < 2**128,
             f"temperature = {sampling.temperature}: must be at least 0": sampling.temperature >= 0,
             f"top_p = {sampling.top_p}: must be in (0, 1]": 0 < sampling.top_p <= 1,

@@ -1,6 +1,7 @@
-"""All rollout servers as one: a request goes to the least loaded that serves, a command to every one that runs.
+"""All rollout servers as one: a request goes to one that serves (moerl/rollout/places.py says to which), a command to every one that runs.
 
-A request whose server ends is run again, from its prompt and with its seed, on another one, or on the same one once it is back.
+A request whose server ends is run again, with its seed, on another one, or on the same one once it is back. One that a server ends before
+its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/partial.py).
 """
 
 import asyncio
@@ -8,8 +9,11 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
+from moerl.rollout.completion_check import check_completion
 from moerl.rollout.engine import EngineHealth, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
+from moerl.rollout.partial import completed, joined, rest
+from moerl.rollout.places import Claim, Places
 from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -22,12 +26,23 @@ MAX_ATTEMPTS = 5
 class RolloutPool:
     """Owned by one event loop."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, request_seconds: float, max_restarts: int = 0, probe_seconds: float = 30.0):
-        """`request_seconds`: deadline of one completion, with the time it waits for a slot, is paused, or waits for a server."""
+    def __init__(
+        self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, vocab_size: int, request_seconds: float,
+        max_restarts: int = 0, probe_seconds: float = 30.0,
+    ):  # fmt: skip
+        """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
+        completion, with the time it waits for a server, is paused, or waits for a slot."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds)
-        self._request_seconds = request_seconds
+        self._places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
+        self._request_seconds, self._vocab_size = request_seconds, vocab_size
+        self._num_resumed = 0
+
+    @property
+    def num_resumed(self) -> int:
+        """How often a request went on elsewhere, or later, from the tokens it had; so far."""
+        return self._num_resumed
 
     async def start(self) -> None:
         """All servers at once; if one fails, the others are closed."""
@@ -38,22 +53,22 @@ class RolloutPool:
             raise
         self.fleet.watch()
 
-    async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
-        """EngineError if the server refuses it, if no server is left, or at the deadline; the server then drops the request."""
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, *, session: str | None = None
+    ) -> Completion:
+        """`session`: of requests whose prompts begin alike; None: of this one alone. EngineError if the server refuses it, if no server is
+        left, or at the deadline; the server then drops the request."""
+        claim = self._places.claim(request_id if session is None else session)
         asked: list[str] = []
         try:
             async with asyncio.timeout(self._request_seconds):
-                return await self._generate(prompt_ids, sampling, request_id, asked)
+                return await self._generate(prompt_ids, sampling, request_id, claim, asked)
         except TimeoutError as error:
             raise EngineError(
-                f"{asked[-1] if asked else 'no server serves'}: {request_id} took longer than rollout.request_seconds = "
+                f"{asked[-1] if asked else 'no server was free'}: {request_id} took longer than rollout.request_seconds = "
                 f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
                 "or raise the deadline"
             ) from error
-
-    async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
-        """On every server: a server ignores ids it does not know."""
-        await self._all("abort", lambda engine: engine.abort(request_ids))
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
         """`members`: these servers only."""
@@ -79,21 +94,33 @@ class RolloutPool:
         healths = await self._all("health", lambda engine: engine.health(), members)
         return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
 
-    async def _generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, asked: list[str]) -> Completion:
+    async def _generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, claim: Claim, asked: list[str]
+    ) -> Completion:
         """`asked` gets the names of the servers."""
+        so_far: Completion | None = None
+        num_lost = 0
         while True:
-            member = await self.fleet.least_loaded()
-            asked.append(member.engine.name)
-            member.num_in_flight += 1
-            try:
-                return await member.engine.generate(prompt_ids, sampling, request_id)
-            except EngineUnavailable as error:
-                if len(asked) == MAX_ATTEMPTS:
-                    raise
-                self.fleet.refused(member)
-                logger.info("%s is run again: %s", request_id, str(error).splitlines()[0])
-            finally:
-                member.num_in_flight -= 1
+            async with self._places.take(claim) as member:
+                asked.append(member.engine.name)
+                try:
+                    more = await self._ask(member, *rest(prompt_ids, sampling, so_far), request_id)
+                except EngineUnavailable as error:
+                    num_lost += 1
+                    if num_lost == MAX_ATTEMPTS:
+                        raise
+                    self.fleet.refused(member)
+                    logger.info("%s is run again: %s", request_id, str(error).splitlines()[0])
+                    continue
+            so_far = completed(joined(so_far, more), sampling)
+            if so_far.finish_reason != "abort":
+                return so_far
+            self._num_resumed += 1
+
+    async def _ask(self, member: Member, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
+        completion = await member.engine.generate(prompt_ids, sampling, request_id)
+        check_completion(completion, sampling, request_id=request_id, vocab_size=self._vocab_size, server=member.engine.name)
+        return completion
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
         """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""

@@ -44,7 +44,7 @@ class GroupRunner:
             stop_token_ids=self._stop_token_ids,
             returns_routes=self._routes is not None,
         )
-        completion = await self._pool.generate(prompt.token_ids, sampling, f"{prompt.index}-{index}")
+        completion = await self._pool.generate(prompt.token_ids, sampling, f"{prompt.index}-{index}", session=str(prompt.index))
         if self._routes is not None and completion.token_ids:
             # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
             await asyncio.to_thread(check_routes, completion, num_prompt=len(prompt.token_ids), shape=self._routes)

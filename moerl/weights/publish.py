@@ -38,8 +38,14 @@ class WeightPublisher:
         """Of rollout servers, in this process of the run."""
         return self._pool.fleet.num_restarts
 
+    @property
+    def num_resumed(self) -> int:
+        """Completions that went on from their tokens after a push, counted each time."""
+        return self._pool.num_resumed
+
     async def push(self, version: int) -> CanaryResult | None:
-        """Requests in flight stop where they are and go on with the new weights. The canary's result, when it ran."""
+        """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. The canary's
+        result, when it ran."""
         self._version, self._num_pushes = version, self._num_pushes + 1
         return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
 
@@ -77,7 +83,7 @@ class WeightPublisher:
 
     async def _push(self, members: list[Member], *, with_canary: bool) -> CanaryResult | None:
         sync = await self._sync_with(members)
-        await self._pool.pause("keep", members)
+        await self._pool.pause("abort" if self._config.rollout.partial else "keep", members)
         await sync.push(self._version)
         self._pool.fleet.served(members)
         await self._pool.resume(members)

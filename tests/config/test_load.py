@@ -71,6 +71,7 @@ def test_a_group_file_replaces_the_recipes_choice():
         ("=3", "override", "there is no key before ="),
         ("name=[a", "override", "must read key=value"),
         ("hydra.run.dir=x", "hydra.run.dir", "is not a setting"),
+        ("rollout.over_sampling=1.5", "rollout.over_sampling", "is not a setting"),
         ("~namee", "configuration", "'namee' does not exist"),
         ("name=${nmae}", "name", "Interpolation key 'nmae' not found"),
     ],

@@ -55,6 +55,7 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DAPO, "group_size=1", "group_size", "must be at least 2"),
         (DEMO, "train.updates_per_step=257", "train.updates_per_step", "must be at most 256"),
         (DEMO, "max_staleness=1 train.old_logprobs=rollout", "deterministic", "needs max_staleness=0"),
+        (DEMO, "rollout.partial=true", "rollout.partial", "has no effect"),
         (DAPO, "train.old_logprobs=trainer", "train.old_logprobs", "train.old_logprobs=rollout"),
         (DEMO, "model.scratch=null", "model", "neither is given"),
         (DEMO, "model.path=/nowhere/at-all model.scratch=null", "model.path", "download the model there"),

@@ -154,7 +154,14 @@ class InProcessRun:
             max_context=MAX_CONTEXT,
             max_response_tokens=config.rollout.max_response_tokens,
         )
-        pool = RolloutPool(self.engines, request_seconds=SECONDS, max_restarts=self.config.rollout.max_restarts)
+        pool = RolloutPool(
+            self.engines,
+            max_running=config.rollout.max_running,
+            max_queued=config.rollout.max_queued,
+            vocab_size=VOCAB_SIZE,
+            request_seconds=SECONDS,
+            max_restarts=config.rollout.max_restarts,
+        )
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, tokenizer=tokenizer, stop_token_ids=())
         publisher = RecordingPublisher(config, train=self.trainer, pool=pool, canary_prompts=[prompts.prompt_at(0)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)

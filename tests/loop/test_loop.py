@@ -81,8 +81,11 @@ def test_staleness_is_used_and_never_exceeded(tmp_path, algorithm, max_staleness
         assert all(version - 1 - max_staleness <= sampled < version for sampled in run.versions(version))
 
 
-def test_a_completion_in_flight_goes_on_with_the_pushed_weights(tmp_path):
-    run = overlapping(make_config(tmp_path, num_steps=6, max_staleness=1))
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_completion_in_flight_goes_on_with_the_pushed_weights(tmp_path, partial):
+    config = make_config(tmp_path, num_steps=6, max_staleness=1)
+    run = overlapping(replace(config, rollout=replace(config.rollout, partial=partial)))
+    assert (run.metrics()[-1]["fleet/resumed"] > 0) == partial
     spans = [sample.completion.spans for groups in run.groups.values() for group in groups for sample in group.samples]
     versions = [tuple(span.version for span in of_one) for of_one in spans]
     assert any(len(of_one) == 2 for of_one in versions)

@@ -11,7 +11,7 @@ from moerl.types import MemoryStats, RoutingStats, SavedCheckpoint
 @pytest.fixture
 def measure(make_stats):
     def measure(*groups, version=1, **changes):
-        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, full_reward=1.0)
+        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, resumed=0, full_reward=1.0)
         stats = changes.pop("stats", make_stats())
         return step_metrics(version, groups, stats, **{**settings, **changes})
 

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from tiny_servers import new_fake, push
+from tiny_servers import MAX_RUNNING, VOCAB, new_fake, push
 
 from moerl.rollout.fleet import NUM_PROBES
 from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
@@ -20,7 +20,18 @@ async def serving(checkpoints, num_servers, **options):
     engines = [new_fake(checkpoints["dense"]) for _ in range(num_servers)]
     for index, engine in enumerate(engines):
         engine.name = f"fake-{index}"
-    pool = RolloutPool(engines, **{"request_seconds": 30, "max_restarts": 2, "probe_seconds": 30, **options})
+    pool = RolloutPool(
+        engines,
+        **{
+            "max_running": MAX_RUNNING,
+            "max_queued": 2,
+            "vocab_size": VOCAB,
+            "request_seconds": 30,
+            "max_restarts": 2,
+            "probe_seconds": 30,
+            **options,
+        },
+    )
     try:
         await pool.start()
         await bring(pool, checkpoints, 1)

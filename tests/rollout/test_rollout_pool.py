@@ -1,12 +1,15 @@
 """Routing, deadlines and commands to several servers, over fake engines."""
 
 import asyncio
+import sys
+from dataclasses import replace
 
 import pytest
-from tiny_servers import new_fake, push
+from tiny_servers import MAX_RUNNING, VOCAB, new_fake, push
 
+from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.pool import RolloutPool
-from moerl.types import EngineError, SamplingParams
+from moerl.types import Completion, EngineError, SamplingParams, VersionSpan
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 PROMPT = (1, 2, 3)
@@ -24,7 +27,7 @@ def engines(run, checkpoints):
 
 @pytest.fixture
 def pool(run, engines, checkpoints):
-    pool = RolloutPool(engines, request_seconds=30)
+    pool = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=30)
 
     async def begin():
         await pool.start()
@@ -52,8 +55,9 @@ def test_requests_go_to_the_least_loaded_server_and_ties_to_the_first(run, pool)
         first = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"a{i}")) for i in range(7)]
         await settle()
         before = await loads(pool)
-        await pool.abort(("a1", "a4"))
-        await asyncio.gather(first[1], first[4])
+        for index in (4, 1):
+            first.pop(index).cancel()
+        await settle()
         more = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"b{i}")) for i in range(2)]
         await settle()
         after = await loads(pool)
@@ -65,7 +69,7 @@ def test_requests_go_to_the_least_loaded_server_and_ties_to_the_first(run, pool)
     assert before == [3, 2, 2]
     assert after == [3, 2, 2]
     assert end == [0, 0, 0]
-    assert sum(completion.finish_reason == "abort" for completion in completions) == 2
+    assert [completion.finish_reason for completion in completions] == ["length"] * 7
 
 
 def test_the_server_does_not_influence_the_completion(run, pool):
@@ -77,7 +81,7 @@ def test_the_server_does_not_influence_the_completion(run, pool):
 
 def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run, engines, pool):
     async def scenario():
-        hasty = RolloutPool(engines, request_seconds=0.05)
+        hasty = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=0.05)
         hasty.fleet.served(hasty.fleet.members)
         await hasty.pause("keep")
         with pytest.raises(EngineError, match=r"fake-0: slow took longer than rollout.request_seconds = 0.05"):
@@ -119,13 +123,94 @@ def test_a_failed_start_closes_the_servers_that_came_up(run, engines):
         async def close(self):
             pass
 
-    pool = RolloutPool([engines[0], Broken()], request_seconds=1)
+    pool = RolloutPool([engines[0], Broken()], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=1)
     with pytest.raises(EngineError, match=r"start failed on 1 of 2 servers\n\* broken: cannot start"):
         run(pool.start())
     with pytest.raises(EngineError, match="not running"):
         run(engines[0].health())
 
 
+# -- answers that cannot be right ------------------------------------------------------------------------------
+
+SOUND = Completion(
+    request_id="r", token_ids=(5, 6, 7), logprobs=(-1.0, -2.0, 0.0), spans=(VersionSpan(version=1, num_tokens=3),), finish_reason="length"
+)
+
+
+class Answering:
+    name = "server-0"
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        return self._answer
+
+
+def ask_for(run, answer):
+    pool = RolloutPool([Answering(answer)], max_running=1, max_queued=0, vocab_size=VOCAB, request_seconds=5)
+    pool.fleet.served(pool.fleet.members)
+    return run(pool.generate(PROMPT, SamplingParams(max_tokens=3, seed=1, stop_token_ids=(6, 7)), "r"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"request_id": "other"}, "request_id = 'other': must be the request's"),
+        ({"token_ids": (5, VOCAB, 7)}, rf"token {VOCAB}: must be in the model's vocabulary \[0, {VOCAB}\)"),
+        ({"token_ids": (-1, 5, 7)}, "token -1: must be in the model's vocabulary"),
+        ({"logprobs": (-1.0, -2.0)}, "2 log-probs: must be as many as tokens, 3"),
+        ({"logprobs": (-1.0, float("nan"), -1.0)}, "log-prob nan: must be a number and at most 0"),
+        ({"logprobs": (-1.0, 0.5, -1.0)}, r"log-prob 0\.5: must be a number and at most 0"),
+        ({"spans": ()}, "spans of 0 tokens: must be of 3, none empty"),
+        (
+            {"spans": (VersionSpan(version=1, num_tokens=4), VersionSpan(version=2, num_tokens=-1))},
+            "spans of 3 tokens: must be of 3, none empty",
+        ),
+        ({"token_ids": (5, 5, 5, 7), "logprobs": (-1.0,) * 4}, "4 tokens: must be at most max_tokens = 3"),
+        ({"token_ids": (5, 5, 5), "finish_reason": "stop"}, "finish_reason = 'stop' with 3 tokens: stop must end with a stop token"),
+        ({"token_ids": (5, 5), "logprobs": (-1.0, -1.0)}, "finish_reason = 'length' with 2 tokens: .* length with token 3"),
+        ({"token_ids": (5, 6, 7)}, "token 6 at 1: a stop token must be the last"),
+    ],
+)
+def test_an_answer_that_cannot_be_the_requests_names_server_request_and_rule(run, changes, rule):
+    sound = replace(SOUND, token_ids=(5, 5, 7))
+    with pytest.raises(EngineError, match=rf"server-0: r: the answer cannot be this request's: .*{rule}"):
+        ask_for(run, replace(sound, **changes))
+    assert ask_for(run, replace(sound, finish_reason="stop")).token_ids == (5, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "answered"),
+    [(200, b"<html>", "answered b'<html>'"), (200, b'{"request_id": "r"}', "token_ids"), (502, b"Bad Gateway", "answered b'Bad Gateway'")],
+)
+def test_an_answer_that_is_no_completion_names_server_and_request(run, tmp_path, status, body, answered):
+    code = f"""
+import http.server
+class Garbage(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response({status})
+        self.send_header("content-length", "{len(body)}")
+        self.end_headers()
+        self.wfile.write({body!r})
+server = http.server.HTTPServer(("127.0.0.1", 0), Garbage)
+print('{{"port": %d}}' % server.server_port, flush=True)
+server.serve_forever()
+"""
+    engine = HTTPEngine([sys.executable, "-c", code], host="127.0.0.1", port=0, log_path=tmp_path / "log", start_seconds=60)
+
+    async def scenario():
+        await engine.start()
+        try:
+            with pytest.raises(EngineError, match=rf"(?s){engine.name}: r: answered .*{answered}|{engine.name}: r: {answered}"):
+                await engine.generate(PROMPT, SAMPLING, "r")
+        finally:
+            await engine.close()
+
+    run(scenario())
+
+
 def test_a_pool_needs_a_server():
     with pytest.raises(EngineError, match="num_servers = 0"):
-        RolloutPool([], request_seconds=1)
+        RolloutPool([], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=1)

@@ -29,7 +29,9 @@ class SlotTable:
         self._temperature[slot], self._top_k[slot], self._top_p[slot] = sampling.temperature, sampling.top_k, sampling.top_p
         self._stops[slot] = False
         self._stops[slot, list(sampling.stop_token_ids)] = True
-        self._uniforms[slot, : sampling.max_tokens] = uniforms(sampling.seed, sampling.max_tokens)
+        self._uniforms[slot, : sampling.max_tokens] = uniforms(sampling.seed, sampling.num_drawn + sampling.max_tokens)[
+            sampling.num_drawn :
+        ]
         self._routes.pop(slot, None)
 
     def draws(self, slots: np.ndarray) -> Draws:
