@@ -12,6 +12,10 @@ from megatron_patches import (
     cuda_stand_in,
     duplicated_linear,
     float64_gradients,
+    mbridge_deepseek_weights,
+    mbridge_latent_config,
+    mbridge_rope_theta,
+    megatron_bridge_scatter,
     mtp_recompute,
     reference_te,
     uneven_gloo,
@@ -26,6 +30,10 @@ PATCHES: tuple[ModuleType, ...] = (
     float64_gradients,
     duplicated_linear,
     mtp_recompute,
+    mbridge_rope_theta,
+    mbridge_latent_config,
+    mbridge_deepseek_weights,
+    megatron_bridge_scatter,
 )
 """In order of application: the first two must precede the first import of Megatron."""
 

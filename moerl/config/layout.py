@@ -140,6 +140,9 @@ class Layout:
                     "its columns are split evenly",
                     _divisors(shape.expert_ffn_size),
                 )
+            if shape.has_biased_experts and self.etp > 1:
+                reason = "each rank that holds a part of an expert would add its bias (Megatron-Core, TransformerConfig.__post_init__)"
+                yield _problem("etp", self.etp, "must be 1 for experts with biases", reason, "etp=1 and a larger ep")
 
 
 def _problem(field: str, value: int, rule: str, reason: str, fix: str) -> Problem:

@@ -30,6 +30,10 @@ class ModelShape:
     """Its routers choose experts with a correction bias."""
     has_latent_attention: bool = False
     has_shared_experts: bool = False
+    has_biased_experts: bool = False
+    """The projections of its experts have biases."""
+    has_sinks: bool = False
+    """Its attention has a learned sink for each head."""
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
@@ -49,6 +53,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         has_expert_bias=megatron.get("moe_router_enable_expert_bias", False),
         has_latent_attention=megatron.get("multi_latent_attention", False),
         has_shared_experts=megatron.get("moe_shared_expert_intermediate_size") is not None,
+        has_biased_experts=num_experts is not None and megatron["add_bias_linear"],
+        has_sinks=megatron.get("softmax_type") == "learnable",
     )
 
 

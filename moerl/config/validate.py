@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.engines import engine_problems
 from moerl.config.fp8 import fp8_problems
@@ -152,8 +153,11 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
-    layout, context = config.train.layout, config.model.max_context
-    yield from layout.problems(_shape(config.model))
+    layout, context, shape = config.train.layout, config.model.max_context, _shape(config.model)
+    yield from layout.problems(shape)
+    if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
+        rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
+        yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)
     if context < layout.sequence_multiple:
         rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"
         reason = "context parallelism cuts every sequence into 2 * cp chunks of at least one token; shorter sequences would be padding"
@@ -245,6 +249,10 @@ def _mtp(config: RunConfig) -> Iterator[Problem]:
         yield problem("train.mtp_loss", config.train.mtp_loss, "must be 0 for this model", reason, fix)
 
 
+def _bridge(config: RunConfig) -> Iterator[Problem]:
+    yield from bridge_problems(config.train, _hf_config(config.model))
+
+
 def _fp8(config: RunConfig) -> Iterator[Problem]:
     yield from fp8_problems(config.train, _hf_config(config.model))
 
@@ -266,6 +274,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _megatron,
     _router_replay,
     _mtp,
+    _bridge,
     _fp8,
 )
 

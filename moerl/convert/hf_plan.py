@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moerl.config.problems import problem
-from moerl.convert import fp8
+from moerl.convert import fp8, mxfp4
 from moerl.convert.entry import Entry
 from moerl.convert.safetensors_file import Stored, read_pieces, read_tensor
 from moerl.convert.source import HFSource
@@ -23,7 +23,11 @@ _FP8 = torch.float8_e4m3fn
 
 def converted(source: HFSource, dtype: Dtype, scale_format: fp8.ScaleFormat) -> list[Entry]:
     """Raises ConvertError with every tensor that does not fit."""
-    problems = list(fp8_problems(source))
+    is_packed = mxfp4.is_packed(source.config)
+    problems = list(mxfp4.packed_problems(source) if is_packed else fp8_problems(source))
+    if dtype == "fp8" and is_packed:
+        reason = "blocks of 128 x 128 are made of matrices, its experts are stacks"
+        problems.append(problem("--dtype", dtype, "must not be fp8 for a source in MXFP4", reason, "--dtype bfloat16"))
     if dtype == "fp8" and any(stored.dtype == _FP8 for stored in source.tensors.values()):
         reason = "quantizing anew could only lose"
         problems.append(problem("--dtype", dtype, "must not be fp8 for a source in FP8", reason, "--dtype keep"))
@@ -31,7 +35,13 @@ def converted(source: HFSource, dtype: Dtype, scale_format: fp8.ScaleFormat) -> 
         raise ConvertError(problems)
     if dtype == "keep":
         return [source.entry(name) for name in source.tensors]
+    if is_packed:
+        return [_unpacked(source, name, getattr(torch, dtype)) for name in source.tensors if not name.endswith(mxfp4.SCALES)]
     return [entry for name in source.tensors for entry in _converted(source, name, dtype, scale_format)]
+
+
+def _unpacked(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
+    return mxfp4.unpacked_entry(source, name, dtype) if name.endswith(mxfp4.BLOCKS) else plain_entry(source, name, dtype)
 
 
 def plain_entry(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
@@ -55,7 +65,8 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
     if config is not None and (config.get("quant_method") != "fp8" or config.get("weight_block_size") != [fp8.BLOCK, fp8.BLOCK]):
         found: object = {name: config.get(name) for name in ("quant_method", "weight_block_size")}
         reason = f"moerl reads FP8 in blocks of {fp8.BLOCK} x {fp8.BLOCK}, and copies nothing it cannot check"
-        yield problem("SRC/config.json: quantization_config", found, "must be fp8 in blocks", reason, "the unquantized checkpoint")
+        fix = "moerl convert SRC DST --dtype bfloat16, then that folder" if mxfp4.is_packed(source.config) else "the unquantized checkpoint"
+        yield problem("SRC/config.json: quantization_config", found, "must be fp8 in blocks", reason, fix)
     for name, stored in source.tensors.items():
         if stored.dtype == _FP8:
             yield from _scale_problems(source, name, stored)

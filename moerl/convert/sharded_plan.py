@@ -10,11 +10,12 @@ from torch import Tensor
 
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
-from moerl.convert.completeness import misshapen, missing, unknown
+from moerl.convert.completeness import stored_problems, tensor_problems
 from moerl.convert.entry import Entry, computed, read_whole
-from moerl.convert.parameters import Parameter, family_of, parameters_of_keys, parameters_of_names, sizes_of
+from moerl.convert.parameters import Parameter, family_of, num_experts, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded import Part, ShardedSource
 from moerl.convert.source import HFSource
+from moerl.convert.stacks import in_parts, joined
 from moerl.models.family import Sizes, is_tied, num_mtp_layers
 from moerl.models.shards import merge, split
 from moerl.types import ConvertError
@@ -26,15 +27,11 @@ def parts_of(source: HFSource, dtype: torch.dtype) -> list[Part]:
     """Raises ConvertError with everything that is missing, unknown or of another shape than its like."""
     family = family_of(source.config)
     sizes = sizes_of(family, source.config)
-    problems = list(hf_plan.fp8_problems(source))
+    source = in_parts(source, family, num_experts(family, source.config))
+    if problems := [*hf_plan.fp8_problems(source), *tensor_problems(source, family)]:
+        raise ConvertError(problems)
     names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
     parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
-    problems += missing(source, family, set(names), sizes)
-    problems += misshapen(source, names)
-    used = {name for each in parameters for name in each.hf}
-    problems += unknown(source, [name for name in names if name not in used], [copy for rule in family.rules for copy in rule.copies])
-    if problems:
-        raise ConvertError(problems)
     experts: dict[str, int] = {}
     for each in parameters:
         if each.expert is not None:
@@ -42,7 +39,7 @@ def parts_of(source: HFSource, dtype: torch.dtype) -> list[Part]:
     return [_part(source, each, sizes, dtype, experts.get(each.key)) for each in parameters]
 
 
-def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype, num_experts: int | None) -> Part:
+def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype, count: int | None) -> Part:
     kept = torch.float32 if parameter.rule.is_float32 else dtype
     split_whole = partial(split, parameter.rule, rank=0, num_ranks=1, sizes=sizes)
     shape = tuple(split_whole([torch.empty(source.tensors[name].shape, device="meta") for name in parameter.hf]).shape)
@@ -53,8 +50,8 @@ def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dty
     entry = computed(" + ".join(parameter.hf), kept, shape, make)
     if parameter.expert is None:
         return Part(entry=entry, key=parameter.key, offset=(0,) * len(shape), global_shape=shape)
-    assert num_experts is not None
-    return Part(entry=entry, key=parameter.key, offset=(parameter.expert, *(0 for _ in shape)), global_shape=(num_experts, *shape))
+    assert count is not None
+    return Part(entry=entry, key=parameter.key, offset=(parameter.expert, *(0 for _ in shape)), global_shape=(count, *shape))
 
 
 # -- to a Hugging Face folder ----------------------------------------------------------------------------------
@@ -72,7 +69,9 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     parameters = list(parameters_of_keys(family, shapes, num_layers=sizes.num_layers))
     if is_tied(source.config):
         parameters = [each for each in parameters if each.key != "output_layer.weight"]
-    entries = [entry for each in parameters for entry in _entries(source, each, sizes, dtype)]
+    if problems := list(stored_problems(source, family, parameters)):
+        raise ConvertError(problems)
+    entries = joined([entry for each in parameters for entry in _entries(source, each, sizes, dtype)])
     num_mtp = num_mtp_layers(source.config)
     if without_untrained and not any(each.rule.is_mtp for each in parameters):
         return entries

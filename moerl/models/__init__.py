@@ -3,6 +3,7 @@
 from moerl.models.deepseek_v3 import DEEPSEEK_V3
 from moerl.models.family import Family
 from moerl.models.glm4_moe import GLM4_MOE
+from moerl.models.gpt_oss import GPT_OSS
 from moerl.models.kimi_k2 import KIMI_K2
 from moerl.models.llama import LLAMA
 from moerl.models.mixtral import MIXTRAL
@@ -19,4 +20,5 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": KIMI_K2,
     "glm4_moe": GLM4_MOE,
+    "gpt_oss": GPT_OSS,
 }

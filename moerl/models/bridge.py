@@ -5,7 +5,8 @@ An expert or a pipeline stage is held by some ranks only; the lowest of them gat
 Layers of multi-token prediction that are not trained are not built: they leave as they are in the checkpoint.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names, owned_by
 from moerl.models.shards import merge, split
+from moerl.models.stacks import restack, stack_of, stored_names
 from moerl.types import CheckpointError
 
 
@@ -37,9 +39,12 @@ class Bridge:
         """
         self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
         self._owned = {item.name: item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank())}
+        self._shards: dict[str, tuple[torch.Size, torch.dtype]] = {}  # known everywhere, so that export need not send them along
         self._owners = self._find_owners()
-        self._mtp_layers = _mtp_layers(source, sizes.num_layers)
-        built = {hf for name in self._owners for hf in self._export_names(name, with_mtp=True)}
+        self._mtp_layers = mtp_layers(source, sizes.num_layers)
+        parts = [hf for name in self._owners for hf in self._export_names(name, with_mtp=True)]
+        built = set(stored_names(parts))
+        self._num_parts = Counter(stack[0] for part in parts if (stack := stack_of(part)) is not None)
         self._float32 = {hf for name in self._owners if family.find(name)[0].is_float32 for hf in self._export_names(name, with_mtp=True)}
         self._kept = sorted({hf for names in self._mtp_layers.values() for hf in names} - built)
 
@@ -54,16 +59,17 @@ class Bridge:
             tensors = [checkpoint.read(name) for name in names]
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, tensor, expected in zip(names, tensors, whole, strict=True):
-                _check_shape(name, tensor, expected)
+                check_shape(name, tensor, expected)
             shard = split(item.rule, tensors, rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)
             with torch.no_grad():
                 item.tensor.copy_(shard)
             if dist.get_rank() == self._owners.get(item.name):
-                self._check_copies(item.rule, tensors[0], checkpoint)
+                check_copies(names[0], tensors[0], copy_names(item.rule, self._mtp_layers), checkpoint)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
         """Every Hugging Face name, in the order of `export`."""
-        return [hf for name in self._owners for hf in self._export_names(name, with_mtp=with_mtp)] + (self._kept if with_mtp else [])
+        names = stored_names(hf for name in self._owners for hf in self._export_names(name, with_mtp=with_mtp))
+        return names + (self._kept if with_mtp else [])
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
@@ -74,6 +80,13 @@ class Bridge:
 
         Tensors of layers that were not built keep the checkpoint's dtype. `with_mtp` False leaves out all of multi-token prediction.
         """
+        yield from restack(self._parts(dtype, with_mtp=with_mtp), self._num_parts)
+        if with_mtp and self._kept and dist.get_rank() == 0:
+            with HFCheckpoint(self._source) as checkpoint:
+                yield from ((name, checkpoint.read(name)) for name in self._kept)
+
+    def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
+        """What `export` gives of the model that is built, with the stacks of experts in parts."""
         for name, owner in self._owners.items():
             rule, _ = self._family.find(name)
             if rule.is_mtp and not with_mtp:
@@ -84,9 +97,6 @@ class Bridge:
                 names = self._export_names(name, with_mtp=with_mtp)
                 tensors = [tensor.to(torch.float32 if rule.is_float32 else dtype) for tensor in tensors]
                 yield from zip(names, tensors + tensors[:1] * (len(names) - len(tensors)), strict=True)
-        if with_mtp and self._kept and dist.get_rank() == 0:
-            with HFCheckpoint(self._source) as checkpoint:
-                yield from ((name, checkpoint.read(name)) for name in self._kept)
 
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
@@ -98,9 +108,11 @@ class Bridge:
             return tensors
         if dist.get_rank() == source:
             for tensor in tensors:
-                _send(tensor.contiguous())
+                dist.send(tensor.contiguous(), dst=0)
             return []
-        return [_receive(source) for _ in rule.hf]
+        shape, dtype = self._shards[name]
+        shard = torch.empty(shape, dtype=dtype, device="meta")
+        return [_receive(source, whole) for whole in merge(rule, [shard] * group.size(), sizes=self._sizes)]
 
     @staticmethod
     def _gather(shard: Tensor, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:
@@ -112,40 +124,39 @@ class Bridge:
 
     def _find_owners(self) -> dict[str, int]:
         """Global name -> lowest rank that holds it, in one order on every rank; without a tied output layer."""
-        held: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, list(self._owned))
+        held: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(held, {name: (item.tensor.shape, item.tensor.dtype) for name, item in self._owned.items()})
         owners: dict[str, int] = {}
-        for rank, names in enumerate(held):
-            for name in names:
+        for rank, shards in enumerate(held):
+            self._shards |= shards
+            for name in shards:
                 owners.setdefault(name, rank)
         if self._tied:
             owners.pop("output_layer.weight", None)
-        return owners
+        return self._with_stacks_together(owners)
+
+    def _with_stacks_together(self, owners: dict[str, int]) -> dict[str, int]:
+        """Otherwise the parts of every stack, one after the other by rank, would be held at the same time."""
+        first: dict[str, int] = {}
+        for place, name in enumerate(owners):
+            stack = stack_of(self._hf_names(*self._family.find(name))[0])
+            first[name] = place if stack is None else first.setdefault(stack[0], place)
+        return {name: owners[name] for name in sorted(owners, key=first.__getitem__)}
 
     def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
         return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)
-
-    def _copy_names(self, rule: Rule) -> list[str]:
-        """Those of the rule's copies that the source holds."""
-        return [name for copy in rule.copies for layer, held in self._mtp_layers.items() if (name := copy.format(mtp=layer)) in held]
 
     def _export_names(self, name: str, *, with_mtp: bool) -> list[str]:
         rule, numbers = self._family.find(name)
         if not with_mtp:
             return [] if rule.is_mtp else self._hf_names(rule, numbers)
-        return self._hf_names(rule, numbers) + self._copy_names(rule)
-
-    def _check_copies(self, rule: Rule, tensor: Tensor, checkpoint: HFCheckpoint) -> None:
-        for name in self._copy_names(rule):
-            if not checkpoint.read(name).equal(tensor):
-                reason = f"Megatron shares {rule.hf[0]} with the layers of multi-token prediction; fetch the checkpoint again"
-                raise CheckpointError(f"{name} differs from {rule.hf[0]}, of which it must be a copy: {reason}")
+        return self._hf_names(rule, numbers) + copy_names(rule, self._mtp_layers)
 
     def _shard_group(self, rule: Rule) -> dist.ProcessGroup:
         return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
 
 
-def _mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
+def mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
     """Names of the checkpoint's tensors in layers after the model's last, by layer."""
     layers: dict[int, set[str]] = {}
     with HFCheckpoint(source) as checkpoint:
@@ -156,7 +167,20 @@ def _mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
     return dict(sorted(layers.items()))
 
 
-def _check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
+def copy_names(rule: Rule, layers: Mapping[int, set[str]]) -> list[str]:
+    """Those of the rule's copies that a source with these `mtp_layers` holds."""
+    return [name for copy in rule.copies for layer, held in layers.items() if (name := copy.format(mtp=layer)) in held]
+
+
+def check_copies(name: str, tensor: Tensor, copies: Sequence[str], checkpoint: HFCheckpoint) -> None:
+    """Raises CheckpointError for one of the `copies` of tensor `name` that is none."""
+    for copy in copies:
+        if not checkpoint.read(copy).equal(tensor):
+            reason = f"Megatron shares {name} with the layers of multi-token prediction; fetch the checkpoint again"
+            raise CheckpointError(f"{copy} differs from {name}, of which it must be a copy: {reason}")
+
+
+def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
     if tensor.shape != expected.shape:
         raise CheckpointError(
             f"{name} has shape {tuple(tensor.shape)}, but by its config.json it must have {tuple(expected.shape)}: "
@@ -164,15 +188,7 @@ def _check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
         )
 
 
-def _send(tensor: Tensor) -> None:
-    dist.send_object_list([(tuple(tensor.shape), tensor.dtype)], dst=0)
-    dist.send(tensor, dst=0)
-
-
-def _receive(source: int) -> Tensor:
-    header: list[tuple[tuple[int, ...], torch.dtype]] = [((), torch.float32)]
-    dist.recv_object_list(header, src=source)
-    shape, dtype = header[0]
-    tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+def _receive(source: int, like: Tensor) -> Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype, device=torch.cuda.current_device())
     dist.recv(tensor, src=source)
     return tensor

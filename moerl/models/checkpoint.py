@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moerl.models.stacks import stack_of, stored_name
 from moerl.types import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -38,9 +39,12 @@ class HFCheckpoint:
         return list(self._files)
 
     def read(self, name: str) -> Tensor:
-        """Raises CheckpointError naming the tensor and its file."""
-        with self._explaining(name):
-            return self._file(name).get_tensor(name)
+        """Also a part of a stack. Raises CheckpointError naming the tensor and its file."""
+        stack = stack_of(name)
+        with self._explaining(stored_name(name)):
+            if stack is None:
+                return self._file(name).get_tensor(name)
+            return self._file(stack[0]).get_slice(stack[0])[stack[1]]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the file's header. Raises CheckpointError naming the tensor and its file."""

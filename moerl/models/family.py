@@ -12,9 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from moerl.types import CheckpointError
 
-Shard = Literal["replicated", "column", "row", "vocab", "qkv", "gate_up"]
+Shard = Literal[
+    "replicated", "column", "row", "vocab", "qkv", "gate_up", "alternating", "alternating_columns", "transposed_row"
+]  # fmt: skip
 """Over tensor parallel (expert tensor parallel for experts). column: rows of the [out, in] weight. row: its columns. vocab: column,
-after padding the vocabulary. qkv: column over query groups, each holding its queries, key and value. gate_up: both column."""
+after padding the vocabulary. qkv: column over query groups, each holding its queries, key and value. gate_up: both column.
+
+alternating: gate_up of one tensor whose rows alternate, gate, up, gate, up. alternating_columns: the same of a [in, out] weight.
+transposed_row: row of a [in, out] weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,12 @@ class Served:
     """What a layer's experts and router are called in checkpoints; transformers calls them mlp."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Of an expert, in checkpoints; transformers fuses them over all experts."""
+    router: str = "gate"
+    """What transformers calls it."""
+    has_stacks: bool = False
+    """Checkpoints hold the experts of a layer as transformers does, in stacks (stacks.py)."""
+    has_windows: bool = False
+    """Some layers see sliding_window positions only, by layer_types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,12 @@ def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, s
         return tensors[0].chunk(num_ranks, dim=1)[rank]
     if rule.shard == "gate_up":
         return torch.cat([tensor.chunk(num_ranks)[rank] for tensor in tensors])
+    if rule.shard == "alternating":
+        return _gate_up(tensors[0], rank, num_ranks)
+    if rule.shard == "alternating_columns":
+        return _gate_up(tensors[0].T, rank, num_ranks)
+    if rule.shard == "transposed_row":
+        return tensors[0].T.chunk(num_ranks, dim=1)[rank]
     if rule.shard == "qkv":
         return _interleave(tensors, sizes.num_query_groups).chunk(num_ranks)[rank]
     whole = tensors[0] if rule.shard == "column" else _pad_rows(tensors[0], sizes.padded_vocab_size)
@@ -33,6 +39,12 @@ def merge(rule: Rule, shards: Sequence[Tensor], *, sizes: Sizes) -> list[Tensor]
         return [torch.cat(list(shards), dim=1)]
     if rule.shard == "gate_up":
         return [torch.cat(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+    if rule.shard == "alternating":
+        return [_alternate(shards)]
+    if rule.shard == "alternating_columns":
+        return [_alternate(shards).T.contiguous()]
+    if rule.shard == "transposed_row":
+        return [torch.cat(list(shards), dim=1).T.contiguous()]
     whole = torch.cat(list(shards))
     if rule.shard == "qkv":
         return _separate(whole, sizes.num_query_groups, sizes.head_dim)
@@ -48,6 +60,16 @@ def _separate(whole: Tensor, groups: int, head_dim: int) -> list[Tensor]:
     per_group = whole.reshape(groups, -1, *whole.shape[1:])
     queries = per_group.shape[1] - 2 * head_dim
     return [part.reshape(-1, *whole.shape[1:]) for part in per_group.split([queries, head_dim, head_dim], dim=1)]
+
+
+def _gate_up(alternating: Tensor, rank: int, num_ranks: int) -> Tensor:
+    """Rows gate, up, gate, up, ... -> the gates of `rank`, then its ups."""
+    return torch.cat([alternating[start::2].chunk(num_ranks)[rank] for start in (0, 1)])
+
+
+def _alternate(shards: Sequence[Tensor]) -> Tensor:
+    gate, up = (torch.cat(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True))
+    return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:

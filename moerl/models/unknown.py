@@ -1,4 +1,5 @@
-"""What is said of a config.json whose architecture has no family: why, if that is known, and which family is nearest."""
+"""What is said of a config.json whose architecture has no family: why, if that is known, which family is nearest, and
+which other packages know it."""
 
 import difflib
 from collections.abc import Mapping
@@ -6,13 +7,11 @@ from typing import Any
 
 from moerl.models import FAMILIES
 from moerl.models.family import BrokenRule, Family
+from moerl.models.registries import explain_known
 from moerl.types import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
     "minimax_m2": "it norms queries and keys over all heads at once; Megatron-Core (0.16 to 0.19) has norms of single heads",
-    "gpt_oss": "its attention has learned sinks, which Megatron-Core leaves to Transformer Engine: for packed sequences, of which all "
-    "batches consist, that takes 2.12 and cuDNN 9.18, and the reference Transformer Engine that proves families on CPU has neither sinks "
-    "nor windows; its experts' biases would be added once per rank of expert tensor parallelism (0.16.1, TEGroupedMLP)",
     "qwen3_next": "three of four layers are gated delta nets; those of Megatron-Core 0.16 refuse packed sequences, of which all batches "
     "consist, and those of 0.19 run on GPUs alone (flash-linear-attention), so that nothing here could prove them",
 }
@@ -30,14 +29,12 @@ def find_family(hf: Mapping[str, Any]) -> Family:
 def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
     """Of a config.json whose model_type is not in FAMILIES."""
     kind, names = str(hf.get("model_type")), ", ".join(sorted(FAMILIES))
-    rule = "must be of a family moerl knows"
+    rule, fix = "must be of a family moerl knows", f"a model whose model_type is one of {names}"
     if kind in NOT_EXPRESSED:
-        return BrokenRule(
-            rule, f"model_type {kind!r} is not among them: {NOT_EXPRESSED[kind]}", f"a model whose model_type is one of {names}"
-        )
+        return BrokenRule(rule, f"model_type {kind!r} is not among them: {NOT_EXPRESSED[kind]}; {explain_known(hf)}", fix)
     near = _nearest(kind, hf.get("architectures") or [])
     hint = "" if near is None else f"; the nearest is {near}, and docs/add-a-family.md says how to add one"
-    return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}", f"a model whose model_type is one of {names}")
+    return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}; {explain_known(hf)}", fix)
 
 
 def _nearest(kind: str, architectures: list[str]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
@@ -21,9 +22,10 @@ from torch import nn
 
 from moerl.config.layout import Layout
 from moerl.config.schema import TrainConfig
-from moerl.models.bridge import Bridge, Groups
+from moerl.models.bridge import Groups
 from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family
+from moerl.models.weight_bridge import WeightBridge, build_bridge
 from moerl.train import fp8
 from moerl.train.mtp_model import MTPModel
 from moerl.train.overlap import data_parallel_config, reduce_after_last_micro_batch
@@ -31,6 +33,9 @@ from moerl.train.recompute import recompute_fields
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.routers import Routers
 from moerl.train.routing import Routing
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+"""By the names that families give."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,7 @@ class Model:
     """GPTModel."""
     wrapped: list[nn.Module]
     """The same in DistributedDataParallel: what runs."""
-    bridge: Bridge
+    bridge: WeightBridge
     routers: Routers
     routing: Routing
     vocab_size: int
@@ -84,7 +89,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
         config=config,
         chunks=chunks,
         wrapped=wrapped,
-        bridge=Bridge(built.family, chunks, groups=_bridge_groups(), sizes=built.sizes, tied=is_tied(hf), source=model_dir),
+        bridge=build_bridge(train, built.family, chunks, groups=_bridge_groups(), sizes=built.sizes, tied=is_tied(hf), source=model_dir),
         routers=Routers(config, chunks, train.layout),
         routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
         vocab_size=built.sizes.vocab_size,
@@ -103,6 +108,7 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int)
     chunks = [_chunk(config, family, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
     for chunk in chunks:
         _reduce_replicated_experts(chunk, train.layout)
+        _count_in_norm(chunk)
     sizes = Sizes(
         num_layers=config.num_layers,
         num_query_groups=config.num_query_groups,
@@ -135,8 +141,10 @@ def _chunk(
 def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
     layout, dtype = train.layout, getattr(torch, train.dtype)
     described = family.checked_config(hf) | _router_dtype(dtype)
+    # GPTModel reads what describes YaRN outside of latent attention from attributes that TransformerConfig has no fields for.
+    yarn = {name: described.pop(name) for name in list(described) if name.startswith("yarn_")}
     chosen: dict[str, Any] = dict(
-        activation_func=torch.nn.functional.silu,
+        activation_func=_ACTIVATIONS[described.pop("activation_func", "silu")],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -171,6 +179,8 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
     config.finalize_model_grads_func = sum_gradients
+    for name, value in yarn.items():
+        setattr(config, name, value)
     return config
 
 
@@ -194,6 +204,17 @@ def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _count_in_norm(chunk: nn.Module) -> None:
+    """The norm of gradients counts what is not marked as cut over tensor parallelism on the first rank alone.
+
+    Transformer Engine cuts the sinks of attention and does not mark them. It marks the weights of experts, which ranks share out, and
+    not their biases (pytorch/module/grouped_linear.py, reset_parameters).
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset") or (".experts." in name and ".bias" in name):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:

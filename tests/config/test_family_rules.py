@@ -3,19 +3,24 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import linear_sizes
+from moerl.config.load import load
 from moerl.config.model_shape import shape_of_config
 from moerl.models import FAMILIES
 from moerl.models.unknown import NOT_EXPRESSED, find_family
-from moerl.types import CheckpointError, RouteShape
+from moerl.types import CheckpointError, ConfigError, Problem, RouteShape
 
 _DECODER = {"rms_norm_eps": 1e-5, "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": False}
 _LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3",
 }  # fmt: skip
 _YARN = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
+_GPT_OSS_ROPE = {
+    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+}  # fmt: skip
 PUBLISHED = {
     "qwen2": {
         "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -48,8 +53,14 @@ PUBLISHED = {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3,
         "num_nextn_predict_layers": 1, "rope_theta": 1000000, "rope_scaling": None, "vocab_size": 151552,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "attention_bias": True, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "experts_per_token": 4, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": _GPT_OSS_ROPE, "vocab_size": 201088,
+    },
 }  # fmt: skip
-"""As published with Qwen2.5-7B, Llama-3.1-8B, Mixtral-8x7B, Kimi-K2 (without quantization_config) and GLM-4.5."""
+"""As published with Qwen2.5-7B, Llama-3.1-8B, Mixtral-8x7B, Kimi-K2 (without quantization_config), GLM-4.5 and gpt-oss-20b (likewise)."""
 PUBLISHED = {name: _DECODER | config for name, config in PUBLISHED.items()}
 
 BROKEN = [
@@ -65,6 +76,13 @@ BROKEN = [
     ("mixtral", "quantization_config", {"quant_method": "awq"}, "moerl convert SRC DST --dtype bfloat16"),
     ("kimi_k2", "topk_group", 2, "2 best experts"),
     ("kimi_k2", "rms_norm_eps", 1e-5, "compressed queries"),
+    ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}, "stored quantized"),
+    ("gpt_oss", "sliding_window", None, "have windows"),
+    ("gpt_oss", "layer_types", ["chunked_attention"] * 24, "for each of its 24 layers"),
+    ("gpt_oss", "attention_bias", False, "to none"),
+    ("gpt_oss", "swiglu_alpha", 1.0, "quick_gelu"),
+    ("gpt_oss", "rope_scaling", _GPT_OSS_ROPE | {"mscale": 1.0}, "must not have mscale"),
+    ("gpt_oss", "rope_scaling", {"type": "linear", "factor": 4.0}, "needs rope_type yarn"),
     ("glm4_moe", "norm_topk_prob", False, "normalises"),
     ("glm4_moe", "tie_word_embeddings", True, "cannot save"),
     ("glm4_moe", "first_k_dense_replace", 92, "must have experts"),
@@ -98,8 +116,49 @@ def test_validation_knows_the_shape_of_every_family():
     assert mixtral.routes == RouteShape(num_layers=32, top_k=2, num_experts=8)
     kimi = shape_of_config(PUBLISHED["kimi_k2"])
     assert (kimi.num_kv_heads, kimi.has_latent_attention, kimi.has_expert_bias) == (64, True, True)
+    gpt_oss = shape_of_config(PUBLISHED["gpt_oss"])
+    assert gpt_oss.routes == RouteShape(num_layers=24, top_k=4, num_experts=32)
+    assert gpt_oss.has_biased_experts and gpt_oss.has_sinks
+    assert not any(shape_of_config(PUBLISHED[name]).has_biased_experts for name in PUBLISHED if name != "gpt_oss")
     llama = shape_of_config(PUBLISHED["llama"])
     assert (llama.num_experts, llama.expert_ffn_size, llama.routes) == (None, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "fix"),
+    [
+        (["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=a2a"),
+        (["train.layout.cp=2", "+train.megatron.cp_comm_type=a2a"], None, ""),
+        (["train.layout.ep=2", "train.layout.etp=2"], "train.layout.etp", "etp=1"),
+    ],
+)
+def test_what_sinks_and_biased_experts_do_not_allow_is_refused(overrides, path, fix, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt_oss"]))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    chosen = ["model.scratch=null", f"model.path={tmp_path}", "train.layout.ranks=4", *overrides]
+    found: list[Problem] = []
+    try:
+        load(["recipe=grpo-tiny-moe-1n2g-sync", *chosen])
+    except ConfigError as error:
+        found = error.problems
+    assert [problem.path for problem in found] == ([path] if path else [])
+    assert all(fix in problem.fix for problem in found)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "llama"])
+def test_a_missing_base_of_the_rotary_embedding_is_named_before_anything_is_built(name, tmp_path):
+    config = {key: value for key, value in PUBLISHED[name].items() if key != "rope_theta"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "needs 'rope_theta' in config.json" in [problem.rule for problem in checkpoint_problems(tmp_path)]
+
+
+def test_llama_2_which_writes_no_base_has_that_of_transformers(tmp_path):
+    config = {key: value for key, value in PUBLISHED["llama"].items() if key not in ("rope_theta", "rope_scaling")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not any("rope" in problem.rule for problem in checkpoint_problems(tmp_path))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    assert FAMILIES["llama"].rotary(config)["rotary_base"] == expected == 10000.0
 
 
 def test_the_sizes_that_fp8_needs_are_called_as_config_json_calls_them():

@@ -75,6 +75,23 @@ def test_gate_and_up_are_cut_separately_so_that_a_rank_can_multiply_its_halves(n
         assert shard.equal(torch.cat([gate[mine], up[mine]]))
 
 
+@given(num_ranks=RANKS, inner=SMALL, columns=SMALL)
+def test_alternating_gates_and_ups_become_a_rank_s_gates_and_then_its_ups(num_ranks, inner, columns):
+    gate, up = numbered(inner * num_ranks, columns), numbered(inner * num_ranks, columns, start=1000)
+    alternating = torch.stack([gate, up], dim=1).flatten(0, 1)
+    expected = shards_of(rule("gate_up", ("gate", "up")), [gate, up], num_ranks, sizes())
+    for kind, stored in (("alternating", alternating), ("alternating_columns", alternating.T)):
+        found = shards_of(rule(kind), [stored], num_ranks, sizes())
+        assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
+@given(num_ranks=RANKS, rows=SMALL, columns=SMALL)
+def test_a_transposed_row_parallel_weight_is_cut_like_one_that_is_not(num_ranks, rows, columns):
+    whole = numbered(rows, columns * num_ranks)
+    found = shards_of(rule("transposed_row"), [whole.T], num_ranks, sizes())
+    assert all(one.equal(other) for one, other in zip(found, shards_of(rule("row"), [whole], num_ranks, sizes()), strict=True))
+
+
 @given(num_ranks=RANKS, groups_per_rank=st.integers(1, 3), queries=st.integers(1, 4), head_dim=SMALL, columns=SMALL)
 def test_every_query_group_lies_with_its_key_and_value(num_ranks, groups_per_rank, queries, head_dim, columns):
     """Megatron's order, spelled out: the queries of a group, its key, its value, then the next group."""

@@ -27,6 +27,7 @@ CASES = {
     "mixtral": ("train.router_replay=rollout",),
     "kimi_k2": (),
     "glm4_moe": ("train.mtp_loss=0.1",),
+    "gpt_oss": ("train.router_replay=rollout",),
 }
 
 

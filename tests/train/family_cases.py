@@ -51,6 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "kimi_k2", **_SIGMOID_ROUTER, **_LATENT, "routed_scaling_factor": 2.827, "first_k_dense_replace": 2,
         "rope_scaling": _YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": True,
+        "rope_theta": 1000.0, "max_position_embeddings": 96,
+        "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "swiglu_limit": 0.5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 24,
+            "truncate": False,
+        },
+    },
     "glm4_moe": {"model_type": "glm4_moe", **_GLM, "use_qk_norm": True, "num_nextn_predict_layers": 2},
     "glm4_moe-air": {"model_type": "glm4_moe", **_GLM, "use_qk_norm": False, "n_group": 4, "topk_group": 2},
 }  # fmt: skip

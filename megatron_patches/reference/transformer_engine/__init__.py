@@ -2,15 +2,15 @@
 
 Same constructor arguments, parameter names and partition attributes as Transformer Engine, so that checkpoints and the
 bridge see one naming on CPU and GPU. FP8 is emulated: operands are cast to real FP8 and back, products are computed in float32.
-What it lacks (FP8 parameters, FP8 attention, sliding windows, overlapped communication, fused te.ops) raises.
+What it lacks (FP8 parameters, FP8 attention, overlapped communication, fused te.ops) raises.
 """
 
 from transformer_engine import common, pytorch
 
-__version__ = "2.6.0"
-"""What Megatron's version gates see. Blockwise scaling needs 2.3, recomputation of single modules under FP8 needs 2.6
-(megatron/core/fp8_utils.py, transformer_config.py). Both also open options of the layers (delay_wgrad_compute, symmetric_ar_type), which
-their constructors refuse, and imports of modules that are not here (attention.rope, cpu_offload), which Megatron does without.
-2.7 would open fused routers and FP4."""
+__version__ = "2.8.0"
+"""What Megatron's version gates see. Blockwise scaling needs 2.3, recomputation of single modules under FP8 2.6, sinks 2.8
+(megatron/core/fp8_utils.py, transformer_config.py, extensions/transformer_engine.py). They also open options of the layers
+(delay_wgrad_compute, symmetric_ar_type), which their constructors refuse, fused routers (pytorch/router.py), FP4, and imports of
+modules that are not here (attention.rope, cpu_offload), which Megatron does without."""
 
 __all__ = ["common", "pytorch"]

@@ -106,15 +106,22 @@ def attend(
     attention_mask: torch.Tensor,
     scaling: float,
     dropout: float = 0.0,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention that reads keys and values where they lie.
 
     query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the
-    query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition.
+    query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition. s_aux [heads]:
+    logits of sinks, which every query sees and which have no value.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    if s_aux is None:
+        out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    else:
+        sinks = s_aux.reshape(1, kv_heads, -1, 1).repeat_interleave(tokens, dim=2).expand(batch, -1, -1, -1)
+        scores = torch.cat([grouped @ key.transpose(2, 3) * scaling + attention_mask, sinks], dim=-1).float()
+        out = scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
     return out.reshape(batch, heads, tokens, value.shape[-1]).transpose(1, 2), None

@@ -21,6 +21,11 @@ def every_expert_on_every_row(
     weights = hidden_states.new_zeros(len(hidden_states), num_experts).scatter_(1, top_k_index, top_k_weights)
     out = torch.zeros_like(hidden_states)
     for expert in range(num_experts):
-        gated = self._apply_gate(F.linear(hidden_states, self.gate_up_proj[expert]))
-        out.addcmul_(F.linear(gated, self.down_proj[expert]), weights[:, expert : expert + 1])
+        gated = self._apply_gate(_project(self, "gate_up_proj", expert, hidden_states))
+        out.addcmul_(_project(self, "down_proj", expert, gated), weights[:, expert : expert + 1])
     return out
+
+
+def _project(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    weight, bias = getattr(module, name)[expert], getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    return F.linear(x, weight.T if module.is_transposed else weight, bias)

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moerl.config.model_shape import shape_of_config
+from moerl.models import FAMILIES
 from moerl.rollout.hf.cache import Rows, SlotCache
 from moerl.rollout.hf.routes import RouteRecorder
 
@@ -40,6 +41,7 @@ class Forward:
         self._body, self._head = model.base_model, model.get_output_embeddings()
         self._dtype = model.dtype
         self._query_groups = config.num_attention_heads // config.num_key_value_heads
+        self._window: int | None = config.sliding_window if FAMILIES[config.model_type].served.has_windows else None
         self.routes = shape_of_config(config.to_dict()).routes
         self._recorder = RouteRecorder(model, self.routes)
 
@@ -98,14 +100,25 @@ class Forward:
         return self._body(
             input_ids=torch.from_numpy(ids),
             position_ids=position_ids,
-            attention_mask=self._mask(position_ids, kv_length),
+            attention_mask=self._masks(position_ids, kv_length),
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state
 
-    def _mask(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor:
-        """[B, 1, groups * C, kv_length], 0 where a query sees a key and -inf elsewhere; see `cache.attend` for the axis of groups."""
-        hidden = torch.arange(kv_length) > positions[..., None]
+    def _masks(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """By type of layer, if some layers have windows (transformers, config.layer_types)."""
+        full = self._mask(positions, kv_length, None)
+        if self._window is None:
+            return full
+        return {"full_attention": full, "sliding_attention": self._mask(positions, kv_length, self._window)}
+
+    def _mask(self, positions: torch.Tensor, kv_length: int, window: int | None) -> torch.Tensor:
+        """[B, 1, groups * C, kv_length], 0 where a query sees a key and -inf elsewhere; see `cache.attend` for the axis of groups.
+
+        `window`: positions that a query sees, its own among them.
+        """
+        distance = positions[..., None] - torch.arange(kv_length)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         return mask.repeat(1, self._query_groups, 1)[:, None]
 

@@ -48,7 +48,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     state = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
     for name, tensor in (*model.named_parameters(), *buffers):
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name and not served.has_stacks:
             views |= _expert_views(name, tensor.data, served)
         else:
             views[name.replace(".mlp.gate.", f".{served.block}.gate.")] = tensor.data
@@ -97,10 +97,11 @@ def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
             "attention masks and expert layout, known only for these. Use another rollout.engine"
         )
     config = read_transformers_config(model_dir)
-    if getattr(config, "sliding_window", None) not in (None, 0) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if (slides or getattr(config, "sliding_window", None) not in (None, 0)) and not FAMILIES[kind].served.has_windows:
         raise EngineError(
-            f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine keeps every position. Set it to null "
-            "in config.json if max_context fits the window"
+            f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine has no windows for this family. "
+            "Set it to null in config.json if max_context fits the window"
         )
     if max_context > config.max_position_embeddings:
         raise EngineError(

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from moerl.models import FAMILIES
 from moerl.types import RouteShape
 
 
@@ -15,7 +16,8 @@ class RouteRecorder:
 
     def __init__(self, model: PreTrainedModel, shape: RouteShape | None):
         """`shape` None: a dense model, of which there is nothing to record."""
-        self._gates = [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+        router = f".mlp.{FAMILIES[model.config.model_type].served.router}"
+        self._gates = [module for name, module in model.named_modules() if name.endswith(router)]
         self._shape = shape
         expected = 0 if shape is None else shape.num_layers
         assert len(self._gates) == expected, f"{len(self._gates)} routers in a model with {expected} layers of experts"

@@ -1,4 +1,7 @@
-"""Attention for padded (sbhd) and packed (thd) sequences, causal or full, with grouped queries and context parallelism."""
+"""Attention for padded (sbhd) and packed (thd) sequences, causal or full, within a window or not, with or without learned sinks.
+
+Queries may be grouped, packed sequences cut over context-parallel ranks.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -11,12 +14,16 @@ from torch.nn import functional
 
 class DotProductAttention(nn.Module):
     def __init__(self, num_attention_heads: int, kv_channels: Any, num_gqa_groups: int | None = None, attention_dropout: float = 0.0,
-                 attn_mask_type: str = "causal", softmax_scale: float | None = None, cp_group: Any = None, window_size: Any = None,
+                 attn_mask_type: str = "causal", softmax_scale: float | None = None, cp_group: Any = None,
+                 window_size: tuple[int, int] | None = None, softmax_type: str = "vanilla", tp_size: int = 1,
                  **_: Any) -> None:  # fmt: skip
         super().__init__()
-        if window_size is not None:
-            raise RuntimeError("sliding-window attention is not in the reference transformer_engine")
+        if softmax_type not in ("vanilla", "learnable"):
+            raise RuntimeError(f"softmax_type={softmax_type!r} is not in the reference transformer_engine")
         self.softmax_scale, self.attention_dropout, self.cp_group = softmax_scale, attention_dropout, cp_group
+        self.window_size = window_size
+        self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads // tp_size)) if softmax_type == "learnable" else None
+        """The logit of a sink that every query sees and that has no value, by head of this rank."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None,
                 qkv_format: str = "sbhd", attn_mask_type: str = "causal", cu_seqlens_q: torch.Tensor | None = None,
@@ -40,10 +47,34 @@ class DotProductAttention(nn.Module):
         return self.cp_group is not None and self.cp_group.size() > 1
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
-        """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d_v]."""
+        """q [b, heads, s, d], k and v [b, groups, s, d] -> [b, heads, s, d_v]. `mask`: True where a query sees a key."""
         dropout = self.attention_dropout if self.training else 0.0
+        if mask is None and causal and (self.window_size is not None or self.softmax_offset is not None):
+            positions = torch.arange(q.shape[2], device=q.device)
+            mask = self._sees(positions, positions)
+        if self.softmax_offset is not None:
+            return self._attend_with_sinks(q, k, v, mask, dropout)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None,
                                                        scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])  # fmt: skip
+
+    def _sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Causally, by positions in a sequence: bool [queries, keys]. A window (before, after) has both ends in it, -1: no end."""
+        distance = queries[:, None] - keys[None]
+        before = -1 if self.window_size is None else self.window_size[0]
+        return (distance >= 0) if before < 0 else (distance >= 0) & (distance <= before)
+
+    def _attend_with_sinks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
+    ) -> torch.Tensor:
+        assert self.softmax_offset is not None
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scores = (q @ k.transpose(2, 3) * scale).float() if q.dtype == torch.bfloat16 else q @ k.transpose(2, 3) * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        sinks = self.softmax_offset.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        return functional.dropout(weights, dropout).to(v.dtype) @ v
 
     def _attend_packed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], causal: bool) -> torch.Tensor:
         """q [t, heads, d]: sequences of one length go through attention together, which keeps short ones cheap."""
@@ -69,7 +100,7 @@ class DotProductAttention(nn.Module):
         pieces, done = [], 0
         for start, end in pairwise(bounds):
             mine = slice(done, done := done + (end - start) // ranks)
-            mask = (places[rank][mine][:, None] >= torch.arange(start, end)[None]).to(q.device) if causal else None
+            mask = self._sees(places[rank][mine], torch.arange(start, end)).to(q.device) if causal else None
             parts = (t.transpose(0, 1)[None] for t in (q[mine], k[start:end], v[start:end]))
             out = self._attend(*parts, mask, causal=False)
             pieces.append(out[0].transpose(0, 1).reshape(out.shape[2], -1))

@@ -1,0 +1,52 @@
+"""What carries weights between a Megatron model and Hugging Face names: the seam, and the one place that chooses who does it.
+
+The native bridge walks the family's rules. mbridge and Megatron-Bridge, optional packages, bring name maps and gathering
+of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moerl.config.schema import TrainConfig
+from moerl.models.bridge import Bridge, Groups
+from moerl.models.checkpoint import HFCheckpoint
+from moerl.models.family import Family, Sizes
+
+
+class WeightBridge(Protocol):
+    """`export` is a collective; the others are not, except that every rank makes its bridge at the same time."""
+
+    def load(self, checkpoint: HFCheckpoint) -> None:
+        """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
+
+    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) on rank 0; nothing, after the same communication, on the others."""
+
+    def names(self, *, with_mtp: bool = True) -> list[str]:
+        """Every Hugging Face name, in the order of `export`."""
+
+    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
+        """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every parameter and every buffer that is part of the model's state, of this rank."""
+
+
+def build_bridge(
+    train: TrainConfig, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path
+) -> WeightBridge:
+    """The one that train.bridge names; the arguments are those of `Bridge`."""
+    if train.bridge == "native":
+        return Bridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
+    dtype = getattr(torch, train.dtype)
+    if train.bridge == "mbridge":
+        from moerl.models.mbridge_adapter import MBridge
+
+        return MBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)
+    from moerl.models.megatron_bridge_adapter import MegatronBridge
+
+    return MegatronBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)
