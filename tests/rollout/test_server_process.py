@@ -12,6 +12,7 @@ import sys
 import pytest
 from tiny_servers import hf_engine, server_command, until
 
+from moerl.rollout.child import listen
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.server_process import ServerProcess
 from moerl.types import EngineError, SamplingParams
@@ -150,6 +151,7 @@ def test_a_server_ends_when_its_owner_is_killed(checkpoints, tmp_path):
     code = f"""
 import asyncio, sys
 from pathlib import Path
+from moerl.rollout.child import listen
 from moerl.rollout.http_engine import HTTPEngine
 
 async def main():
@@ -172,3 +174,8 @@ def wait_for_exit(pidfd, *, seconds):
     with os.fdopen(pidfd, "rb", buffering=0):
         ended, _, _ = select.select([pidfd], [], [], seconds)
     assert ended, f"still running after {seconds} s"
+
+
+def test_answers_do_not_wait_for_acknowledgements():
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -66,8 +66,8 @@ def _weights(scheduler: Any, step: str, body: str) -> None:
     elif step == "install":
         session.install(wire.BUCKET.validate_json(body))
     else:
-        model.installed.check_reached(model.parameters())
         session.finish(wire.FINISH.validate_json(body).version)
+        model.installed.check_reached(model.parameters())
 
 
 class _Model:
