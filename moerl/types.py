@@ -272,11 +272,23 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a tensor of a push comes from."""
+
+    digest: str
+    """xxh3_128 of its bytes as the rank computed it that holds it, hex."""
+    ranks: tuple[int, ...]
+    """The trainer's ranks whose shards make the tensor; the first computed the digest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything one push will bring. An engine refuses it before any byte moves."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """By name. Tensors that no rank holds as a whole, such as stacks of experts, have none: rank 0 digests them when it packs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,10 @@ class MBridge:
             with HFCheckpoint(self._source) as checkpoint:
                 yield from ((name, checkpoint.read(name)) for name in self._kept)
 
+    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """None: mbridge gathers every tensor on every rank, and tells no owner."""
+        yield from ()
+
     def _build(self, sizes: Sizes, dtype: torch.dtype) -> Any:
         mbridge = importlib.import_module("mbridge")
         megatron_patches.activate()  # again: those of mbridge are needed only now

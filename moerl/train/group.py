@@ -158,7 +158,7 @@ class MegatronTrainGroup:
         return await self._rank0("host")
 
     async def manifest(self, version: int) -> Manifest:
-        return await self._rank0("manifest", version)
+        return (await self._all("manifest", version))[0]
 
     async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str:
         return await self._rank0("listen", transport, num_receivers, self._config.weights.bucket_bytes, await self.host())

@@ -109,7 +109,9 @@ class TrainWorker:
     # -- weight push -------------------------------------------------------------------------------------------
 
     def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=tuple(self._engine.tensor_specs()))
+        """Of what the next export brings; complete on rank 0."""
+        self._manifest = Manifest(version=version, tensors=tuple(self._engine.tensor_specs()), origins=self._engine.origins())
+        return self._manifest
 
     def tensor_specs(self) -> list[TensorSpec]:
         return self._engine.tensor_specs()
@@ -127,7 +129,7 @@ class TrainWorker:
         """Rank 0. The others run `join_export` meanwhile: packing pulls tensors from them."""
         if index == 0:
             self._export: Iterator[tuple[str, torch.Tensor]] = self._engine.export(with_mtp=False)
-        return self._sender.pack(index, self._export)
+        return self._sender.pack(index, self._export, origins=self._manifest.origins)
 
     def join_export(self) -> None:
         """Ranks other than 0: take part in one whole export."""

@@ -3,12 +3,13 @@
 One buffer is reused for all buckets, so a bucket must be installed everywhere before the next one is packed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 
-from moerl.types import Bucket, BucketEntry
+from moerl.types import Bucket, BucketEntry, Origin
 from moerl.weights.digest import tensor_digest
 from moerl.weights.gloo import TRANSFER_SECONDS, GlooSender
 from moerl.weights.shm import SharedBuffer
@@ -18,6 +19,7 @@ ALIGNMENT = 64
 """Of every tensor in a bucket, in bytes: a cache line, and a multiple of every element size."""
 
 NamedTensor = tuple[str, torch.Tensor]
+_UNKNOWN: Mapping[str, Origin] = MappingProxyType({})
 
 
 class WeightSender:
@@ -46,18 +48,18 @@ class WeightSender:
         if self._gloo is not None:
             self._gloo.connect()
 
-    def pack(self, index: int, tensors: Iterator[NamedTensor]) -> Bucket | None:
+    def pack(self, index: int, tensors: Iterator[NamedTensor], *, origins: Mapping[str, Origin] = _UNKNOWN) -> Bucket | None:
         """Bucket `index` of a push, filled with the next of `tensors`; None when nothing is left.
 
         Pass the same iterator until None. A tensor that does not fit any more opens the next bucket; one larger than a bucket travels
-        alone. Index 0 begins a push: what an aborted one held back is forgotten.
+        alone. Index 0 begins a push: what an aborted one held back is forgotten. What `origins` lacks is digested here.
         """
         if index == 0:
             self._held = None
         entries: list[BucketEntry] = []
         used = 0
         while (item := self._take(tensors)) is not None:
-            entry = self._place(item, used) if not entries or self._fits(item, used) else None
+            entry = self._place(item, used, origins) if not entries or self._fits(item, used) else None
             if entry is None:
                 self._held = item
                 break
@@ -87,14 +89,15 @@ class WeightSender:
     def _fits(self, item: NamedTensor, used: int) -> bool:
         return _aligned(used) + num_bytes(spec_of(*item)) <= self._bucket_bytes
 
-    def _place(self, item: NamedTensor, used: int) -> BucketEntry:
-        """Copy behind the first `used` bytes. The digest is of the copy, so it also covers tensors on a GPU without a second transfer."""
+    def _place(self, item: NamedTensor, used: int, origins: Mapping[str, Origin]) -> BucketEntry:
+        """Copy behind the first `used` bytes. A digest made here is of the copy: no second transfer from a GPU."""
         name, tensor = item
         spec, offset = spec_of(*item), _aligned(used)
         size = num_bytes(spec)
         data = self._buffer.reserve(offset + size)[offset : offset + size]
         view_as(data, spec).copy_(tensor.detach())
-        return BucketEntry(name=name, offset=offset, num_bytes=size, digest=tensor_digest(data))
+        digest = origins[name].digest if name in origins else tensor_digest(data)
+        return BucketEntry(name=name, offset=offset, num_bytes=size, digest=digest)
 
 
 def _aligned(position: int) -> int:
