@@ -261,6 +261,9 @@ class SavedCheckpoint:
 # -- weight push -----------------------------------------------------------------------------------------------
 
 
+Transport = Literal["shm", "gloo", "disk"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One tensor under its Hugging Face checkpoint name."""
@@ -310,16 +313,18 @@ class Bucket:
     num_bytes: int
     entries: tuple[BucketEntry, ...]
     source: str
-    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: empty."""
+    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: empty. disk: the bucket's file."""
+    num_written: int = 0
+    """disk: bytes of that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOffer:
     """How one receiver reaches the sender."""
 
-    transport: Literal["shm", "gloo"]
+    transport: Transport
     address: str = ""
-    """gloo: host:port of the sender's TCPStore."""
+    """gloo: host:port of the sender's TCPStore. disk: the directory of its files."""
     rank: int = 0
     """gloo: this receiver's rank; the sender is 0."""
     world_size: int = 1

@@ -13,6 +13,7 @@ import torch
 from moerl.types import Bucket, BucketEntry, Manifest, TensorSpec, TransportOffer, WeightError
 from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
+from moerl.weights.disk import DiskReader, Read
 from moerl.weights.gloo import TRANSFER_SECONDS, GlooReader
 from moerl.weights.shm import SharedReader
 from moerl.weights.spec import manifest_difference, num_bytes, view_as
@@ -25,13 +26,18 @@ parameter). The argument's memory is the sender's or the network's: it must not 
 class WeightSession:
     """What the model holds and how far a push has come. Safe to call from several threads: one call runs at a time."""
 
-    def __init__(self, expected: Mapping[str, TensorSpec], load: Load, *, timeout_seconds: float = TRANSFER_SECONDS):
-        """`expected`: every tensor of the model, by name. `timeout_seconds`: gloo's, to join and for one bucket."""
+    def __init__(
+        self, expected: Mapping[str, TensorSpec], load: Load, *, read: Read | None = None, timeout_seconds: float = TRANSFER_SECONDS
+    ):
+        """`expected`: every tensor of the model, by name. `read`: gives back what was loaded, for deltas on disk; None: cannot.
+
+        `timeout_seconds`: gloo's, to join and for one bucket.
+        """
         self._expected = dict(expected)
-        self._load = load
+        self._load, self._read = load, read
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._reader: SharedReader | GlooReader | None = None
+        self._reader: SharedReader | GlooReader | DiskReader | None = None
         self._manifest: Manifest | None = None
         self._waiting: dict[str, TensorSpec] = {}
         self._next_index = 0
@@ -52,6 +58,8 @@ class WeightSession:
             self._reader = None
             if offer.transport == "shm":
                 self._reader = SharedReader()
+            elif offer.transport == "disk":
+                self._reader = DiskReader(offer.address, read=self._read)
             else:
                 self._reader = GlooReader(offer, timeout_seconds=self._timeout_seconds)
 

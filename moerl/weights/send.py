@@ -4,13 +4,14 @@ One buffer is reused for all buckets, so a bucket must be installed everywhere b
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
-from moerl.types import Bucket, BucketEntry, Origin
+from moerl.types import Bucket, BucketEntry, Origin, Transport, WeightError
 from moerl.weights.digest import tensor_digest
+from moerl.weights.disk import DiskSender
 from moerl.weights.gloo import TRANSFER_SECONDS, GlooSender
 from moerl.weights.shm import SharedBuffer
 from moerl.weights.spec import num_bytes, spec_of, view_as
@@ -27,20 +28,30 @@ class WeightSender:
 
     def __init__(
         self,
-        transport: Literal["shm", "gloo"],
+        transport: Transport,
         *,
         bucket_bytes: int,
         host: str = "127.0.0.1",
         timeout_seconds: float = TRANSFER_SECONDS,
+        directory: Path | None = None,
+        delta: bool = False,
     ):
-        """`host` is the address at which receivers reach this process (gloo)."""
+        """`host` is the address at which receivers reach this process (gloo). `directory`, which is this sender's alone, is where its files
+        lie; `delta`: they hold only what changed (disk)."""
         self._bucket_bytes = bucket_bytes
         self._buffer = SharedBuffer(bucket_bytes)
         self._gloo = GlooSender(host=host, timeout_seconds=timeout_seconds) if transport == "gloo" else None
+        self._disk: DiskSender | None = None
+        if transport == "disk":
+            if directory is None:
+                raise WeightError("weights.transport = disk: the sender needs a directory for its files")
+            self._disk = DiskSender(directory, delta=delta)
         self._held: NamedTensor | None = None
 
     def listen(self, num_receivers: int) -> str:
-        """The address for TransportOffer: host:port (gloo), empty (shm)."""
+        """The address for TransportOffer: host:port (gloo), the directory (disk), empty (shm)."""
+        if self._disk is not None:
+            return self._disk.listen()
         return "" if self._gloo is None else self._gloo.listen(num_receivers)
 
     def connect(self) -> None:
@@ -66,12 +77,14 @@ class WeightSender:
             entries.append(entry)
             used = entry.offset + entry.num_bytes
         if not entries:
+            if self._disk is not None:
+                self._disk.end()
             return None
-        source = self._buffer.source if self._gloo is None else ""
-        return Bucket(index=index, num_bytes=used, entries=tuple(entries), source=source)
+        source, num_written = self._offer(index, used)
+        return Bucket(index=index, num_bytes=used, entries=tuple(entries), source=source, num_written=num_written)
 
     def transmit(self, bucket: Bucket) -> None:
-        """gloo: broadcast the packed bytes while every receiver installs. shm: the receivers read them where they are."""
+        """gloo: broadcast the packed bytes while every receiver installs. shm, disk: the receivers read them where they are."""
         if self._gloo is not None:
             self._gloo.send(self._buffer.reserve(bucket.num_bytes)[: bucket.num_bytes])
 
@@ -81,6 +94,15 @@ class WeightSender:
         self._buffer.close()
         if self._gloo is not None:
             self._gloo.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    def _offer(self, index: int, num_bytes: int) -> tuple[str, int]:
+        """Where receivers find the packed bytes, and how many of them were written to a file."""
+        if self._disk is not None:
+            path, num_written = self._disk.write(index, self._buffer.reserve(num_bytes)[:num_bytes])
+            return str(path), num_written
+        return (self._buffer.source if self._gloo is None else ""), 0
 
     def _take(self, tensors: Iterator[NamedTensor]) -> NamedTensor | None:
         held, self._held = self._held, None

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moerl.config.schema import WeightsConfig
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.train.settings import EngineSettings
-from moerl.types import Bucket, Manifest, TrainBatch, WeightError
+from moerl.types import Bucket, Manifest, TrainBatch, Transport, WeightError
 from moerl.weights.canary import run_canary
-from moerl.weights.sync import Transport, WeightSync
+from moerl.weights.sync import WeightSync
 
 Tensors = dict[str, torch.Tensor]
 Fault = Callable[[Tensors, Tensors], Tensors]
@@ -47,7 +48,7 @@ class Ranks:
         return self.worker.manifest(version)
 
     async def listen(self, transport: Transport, num_receivers: int) -> str:
-        return self.worker.listen(transport, num_receivers, 2**14, "127.0.0.1")
+        return self.worker.listen(transport, num_receivers, WeightsConfig(bucket_bytes=2**14), "127.0.0.1", Path())
 
     async def connect(self) -> None:
         await asyncio.to_thread(self.worker.connect)
@@ -136,7 +137,7 @@ async def _push_all(
             ranks.fault = fault
             found[name] = await case.with_fault()
         for name, text in served.items():
-            fault_file.write_text(text)
+            fault_file.write_text(text)  # noqa: ASYNC240  # nothing else runs meanwhile
             found[name] = await case.with_fault()
         bridge = ranks.worker._engine.model.bridge
         names, originals = bridge.names, bridge.originals
