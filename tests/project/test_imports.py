@@ -13,7 +13,7 @@ import moerl
 ROOT = Path(moerl.__file__).resolve().parent.parent
 
 LEVELS = [
-    {"types", "config"},
+    {"push_types", "types", "config"},
     {"algorithms", "models", "rewards"},
     {"rollout", "train", "weights", "planner", "cluster", "observe", "convert"},
     {"loop", "sft"},
