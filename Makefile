@@ -8,16 +8,18 @@ TORCH ?=
 TORCH_INDEX ?=
 # A recipe of configs/recipe.
 DEMO ?= grpo-tiny-moe-1n2g-sync
+# Which of the engines' environments (scripts/engines/); default: all.
+ENGINES ?=
 # make test ARGS="tests/config -k layout"
 ARGS ?=
 
-export PYTHON TORCH TORCH_INDEX
+export PYTHON TORCH TORCH_INDEX ENGINES
 # Settings of the caller's shell that would reach into the environment or change what is tested.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test test-py312 lint format clean
+.PHONY: help venv demo test test-py312 engines test-engines lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +37,12 @@ test-py312: ## the same tests on Python 3.12 with the newest megatron-core, in a
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
 	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
 
+engines: ## make or update SGLang's own environment, for CPU where there is no GPU (Python 3.11)
+	@bash scripts/engines.sh
+
+test-engines: venv engines ## the tests that start SGLang, one server at a time
+	$(BIN)/python -m pytest -q -m engine tests/rollout tests/run $(ARGS)
+
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,5 +53,5 @@ format: venv ## ruff, with fixes
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and every cache; keeps runs/
-	rm -rf .venv .venv-py312 build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

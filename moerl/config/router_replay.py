@@ -11,7 +11,7 @@ from moerl.types import Problem, RouteShape
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
-ENGINES_WITH_ROUTES = ("hf", "fake")
+ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")
 """Those of rollout.engine that return the experts tokens went to."""
 
 _IN_THE_WAY = {

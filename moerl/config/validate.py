@@ -8,6 +8,7 @@ from typing import Any
 
 from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
+from moerl.config.engines import engine_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
@@ -221,6 +222,10 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
 
 
+def _engine(config: RunConfig) -> Iterator[Problem]:
+    yield from engine_problems(config, _shape(config.model))
+
+
 def _observe(config: RunConfig) -> Iterator[Problem]:
     if config.observe.wandb != "off" and importlib.util.find_spec("wandb") is None:
         reason = "the package wandb is not installed here"
@@ -264,6 +269,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _overlong,
     _gym_reward,
     _rollout,
+    _engine,
     _observe,
     _megatron,
     _router_replay,

@@ -1,10 +1,12 @@
 """From the configuration to the run's rollout engines."""
 
-import sys
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+from moerl.config.engines import interpreter
 from moerl.config.model_shape import read_config, shape_of_config
+from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
@@ -19,6 +21,19 @@ def build_engines(config: RunConfig, model_dir: Path, log_dir: Path) -> list[Rol
 
 
 def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+    extra = ["--deterministic"] if config.deterministic else []
+    return _start_by("moerl.rollout.hf", extra, config, model_dir, log_dir, index)
+
+
+def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+    """SGLang, in an environment of its own."""
+    extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
+    if routes_to_replay(config) is not None:
+        extra.append("--returns-routes")
+    return _start_by(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, log_dir, index)
+
+
+def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
     rollout = config.rollout
     port = rollout.port + index if rollout.port else 0
     options = {
@@ -30,10 +45,7 @@ def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> 
         "--host": rollout.host,
         "--port": port,
     }
-    python = sys.executable if rollout.python is None else rollout.python
-    command = [python, "-m", "moerl.rollout.hf", *(str(part) for option in options.items() for part in option)]
-    if config.deterministic:
-        command.append("--deterministic")
+    command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
     log_path = log_dir / f"rollout-{index}.log"
     return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
 
@@ -54,4 +66,8 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, Path, Path, int], RolloutEngine]] = {"hf": _build_hf, "fake": _build_fake}
+ENGINES: dict[str, Callable[[RunConfig, Path, Path, int], RolloutEngine]] = {
+    "hf": _build_hf,
+    "sglang": _build_native,
+    "fake": _build_fake,
+}

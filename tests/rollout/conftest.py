@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_servers import CONFIGS, SERVER_OPTIONS, Checkpoint, Served, hf_engine, new_fake, write_checkpoint
+from tiny_servers import CONFIGS, NATIVE, SERVER_OPTIONS, Checkpoint, Served, hf_engine, native_engine, new_fake, write_checkpoint
 
 from moerl.rollout.http_engine import HTTPEngine
 
@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 @pytest.fixture(scope="session")
 def hf_engines(run, checkpoints, tmp_path_factory) -> Iterator[dict[str, HTTPEngine]]:
     logs = tmp_path_factory.mktemp("logs")
-    engines = {name: hf_engine(checkpoints[name].directory, logs / name, *SERVER_OPTIONS[name]) for name in CONFIGS}
+    engines = {name: hf_engine(checkpoints[name].directory, logs / name, *options) for name, options in SERVER_OPTIONS.items()}
 
     async def together(calls):
         await asyncio.gather(*calls)
@@ -44,14 +44,49 @@ def hf_engines(run, checkpoints, tmp_path_factory) -> Iterator[dict[str, HTTPEng
     run(together(engine.close() for engine in engines.values()))
 
 
-@pytest.fixture(params=["fake", "moe", "dense"])
+NATIVE_PARAMS = [pytest.param(kind, marks=pytest.mark.engine) for kind in NATIVE]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one server come together, so that one of them runs at a time."""
+
+    def server(item: pytest.Item) -> int:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        return max((NATIVE.index(value) + 1 for value in parameters if isinstance(value, str) and value in NATIVE), default=0)
+
+    items.sort(key=server)
+
+
+@pytest.fixture(scope="session")
+def native_engines(run, checkpoints, tmp_path_factory) -> Iterator[Callable[[str], HTTPEngine]]:
+    """One server of another engine at a time: asking for another ends it."""
+    logs = tmp_path_factory.mktemp("native")
+    running: dict[str, HTTPEngine] = {}
+
+    def engine_of(kind: str) -> HTTPEngine:
+        if kind not in running:
+            end()
+            engine = native_engine(kind, checkpoints[kind.split("-")[1]], logs / kind)
+            run(engine.start())
+            running[kind] = engine
+        return running[kind]
+
+    def end() -> None:
+        while running:
+            run(running.popitem()[1].close())
+
+    yield engine_of
+    end()
+
+
+@pytest.fixture(params=["fake", "moe", "dense", *NATIVE_PARAMS])
 def served(request, run, checkpoints) -> Iterator[Served]:
     """Each engine in turn: the fake, a deterministic mixture of experts, a fast dense model with tied embeddings."""
     yield from serve(request.param, request, run, checkpoints)
 
 
-@pytest.fixture(params=["moe", "dense", "latent"])
-def served_hf(request, run, checkpoints) -> Iterator[Served]:
+@pytest.fixture(params=["moe", "dense", "latent", *NATIVE_PARAMS])
+def served_model(request, run, checkpoints) -> Iterator[Served]:
     yield from serve(request.param, request, run, checkpoints)
 
 
@@ -63,8 +98,13 @@ def served_moe(request, run, checkpoints) -> Iterator[Served]:
 
 def serve(kind: str, request: pytest.FixtureRequest, run: Callable, checkpoints: dict[str, Checkpoint]) -> Iterator[Served]:
     """Servers are shared by all tests, so each starts from the same state and leaves nothing in flight."""
-    checkpoint = checkpoints["dense" if kind == "fake" else kind]
-    engine = new_fake(checkpoint) if kind == "fake" else request.getfixturevalue("hf_engines")[kind]
+    checkpoint = checkpoints["dense" if kind == "fake" else kind.split("-")[-1]]
+    if kind == "fake":
+        engine = new_fake(checkpoint)
+    elif kind in NATIVE:
+        engine = request.getfixturevalue("native_engines")(kind)
+    else:
+        engine = request.getfixturevalue("hf_engines")[kind]
     served = Served(engine=engine, tensors=checkpoint.tensors)
 
     async def begin() -> None:

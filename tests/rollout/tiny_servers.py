@@ -5,11 +5,24 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
+from moerl.config.schema import (
+    GRPOConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    TinyData,
+    TrainConfig,
+)
+from moerl.rollout.build import build_engines
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
@@ -48,6 +61,9 @@ ROUTES = {
     "latent": RouteShape(num_layers=1, top_k=2, num_experts=8),
 }  # fmt: skip
 """Of those that have experts."""
+
+NATIVE = ("sglang-dense", "sglang-moe")
+"""Engine and checkpoint."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -129,6 +145,27 @@ def server_command(directory: Path, *options: object) -> list[str]:
 def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, start_seconds: float = 120) -> HTTPEngine:
     command = server_command(directory, "--port", port, *options)
     return HTTPEngine(command, host="127.0.0.1", port=port, log_path=log_path, start_seconds=start_seconds)
+
+
+def native_engine(kind: str, checkpoint: Checkpoint, log_dir: Path, **rollout: Any) -> HTTPEngine:
+    """`kind`: "sglang-moe" and so on."""
+    name, model = kind.split("-")
+    config = RunConfig(
+        name="run",
+        num_steps=1,
+        groups_per_step=1,
+        group_size=2,
+        model=ModelConfig(path=str(checkpoint.directory), max_context=MAX_CONTEXT),
+        data=TinyData(task="repeat"),
+        reward=RewardConfig(terms={"exact": RewardTerm(kind="exact")}),
+        algorithm=GRPOConfig(),
+        train=TrainConfig(
+            optimizer=OptimizerConfig(lr=1e-3), dtype="float32", router_replay="rollout" if name == "sglang" and model in ROUTES else "off"
+        ),
+        rollout=RolloutConfig(engine=name, max_response_tokens=16, max_running=MAX_RUNNING, prefill_chunk=128, **rollout),
+    )
+    (engine,) = build_engines(config, checkpoint.directory, log_dir)
+    return engine
 
 
 def new_fake(checkpoint: Checkpoint) -> FakeEngine:

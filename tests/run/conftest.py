@@ -1,6 +1,70 @@
 """Whole runs as a user starts them: `moerl train` in a process of its own, on a small model. Lets tests import `whole_runs`."""
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from moerl.rollout.pool import RolloutPool
+from moerl.train.group import MegatronTrainGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    pools: list[RolloutPool] = field(default_factory=list)
+    family: list[psutil.Process] = field(default_factory=list)
+    """Server 0's process and all below it, when it got the signal."""
+
+
+@pytest.fixture
+def strike(monkeypatch):
+    """strike(when, signal): server 0 gets the signal once, at that place of the second step."""
+    struck = Struck()
+    start = RolloutPool.start
+
+    async def noted(pool):
+        struck.pools.append(pool)
+        await start(pool)
+
+    monkeypatch.setattr(RolloutPool, "start", noted)
+
+    def prepare(when, number):
+        calls = []
+
+        def hit(at):
+            calls.append(at)
+            if len(calls) == at:
+                server = psutil.Process(struck.pools[0].fleet.members[0].engine.pid)
+                struck.family.extend([server, *server.children(recursive=True)])
+                server.send_signal(number)
+
+        def before(owner, name, at):
+            upstream = getattr(owner, name)
+
+            async def on_the_way(*args, **kwargs):
+                hit(at)
+                return await upstream(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, on_the_way)
+
+        def in_second_bucket(upstream):
+            async def on_the_way(group, bucket):
+                if bucket.index == 1:
+                    hit(3)  # after the first push and that of the first step
+                return await upstream(group, bucket)
+
+            monkeypatch.setattr(MegatronTrainGroup, "transmit", on_the_way)
+
+        if when == "generation":
+            before(RolloutPool, "_generate", 20)  # of 16 requests a step
+        elif when == "idle":
+            before(MegatronTrainGroup, "update", 2)
+        else:
+            in_second_bucket(MegatronTrainGroup.transmit)
+        return struck
+
+    return prepare

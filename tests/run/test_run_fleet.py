@@ -1,6 +1,5 @@
 """Real servers killed or frozen in a run that goes on: the same bits as without, and every step once."""
 
-import os
 import signal
 
 import pytest
@@ -8,60 +7,10 @@ from whole_runs import DIGIT, SMALL, SYNC, rows
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.rollout.pool import RolloutPool
-from moerl.train.group import MegatronTrainGroup
 from moerl.types import EngineError
 
 OVERRIDES = ("num_steps=4", "save_every=0", "rollout.probe_seconds=2", "weights.bucket_bytes=100000", DIGIT)
 """A push of half a megabyte has several buckets."""
-
-
-@pytest.fixture
-def strike(monkeypatch):
-    """strike(when, signal): server 0 gets the signal once, at that place of the second step."""
-    pools = []
-    start = RolloutPool.start
-
-    async def noted(pool):
-        pools.append(pool)
-        await start(pool)
-
-    monkeypatch.setattr(RolloutPool, "start", noted)
-
-    def prepare(when, number):
-        calls = []
-
-        def hit(at):
-            calls.append(at)
-            if len(calls) == at:
-                os.kill(pools[0].fleet.members[0].engine.pid, number)
-
-        def before(owner, name, at):
-            upstream = getattr(owner, name)
-
-            async def struck(*args, **kwargs):
-                hit(at)
-                return await upstream(*args, **kwargs)
-
-            monkeypatch.setattr(owner, name, struck)
-
-        def in_second_bucket(upstream):
-            async def struck(group, bucket):
-                if bucket.index == 1:
-                    hit(3)  # after the first push and that of the first step
-                return await upstream(group, bucket)
-
-            monkeypatch.setattr(MegatronTrainGroup, "transmit", struck)
-
-        if when == "generation":
-            before(RolloutPool, "_generate", 20)  # of 16 requests a step
-        elif when == "idle":
-            before(MegatronTrainGroup, "update", 2)
-        else:
-            in_second_bucket(MegatronTrainGroup.transmit)
-        return pools
-
-    return prepare
 
 
 def train(output_dir, *overrides):
@@ -95,12 +44,12 @@ slow = pytest.mark.slow
     ],
 )
 def test_a_lost_server_comes_back_and_changes_no_bit(undisturbed, tmp_path, strike, when, number, num_servers, transport):
-    pools = strike(when, number)
+    struck = strike(when, number)
     found = train(tmp_path, f"rollout.num_servers={num_servers}", f"weights.transport={transport}")
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert without_restarts(found) == without_restarts(undisturbed)
     assert (found[-1]["fleet/restarts"], undisturbed[-1]["fleet/restarts"]) == (1.0, 0.0)
-    assert pools[0].fleet.members[0].num_starts == 2
+    assert struck.pools[0].fleet.members[0].num_starts == 2
 
 
 @slow

@@ -25,8 +25,8 @@ def command(output_dir: Path, *overrides: str, recipe: str = SYNC) -> list[str]:
     return [sys.executable, "-m", "moerl", "train", f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *overrides]
 
 
-def run(output_dir: Path, *overrides: str, recipe: str = SYNC) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command(output_dir, *overrides, recipe=recipe), capture_output=True, text=True, timeout=180)
+def run(output_dir: Path, *overrides: str, recipe: str = SYNC, seconds: float = 180) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command(output_dir, *overrides, recipe=recipe), capture_output=True, text=True, timeout=seconds)
 
 
 def start(output_dir: Path, *overrides: str) -> "subprocess.Popen[str]":

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -13,12 +13,38 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moerl.rollout import wire
+from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Outcome, Request
-from moerl.rollout.hf.worker import Worker
 from moerl.rollout.limits import Limits
-from moerl.types import EngineError, EngineUnavailable, WeightError
+from moerl.types import Bucket, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
 
 Body = TypeVar("Body")
+
+
+class Worker(Protocol):
+    """What serves the requests: moerl.rollout.hf.worker, or moerl.rollout.engines.gate around another engine."""
+
+    def generate(self, request: Request) -> None: ...
+
+    def abort(self, request_ids: tuple[str, ...] | None) -> "Future[None]": ...
+
+    def pause(self, mode: PauseMode) -> "Future[None]": ...
+
+    def resume(self) -> "Future[None]": ...
+
+    def sleep(self) -> "Future[None]": ...
+
+    def wake(self) -> "Future[None]": ...
+
+    def health(self) -> EngineHealth: ...
+
+    def connect(self, offer: TransportOffer) -> None: ...
+
+    def begin(self, manifest: Manifest) -> "Future[None]": ...
+
+    def install(self, bucket: Bucket) -> "Future[None]": ...
+
+    def finish(self, version: int) -> "Future[None]": ...
 
 
 class BadRequest(Exception):

@@ -1,0 +1,95 @@
+"""The server process around an engine: its options, and from them to the first request. Runs in the engine's environment."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from moerl.config.model_shape import read_config, shape_of_config
+from moerl.rollout.child import ChildServer, exit_with_owner, listen, private_stdout, report_error
+from moerl.rollout.engines.core import Core
+from moerl.rollout.engines.gate import Gate
+from moerl.rollout.hf.server import build_app
+from moerl.rollout.limits import Limits
+from moerl.types import EngineError, Problem
+
+logger = logging.getLogger(__name__)
+
+PROBLEMS = TypeAdapter(list[Problem])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What moerl decides about a server; the names are those of the hf server."""
+
+    model: Path
+    dtype: str
+    max_context: int
+    max_running: int
+    prefill_chunk: int
+    returns_routes: bool
+    engine_args: Mapping[str, Any]
+
+
+def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem]], start: Callable[[Options], Core]) -> None:
+    """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model."""
+    parsed = _parse(name)
+    ready = private_stdout()
+    arguments = json.loads(parsed.engine_args)
+    if parsed.check:
+        ready.write(PROBLEMS.dump_json(find_problems(arguments)))
+        return
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=exit_with_owner, name="owner", daemon=True).start()
+    options = Options(
+        model=parsed.model,
+        dtype=parsed.dtype,
+        max_context=parsed.max_context,
+        max_running=parsed.max_running,
+        prefill_chunk=parsed.prefill_chunk,
+        returns_routes=parsed.returns_routes,
+        engine_args=arguments,
+    )
+    try:
+        if problems := find_problems(arguments):
+            raise EngineError("\n".join(map(str, problems)))
+        asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))
+    except EngineError as error:
+        report_error(ready, error)
+        sys.exit(1)
+    logging.shutdown()
+    os._exit(0)
+
+
+async def _serve(options: Options, host: str, port: int, ready: Any, start: Callable[[Options], Core]) -> None:
+    listener = listen(host, port)
+    model = read_config(options.model)
+    core = start(options)
+    gate = Gate(core, max_running=options.max_running, loop=asyncio.get_running_loop())
+    routes = shape_of_config(model).routes if options.returns_routes else None
+    limits = Limits(max_context=options.max_context, vocab_size=model["vocab_size"], routes=routes)
+    await ChildServer(build_app(gate, limits), gate, ready).serve(sockets=[listener])
+
+
+def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m moerl.rollout.{name}.server", description=f"Serve a model with {name} for rollouts.")
+    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args, as JSON, and end")
+    parser.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-context", type=int, help="prompt and response together, in tokens")
+    parser.add_argument("--max-running", type=int, help="requests decoded together")
+    parser.add_argument("--prefill-chunk", type=int, help="prompt tokens computed per iteration")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
+    parser.add_argument("--engine-args", default="{}", help="JSON: the engine's own arguments by name")
+    return parser.parse_args(line)

@@ -1,0 +1,92 @@
+"""In the process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moerl.rollout import wire
+from moerl.rollout.engines.installed import InstalledBytes
+from moerl.rollout.hf.model import checkpoint_specs
+from moerl.types import WeightError
+from moerl.weights.receive import WeightSession
+
+logger = logging.getLogger(__name__)
+
+INSTALL_METHOD = "moerl_weights"
+"""The method this module adds to SGLang's scheduler; called by its collective_rpc."""
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's run_scheduler_process, with what moerl adds."""
+    from moerl.rollout.sglang import cpu
+
+    if server_args.device == "cpu":
+        cpu.prepare()
+        cpu.after_import()
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    setattr(Scheduler, INSTALL_METHOD, _weights)
+    SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
+    logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
+    run_scheduler_process(server_args, *args, **kwargs)
+
+
+def _has_no_body(record: logging.LogRecord) -> bool:
+    """SGLang logs the arguments of a call in full, here every tensor of a push."""
+    return not (record.funcName == "handle_rpc_request" and record.levelno == logging.INFO)
+
+
+def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
+    """SGLang hands requests' seeds to its sampler in its deterministic mode only, which restricts the attention kernels and slows them."""
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    if info.sampling_seed is None and None not in seeds:
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+
+
+def _weights(scheduler: Any, step: str, body: str) -> None:
+    """One step of a push; `body` is the JSON of moerl.rollout.wire. What it raises, SGLang returns as text."""
+    model = getattr(scheduler, "moerl_model", None)
+    if model is None:
+        model = scheduler.moerl_model = _Model(scheduler)
+    session = model.session
+    if step == "connect":
+        offer = wire.OFFER.validate_json(body)
+        if offer.transport == "gloo" and scheduler.tp_group.world_size > 1:
+            raise WeightError("weights.transport = gloo: reaches one process of a server only; a server with tp > 1 needs shm")
+        session.connect(offer)
+    elif step == "begin":
+        model.installed.begin()
+        session.begin(wire.MANIFEST.validate_json(body))
+    elif step == "install":
+        session.install(wire.BUCKET.validate_json(body))
+    else:
+        model.installed.check_reached(model.parameters())
+        session.finish(wire.FINISH.validate_json(body).version)
+
+
+class _Model:
+    """SGLang's model, and how a push gets into it."""
+
+    def __init__(self, scheduler: Any):
+        scheduler.model_config.hf_eos_token_id = None  # requests name the tokens that stop them, all of them
+        runner = scheduler.tp_worker.model_runner
+        self._module: torch.nn.Module = runner.model
+        self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
+        self.installed = InstalledBytes(runner.model.load_weights)
+        self.session = WeightSession(checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype), self._load)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._module.named_parameters()
+
+    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
+        has_copy = name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters())
+        if has_copy and not torch.equal(self.installed(_OUTPUT, tensor), tensor):
+            raise WeightError(f"the engine's loader changed the bytes of {_OUTPUT}, which is tied to it")
+        return self.installed(name, tensor)
