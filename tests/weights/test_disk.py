@@ -142,6 +142,23 @@ def test_a_server_that_does_not_see_the_directory_refuses_before_any_byte_moves(
         Engine().session.connect(TransportOffer(transport="disk", address=str(tmp_path / "elsewhere")))
 
 
+def test_one_server_that_does_not_see_it_stops_the_push_before_any_server_gets_a_bucket(make_source):
+    installed = []
+
+    class Counting(Engine):
+        async def install(self, bucket):
+            installed.append(bucket.index)
+
+    class Elsewhere(Counting):
+        async def connect(self, offer):
+            await super().connect(TransportOffer(transport="disk", address=offer.address + "-of-another-host"))
+
+    engines = {"good": Counting(specs=LARGE_SPECS), "far": Elsewhere(specs=LARGE_SPECS)}
+    with pytest.raises(WeightError, match=r"(?s)at connecting by disk, 1 .*\* far: WeightError: .*does not see"):
+        asyncio.run(WeightSync(make_source(), engines, transport="disk").push(1))
+    assert installed == []
+
+
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightError, match=r"file/push cannot be written"):
