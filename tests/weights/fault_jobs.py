@@ -12,8 +12,9 @@ import torch.distributed as dist
 from moerl.config.schema import WeightsConfig
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.train.settings import EngineSettings
-from moerl.types import Bucket, Manifest, TrainBatch, Transport, WeightError
+from moerl.types import Bucket, Manifest, Origin, TrainBatch, Transport, WeightError
 from moerl.weights.canary import run_canary
+from moerl.weights.digest import tensor_digest
 from moerl.weights.sync import WeightSync
 
 Tensors = dict[str, torch.Tensor]
@@ -178,3 +179,11 @@ class _Pushes:
     def _canary(self) -> Awaitable[object]:
         version = self._version
         return run_canary([self._engine], self._ranks.logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version)
+
+
+def origins_and_exported_digests(settings: EngineSettings) -> tuple[dict[str, Origin], dict[str, str]]:
+    from engine_jobs import new_engine
+
+    engine = new_engine(settings)
+    origins = engine.origins()
+    return origins, {name: tensor_digest(tensor) for name, tensor in engine.export(with_mtp=False)}

@@ -7,6 +7,7 @@ reaches the memory that the model computes with. Anything else: no fault.
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from moerl.weights.receive import Load, WeightSession
 FAULT = Path(sys.argv.pop(1))
 
 
-def session(specs: Mapping[str, TensorSpec], load: Load) -> WeightSession:
+def session(specs: Mapping[str, TensorSpec], load: Load, **options: Any) -> WeightSession:
     def damaging(name: str, tensor: torch.Tensor) -> torch.Tensor:
         fault, _, target = FAULT.read_text().partition(" ")
         if fault == "repack":
@@ -27,7 +28,7 @@ def session(specs: Mapping[str, TensorSpec], load: Load) -> WeightSession:
             installed.view(torch.uint8).view(-1)[0] ^= 1
         return installed
 
-    return WeightSession(specs, damaging)
+    return WeightSession(specs, damaging, **options)
 
 
 if __name__ == "__main__":
