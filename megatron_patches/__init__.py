@@ -15,6 +15,7 @@ from megatron_patches import (
     mbridge_deepseek_weights,
     mbridge_latent_config,
     mbridge_rope_theta,
+    megatron_bridge_scatter,
     mtp_recompute,
     reference_te,
     uneven_gloo,
@@ -32,6 +33,7 @@ PATCHES: tuple[ModuleType, ...] = (
     mbridge_rope_theta,
     mbridge_latent_config,
     mbridge_deepseek_weights,
+    megatron_bridge_scatter,
 )
 """In order of application: the first two must precede the first import of Megatron."""
 

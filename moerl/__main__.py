@@ -80,10 +80,15 @@ def report(
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, or RUN/checkpoints/step-N of a run.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist, or be empty.")],
-    to: Annotated[str, typer.Option(help="hf: a Hugging Face folder. moerl: a checkpoint that a run of any layout continues from.")] = "hf",
+    to: Annotated[
+        str, typer.Option(help="hf: a Hugging Face folder. moerl: a checkpoint that a run starts from. moe: a folder, dense made experts.")
+    ] = "hf",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16, float32, or fp8 (blocks of 128 x 128).")] = "keep",
     scales: Annotated[str, typer.Option(help="Of fp8: float32, or ue8m0 (powers of two).")] = "float32",
     files_from: Annotated[Path | None, typer.Option(help="The folder with tokenizer and settings, if not SRC.", show_default=False)] = None,
+    experts: Annotated[int | None, typer.Option(help="Of --to moe: copies of the MLP in a layer.", show_default=False)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Of --to moe: experts of a token.", show_default=False)] = None,
+    router_seed: Annotated[int | None, typer.Option(help="Of --to moe: of the random routers; 0 if not given.", show_default=False)] = None,
     shard_gb: Annotated[float, typer.Option(help="About the size of a file, in 1e9 bytes.", min=1e-6)] = 5.0,
     workers: Annotated[int, typer.Option(help="Files written at the same time.", min=1)] = 2,
     nonfinite: Annotated[str, typer.Option(help="NaN and infinities among weights: warn, error, or ignore.")] = "warn",
@@ -93,8 +98,10 @@ def convert(
     from moerl.convert.run import conversion_of
     from moerl.convert.run import convert as run_conversion
 
-    options = {"to": to, "dtype": dtype, "scales": scales, "nonfinite": nonfinite}
-    conversion = conversion_of(source, target, files_from=files_from, shard_gb=shard_gb, workers=workers, **options)
+    conversion = conversion_of(
+        source, target, files_from=files_from, shard_gb=shard_gb, workers=workers, to=to, dtype=dtype, scales=scales,
+        nonfinite=nonfinite, experts=experts, top_k=top_k, router_seed=router_seed,
+    )  # fmt: skip
     typer.echo(run_conversion(conversion, dry_run=dry_run))
 
 

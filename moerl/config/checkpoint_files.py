@@ -37,8 +37,9 @@ def _config_problems(path: Path) -> Iterator[Problem]:
             yield from (_problem(path, rule, reason, fix) for rule, reason, fix in broken)
             if not broken:
                 shape_of_config(config)
+                FAMILIES[config["model_type"]].rotary(config)
         except KeyError as missing:
-            reason = "the layout is checked against the model's sizes"
+            reason = "a model of this type cannot be described without"
             yield _problem(path, f"needs {missing} in config.json", reason, "copy the model's config.json again")
 
 

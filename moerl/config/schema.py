@@ -236,9 +236,10 @@ class TrainConfig(_Strict):
     mtp_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
     and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
-    bridge: Literal["native", "mbridge"] = "native"
+    bridge: Literal["native", "mbridge", "megatron_bridge"] = "native"
     """Who carries weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
-    (pip install 'moerl[mbridge]'), for comparison: it gathers on every rank, and knows no layers of multi-token prediction."""
+    (pip install 'moerl[mbridge]'); megatron_bridge: NVIDIA's megatron-bridge 0.3.1 (pip install --no-deps megatron-bridge==0.3.1
+    triton). Both are for comparison: they gather on every rank, and know no layers of multi-token prediction."""
     recompute: Recompute = field(default_factory=NoRecompute)
     """Which activations are computed again in the backward pass instead of kept."""
     offload: Literal["none", "optimizer", "all"] = "none"

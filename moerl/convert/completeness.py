@@ -1,82 +1,97 @@
-"""Does a Hugging Face folder hold every tensor of its model, each in the shape of its like? From names and headers alone.
+"""Is a checkpoint that of its config.json: every tensor of the model that Megatron would build, each in its shape? From headers alone."""
 
-Layers of one kind (dense or with experts) hold the same tensors, and those have the same shapes: a tensor that one layer has and
-another of its kind lacks is missing, and the odd one out is of another shape. The first axis of the embeddings is config.json's.
-"""
-
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from moerl.config.problems import problem
-from moerl.convert.parameters import num_experts
+from moerl.convert.expected import Expected, expected_tensors, parameter_shapes
+from moerl.convert.hf_plan import is_scale
+from moerl.convert.mxfp4 import is_packed
+from moerl.convert.parameters import Parameter, computes_it, described_family, num_experts
+from moerl.convert.sharded import ShardedSource
 from moerl.convert.source import HFSource
-from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
+from moerl.convert.stacks import in_parts
+from moerl.models import FAMILIES
+from moerl.models.family import Family, is_tied
 from moerl.types import Problem
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _FETCH = "fetch the checkpoint again; its config.json must be of the same model"
 
 
-def missing(source: HFSource, family: Family, held: set[str], sizes: Sizes) -> Iterator[Problem]:
-    """Every tensor, by name."""
-    tied = is_tied(source.config)
-    needed = {
-        name for rule in family.rules for name in rule.hf if "{" not in name and not (tied and rule.megatron == "output_layer.weight")
-    }
-    layers = range(sizes.num_layers + num_mtp_layers(source.config))
-    parts: dict[int, set[str]] = {layer: set() for layer in layers}
-    for name in held:
-        match = _LAYER.fullmatch(name)
-        if match and int(match[1]) in parts:
-            parts[int(match[1])].add(match[2])
-    of_kind: dict[str, set[str]] = defaultdict(set)
-    for layer in layers:
-        of_kind[_kind(layer, parts[layer], sizes)] |= {_EXPERT.sub(r"\1{}\3", part) for part in parts[layer]}
-    for layer in layers:
-        for part in of_kind[_kind(layer, parts[layer], sizes)]:
-            experts = range(num_experts(family, source.config)) if "{}" in part else range(1)
-            needed |= {f"model.layers.{layer}.{part.format(expert)}" for expert in experts}
-    for name in sorted(needed - held):
-        yield problem("SRC", f"{source.directory}: {name}", "is missing", "no file holds it", _FETCH)
+def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
+    """Everything that is missing, unknown, of another shape, or no floating-point number. Stacks of experts are in parts.
+
+    Nothing of weights in MXFP4, which are under other names."""
+    if is_packed(source.config):
+        return []
+    names = [name for name in source.tensors if not is_scale(source, name)]
+    expected = expected_tensors(family, source.config)
+    known = [name for name in names if name in expected.shapes or name in expected.copies]
+    return [*_missing(source, expected, set(names)), *_misshapen(source, expected, known), *_unknown(source, set(names) - set(known))]
 
 
-def _kind(layer: int, parts: set[str], sizes: Sizes) -> str:
-    if layer >= sizes.num_layers:
-        return "multi-token prediction"
-    return "experts" if any(_EXPERT.fullmatch(part) for part in parts) else "dense"
+def copied_problems(source: HFSource) -> list[Problem]:
+    """What the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that Megatron
+    would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
+    if source.config.get("model_type") not in FAMILIES or is_packed(source.config):
+        return []
+    family = described_family(source.config)
+    if not computes_it(family, source.config):
+        return []
+    source = in_parts(source, family, num_experts(family, source.config))
+    expected = expected_tensors(family, source.config)
+    held = [name for name in source.tensors if name in expected.shapes or name in expected.copies]
+    return [*_missing(source, expected, set(held)), *_misshapen(source, expected, held)]
 
 
-def misshapen(source: HFSource, names: Sequence[str]) -> Iterator[Problem]:
-    groups: dict[str, list[str]] = defaultdict(list)
+def _missing(source: HFSource, expected: Expected, held: set[str]) -> Iterator[Problem]:
+    """Layers of multi-token prediction may be absent as a whole: a model saved by transformers has lost them."""
+    num_layers = source.config["num_hidden_layers"]
+    layers = {layer for name in held if (layer := _layer(name)) is not None}
+    for name in sorted(expected.shapes.keys() - held):
+        layer = _layer(name)
+        if layer is None or layer < num_layers or layer in layers:
+            yield problem("SRC", f"{source.directory}: {name}", "is missing", "no file holds it", _FETCH)
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdigit() else None
+
+
+def _misshapen(source: HFSource, expected: Expected, names: Iterable[str]) -> Iterator[Problem]:
+    shapes = {**expected.shapes, **expected.copies}
     for name in names:
-        groups[re.sub(r"\.\d+\.", ".N.", name)].append(name)
-    for group in groups.values():
-        shapes = Counter(source.tensors[name].shape for name in group)
-        expected = shapes.most_common(1)[0][0]
-        if group[0] in ("model.embed_tokens.weight", "lm_head.weight"):
-            expected = (source.config["vocab_size"], source.config["hidden_size"])
-        for name in group:
-            stored = source.tensors[name]
-            if stored.shape != expected:
-                rule = f"must have shape {expected}"
-                yield problem("SRC", f"{stored.file}: {name}", rule, f"found {stored.shape}, unlike others of its kind", _FETCH)
-            if not stored.dtype.is_floating_point:
-                rule = "must hold floating-point numbers"
-                yield problem("SRC", f"{stored.file}: {name}", rule, f"found {stored.dtype}; {_QUANTIZED}", "the unquantized checkpoint")
+        stored = source.tensors[name]
+        if stored.shape != shapes[name]:
+            rule, reason = f"must have shape {shapes[name]}", f"found {stored.shape}; config.json describes a model of other sizes"
+            yield problem("SRC", f"{stored.file}: {name}", rule, reason, _FETCH)
+        if not stored.dtype.is_floating_point:
+            rule = "must hold floating-point numbers"
+            reason = f"found {stored.dtype}; weights quantized to integers need their own method to be read"
+            yield problem("SRC", f"{stored.file}: {name}", rule, reason, "the unquantized checkpoint")
 
 
-_QUANTIZED = "weights quantized to integers need their own method to be read"
-
-
-def unknown(source: HFSource, names: Sequence[str], copies: Sequence[str]) -> Iterator[Problem]:
-    """Tensors that no parameter is made of, except copies of other tensors and rotary frequencies."""
-    patterns = [re.compile(re.escape(copy).replace(r"\{mtp\}", r"\d+")) for copy in copies]
-    for name in names:
-        if name.endswith("rotary_emb.inv_freq") or any(pattern.fullmatch(name) for pattern in patterns):
-            continue
-        if name == "lm_head.weight" and is_tied(source.config):
+def _unknown(source: HFSource, names: set[str]) -> Iterator[Problem]:
+    """Except rotary frequencies, and an output layer that is the embedding."""
+    for name in sorted(names):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied(source.config)):
             continue
         reason = "no parameter of its family is made of it, so that it would be lost"
         yield problem("SRC", f"{source.tensors[name].file}: {name}", "is no tensor of this model", reason, "the config.json of this model")
+
+
+def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[Parameter]) -> Iterator[Problem]:
+    """Of a run's checkpoint, whose vocabulary may be padded: keys of another shape than the model of its config.json has."""
+    shapes = parameter_shapes(family, source.config)
+    weights = source.weights()
+    for parameter in {each.key: each for each in parameters}.values():
+        found = tuple(weights[parameter.key].size)[0 if parameter.expert is None else 1 :]
+        expected = shapes.get(parameter.rule)
+        if expected is None:
+            reason = "its config.json describes a model without this parameter"
+        elif found != expected and not (parameter.rule.shard == "vocab" and found[0] >= expected[0] and found[1:] == expected[1:]):
+            reason = f"found {found}, the model of its config.json has {expected}"
+        else:
+            continue
+        fix = "another checkpoint: this one's weights and config.json are of different models"
+        yield problem("SRC", f"{source.directory}: {parameter.key}", "does not fit its model", reason, fix)

@@ -31,17 +31,36 @@ class Parameter:
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Raises ConvertError for an architecture without a family, and for a config.json that breaks its rules, with all of them."""
-    if config.get("model_type") not in FAMILIES:
-        raise ConvertError([problem("config.json: model_type", config.get("model_type"), *explain_unknown(config))])
-    family = FAMILIES[config["model_type"]]
+    family = described_family(config)
     if broken := list(family.broken_rules(_unquantized(config))):
         raise ConvertError([problem("config.json", config["model_type"], rule, reason, fix) for rule, reason, fix in broken])
     return family
 
 
+def described_family(config: Mapping[str, Any]) -> Family:
+    """Whether or not it breaks rules. Raises ConvertError for an architecture without a family and for a setting that is not there."""
+    if config.get("model_type") not in FAMILIES:
+        raise ConvertError([problem("config.json: model_type", config.get("model_type"), *explain_unknown(config))])
+    family = FAMILIES[config["model_type"]]
+    try:
+        list(family.broken_rules(_unquantized(config)))
+        sizes_of(family, config)
+        family.rotary(_unquantized(config))
+    except KeyError as error:
+        reason = f"a model of type {config['model_type']} cannot be described without"
+        fix = "fetch config.json again, or write what the model was trained with"
+        raise ConvertError([problem(f"config.json: {error.args[0]}", None, "is missing", reason, fix)]) from error
+    return family
+
+
+def computes_it(family: Family, config: Mapping[str, Any]) -> bool:
+    """Megatron, and what config.json says."""
+    return not list(family.broken_rules(_unquantized(config)))
+
+
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     """Of a model on one rank."""
-    described = family.transformer_config(_unquantized(config))
+    described = fields_of(family, config)
     heads = described["num_attention_heads"]
     return Sizes(
         num_layers=described["num_layers"],
@@ -52,9 +71,14 @@ def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
     )
 
 
+def fields_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says in the words of Megatron's configuration."""
+    return family.transformer_config(_unquantized(config))
+
+
 def num_experts(family: Family, config: Mapping[str, Any]) -> int:
     """0 for a dense model."""
-    return family.transformer_config(_unquantized(config)).get("num_moe_experts", 0)
+    return fields_of(family, config).get("num_moe_experts", 0)
 
 
 def _unquantized(config: Mapping[str, Any]) -> dict[str, Any]:

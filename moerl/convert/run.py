@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -11,19 +11,22 @@ import torch
 from moerl import __version__
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
+from moerl.convert.completeness import copied_problems, tensor_problems
 from moerl.convert.entry import Entry
 from moerl.convert.fp8 import SCALE_SUFFIX, ScaleFormat
 from moerl.convert.hf_writing import WriteOptions, carried_files, hf_jobs, write_hf
 from moerl.convert.nonfinite import NonFinite, report
+from moerl.convert.parameters import family_of
 from moerl.convert.progress import progress_bar
 from moerl.convert.sharded import ShardedSource, complete_sharded, is_sharded, sharded_jobs
 from moerl.convert.sharded_plan import entries_of, parts_of
 from moerl.convert.source import HFSource
+from moerl.convert.upcycle import Upcycling, upcycled, upcycled_config, upcycling_problems
 from moerl.convert.writing import SPARE_BYTES, FileJob, Finished, target_problems, write_files
 from moerl.train.checkpoint import MANIFEST
 from moerl.types import ConvertError
 
-Target = Literal["hf", "moerl"]
+Target = Literal["hf", "moerl", "moe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,24 +38,51 @@ class Conversion:
     scales: ScaleFormat = "float32"
     files_from: Path | None = None
     """Tokenizer, generation settings and, for a checkpoint of a run, weights that were not trained; else the source."""
+    upcycling: Upcycling | None = None
+    """With `to` moe."""
     options: WriteOptions = field(default_factory=WriteOptions)
 
     @property
     def plan(self) -> dict[str, Any]:
         settings = {"to": self.to, "dtype": self.dtype, "scales": self.scales, "nonfinite": self.options.nonfinite}
-        return {"moerl": __version__, "source": str(self.source.resolve()), **settings}
+        upcycling = None if self.upcycling is None else asdict(self.upcycling)
+        return {"moerl": __version__, "source": str(self.source.resolve()), "upcycling": upcycling, **settings}
 
 
 def conversion_of(
-    source: Path, target: Path, *, files_from: Path | None, shard_gb: float, workers: int, to: str, dtype: str, scales: str, nonfinite: str
+    source: Path,
+    target: Path,
+    *,
+    files_from: Path | None,
+    shard_gb: float,
+    workers: int,
+    to: str,
+    dtype: str,
+    scales: str,
+    nonfinite: str,
+    experts: int | None,
+    top_k: int | None,
+    router_seed: int | None,
 ) -> Conversion:
-    """Raises ConvertError with every option that has none of its values."""
+    """Raises ConvertError with every option that has none of its values, is missing, or has no effect."""
     allowed = {"to": (to, Target), "dtype": (dtype, hf_plan.Dtype), "scales": (scales, ScaleFormat), "nonfinite": (nonfinite, NonFinite)}
     problems = [
         problem(f"--{name}", value, f"must be one of {', '.join(get_args(values))}", "nothing else is known", "one of them")
         for name, (value, values) in allowed.items()
         if value not in get_args(values)
     ]
+    upcycling = None
+    if to == "moe":
+        problems += upcycling_problems(experts, top_k, dtype)
+        if experts is not None and top_k is not None:
+            upcycling = Upcycling(num_experts=experts, top_k=top_k, router_seed=0 if router_seed is None else router_seed)
+    else:
+        given = {"--experts": experts, "--top-k": top_k, "--router-seed": router_seed}
+        problems += [
+            problem(option, value, "has no effect", "only --to moe makes experts", f"--to moe, or no {option}")
+            for option, value in given.items()
+            if value is not None
+        ]
     if problems:
         raise ConvertError(problems)
     options = WriteOptions(shard_bytes=int(shard_gb * 1e9), workers=workers, nonfinite=cast(NonFinite, nonfinite))
@@ -63,6 +93,7 @@ def conversion_of(
         dtype=cast(hf_plan.Dtype, dtype),
         scales=cast(ScaleFormat, scales),
         files_from=files_from,
+        upcycling=upcycling,
         options=options,
     )
 
@@ -76,9 +107,14 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
     if problems:
         raise ConvertError(problems)
     if not is_sharded(conversion.source):
-        return (_hf_to_hf if conversion.to == "hf" else _hf_to_sharded)(conversion, dry_run=dry_run)
+        write = {"hf": _hf_to_hf, "moerl": _hf_to_sharded, "moe": _hf_to_moe}[conversion.to]
+        return write(conversion, dry_run=dry_run)
     if conversion.to == "hf":
         return _sharded_to_hf(conversion, dry_run=dry_run)
+    if conversion.to == "moe":
+        reason = "experts are copied from a Hugging Face folder, whose tensors are read in pieces"
+        fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
+        raise ConvertError([problem("SRC", str(conversion.source), "must be a Hugging Face folder with --to moe", reason, fix)])
     reason = "a checkpoint of a run loads into any layout and dtype as it is, with its optimizer's state"
     raise ConvertError([problem("--to", conversion.to, "has nothing to do", reason, "continue the run with another train.layout")])
 
@@ -86,7 +122,20 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
 def _hf_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
     source = HFSource.open(conversion.source)
     entries = hf_plan.converted(source, conversion.dtype, conversion.scales)
+    if problems := copied_problems(source):
+        raise ConvertError(problems)
     return _write_hf(conversion, entries, source.config, source.identity(), dry_run=dry_run)
+
+
+def _hf_to_moe(conversion: Conversion, *, dry_run: bool) -> str:
+    assert conversion.upcycling is not None
+    source = HFSource.open(conversion.source)
+    config = upcycled_config(source.config, conversion.upcycling)
+    if problems := tensor_problems(source, family_of(source.config)):
+        raise ConvertError(problems)
+    dense = hf_plan.converted(source, conversion.dtype, conversion.scales)
+    entries = upcycled(dense, source.config, conversion.upcycling)
+    return _write_hf(conversion, entries, config, source.identity(), dry_run=dry_run)
 
 
 def _sharded_to_hf(conversion: Conversion, *, dry_run: bool) -> str:

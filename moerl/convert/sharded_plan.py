@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
-from moerl.convert.completeness import misshapen, missing, unknown
+from moerl.convert.completeness import stored_problems, tensor_problems
 from moerl.convert.entry import Entry, computed, read_whole
 from moerl.convert.parameters import Parameter, family_of, num_experts, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded import Part, ShardedSource
@@ -28,15 +28,10 @@ def parts_of(source: HFSource, dtype: torch.dtype) -> list[Part]:
     family = family_of(source.config)
     sizes = sizes_of(family, source.config)
     source = in_parts(source, family, num_experts(family, source.config))
-    problems = list(hf_plan.fp8_problems(source))
+    if problems := [*hf_plan.fp8_problems(source), *tensor_problems(source, family)]:
+        raise ConvertError(problems)
     names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
     parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
-    problems += missing(source, family, set(names), sizes)
-    problems += misshapen(source, names)
-    used = {name for each in parameters for name in each.hf}
-    problems += unknown(source, [name for name in names if name not in used], [copy for rule in family.rules for copy in rule.copies])
-    if problems:
-        raise ConvertError(problems)
     experts: dict[str, int] = {}
     for each in parameters:
         if each.expert is not None:
@@ -74,6 +69,8 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     parameters = list(parameters_of_keys(family, shapes, num_layers=sizes.num_layers))
     if is_tied(source.config):
         parameters = [each for each in parameters if each.key != "output_layer.weight"]
+    if problems := list(stored_problems(source, family, parameters)):
+        raise ConvertError(problems)
     entries = joined([entry for each in parameters for entry in _entries(source, each, sizes, dtype)])
     num_mtp = num_mtp_layers(source.config)
     if without_untrained and not any(each.rule.is_mtp for each in parameters):

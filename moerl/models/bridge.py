@@ -6,7 +6,7 @@ Layers of multi-token prediction that are not trained are not built: they leave 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class Bridge:
             with torch.no_grad():
                 item.tensor.copy_(shard)
             if dist.get_rank() == self._owners.get(item.name):
-                self._check_copies(item.rule, tensors[0], checkpoint)
+                check_copies(names[0], tensors[0], copy_names(item.rule, self._mtp_layers), checkpoint)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
         """Every Hugging Face name, in the order of `export`."""
@@ -168,21 +168,11 @@ class Bridge:
     def _hf_names(self, rule: Rule, numbers: dict[str, int]) -> list[str]:
         return hf_names(rule, numbers, num_layers=self._sizes.num_layers, tied=self._tied)
 
-    def _copy_names(self, rule: Rule) -> list[str]:
-        """Those of the rule's copies that the source holds."""
-        return [name for copy in rule.copies for layer, held in self._mtp_layers.items() if (name := copy.format(mtp=layer)) in held]
-
     def _export_names(self, name: str, *, with_mtp: bool) -> list[str]:
         rule, numbers = self._family.find(name)
         if not with_mtp:
             return [] if rule.is_mtp else self._hf_names(rule, numbers)
-        return self._hf_names(rule, numbers) + self._copy_names(rule)
-
-    def _check_copies(self, rule: Rule, tensor: Tensor, checkpoint: HFCheckpoint) -> None:
-        for name in self._copy_names(rule):
-            if not checkpoint.read(name).equal(tensor):
-                reason = f"Megatron shares {rule.hf[0]} with the layers of multi-token prediction; fetch the checkpoint again"
-                raise CheckpointError(f"{name} differs from {rule.hf[0]}, of which it must be a copy: {reason}")
+        return self._hf_names(rule, numbers) + copy_names(rule, self._mtp_layers)
 
     def _shard_group(self, rule: Rule) -> dist.ProcessGroup:
         return self._groups.expert_tensor if rule.is_expert else self._groups.tensor
@@ -197,6 +187,19 @@ def mtp_layers(source: Path, num_layers: int) -> dict[int, set[str]]:
             if parts[:2] == ["model", "layers"] and int(parts[2]) >= num_layers:
                 layers.setdefault(int(parts[2]), set()).add(name)
     return dict(sorted(layers.items()))
+
+
+def copy_names(rule: Rule, layers: Mapping[int, set[str]]) -> list[str]:
+    """Those of the rule's copies that a source with these `mtp_layers` holds."""
+    return [name for copy in rule.copies for layer, held in layers.items() if (name := copy.format(mtp=layer)) in held]
+
+
+def check_copies(name: str, tensor: Tensor, copies: Sequence[str], checkpoint: HFCheckpoint) -> None:
+    """Raises CheckpointError for one of the `copies` of tensor `name` that is none."""
+    for copy in copies:
+        if not checkpoint.read(copy).equal(tensor):
+            reason = f"Megatron shares {name} with the layers of multi-token prediction; fetch the checkpoint again"
+            raise CheckpointError(f"{copy} differs from {name}, of which it must be a copy: {reason}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:

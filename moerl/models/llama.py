@@ -6,7 +6,7 @@ from typing import Any
 from moerl.models.checks import NO_BIAS, SILU, fixed_values, plain_weights
 from moerl.models.family import BrokenRule, Family
 from moerl.models.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, dense, ends
-from moerl.models.rope import rope_rules, rotary
+from moerl.models.rope import rope_parameters, rope_rules, rotary
 
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,6 +20,11 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from plain_weights(hf)
 
 
+def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 2 writes no rope_theta: transformers' default."""
+    return rotary(hf if "rope_theta" in rope_parameters(hf) else {**hf, "rope_theta": 10000.0})
+
+
 LLAMA = Family(
-    rules=(*ends(), *attention(LAYER, HF_LAYER), *dense(LAYER, HF_LAYER)), transformer_config=_config, broken_rules=_rules, rotary=rotary
+    rules=(*ends(), *attention(LAYER, HF_LAYER), *dense(LAYER, HF_LAYER)), transformer_config=_config, broken_rules=_rules, rotary=_rotary
 )

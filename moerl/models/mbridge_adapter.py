@@ -15,60 +15,39 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 import megatron_patches
-from moerl.models.bridge import check_shape, mtp_layers
+from moerl.models.adapter_names import AdapterNames
+from moerl.models.bridge import Groups
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.family import Sizes
-from moerl.types import CheckpointError
-
-_EXPERT_BIAS = ".e_score_correction_bias"
+from moerl.models.family import Family, Sizes
 
 
 class MBridge:
-    def __init__(self, chunks: Sequence[nn.Module], *, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype):
-        """A collective. `chunks`: this rank's GPTModels without layers of multi-token prediction. `dtype`: the model's.
-
-        `source`: the checkpoint the model comes from. `tied`: the output layer is the embedding, so that it is not exported twice.
-        """
+    def __init__(
+        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype
+    ):
+        """A collective. `chunks`: without layers of multi-token prediction. `dtype`: the model's. The others: those of `Bridge`."""
         self._chunks, self._tied, self._source = list(chunks), tied, source
         self._bridge = self._build(sizes, dtype)
-        self._names = self._find_names()
-        layers = mtp_layers(source, sizes.num_layers)
-        self._kept = sorted({name for names in layers.values() for name in names} - set(self._names))
+        self._names = AdapterNames(self._find_names(), family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
 
     def tensors(self) -> Iterator[Tensor]:
-        for chunk in self._chunks:
-            state = chunk.state_dict().keys()
-            yield from chunk.parameters()
-            yield from (buffer for name, buffer in chunk.named_buffers() if name in state)
+        return self._names.tensors()
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """A collective: tensor-parallel rank 0 reads and scatters."""
-        absent = sorted(set(self._names) - set(checkpoint.names()))
-        if absent:
-            raise CheckpointError(
-                f"{self._source}: no file of this checkpoint holds {', '.join(absent)}; is it complete, and of this model?"
-            )
-        for chunk in self._chunks:
-            self._check_shapes(chunk, checkpoint)
+        self._names.check(checkpoint)
         with torch.no_grad():
             self._bridge.load_weights(self._chunks, str(self._source), memory_efficient=True)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
-        return self._names + (self._kept if with_mtp else [])
+        return self._names.all(with_mtp=with_mtp)
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if name.endswith(_EXPERT_BIAS) else model_dtype
+        return self._names.dtype(name, model_dtype)
 
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
         """mbridge gathers on every rank, not on rank 0 alone. Layers of multi-token prediction keep the checkpoint's dtype."""
-        remaining = dict.fromkeys(self._names)
-        for name, tensor in self._bridge.export_weights(self._chunks):
-            if name in remaining and dist.get_rank() == 0:
-                del remaining[name]  # the output layer of a tied model comes as a second embedding
-                yield name, tensor.detach().to(self.dtype(name, dtype))
-        if with_mtp and self._kept and dist.get_rank() == 0:
-            with HFCheckpoint(self._source) as checkpoint:
-                yield from ((name, checkpoint.read(name)) for name in self._kept)
+        return self._names.export(self._bridge.export_weights(self._chunks), dtype, with_mtp=with_mtp)
 
     def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """None: mbridge gathers every tensor on every rank, and tells no owner."""
@@ -100,18 +79,6 @@ class MBridge:
         dist.all_gather_object(held, mine, group=parallel_state.get_pipeline_model_parallel_group())
         # Without duplicates: the output layer of a tied model has the embedding's name.
         return list(dict.fromkeys(hf for stage in held for name in stage for hf in self._hf_names(name)))
-
-    def _check_shapes(self, chunk: nn.Module, checkpoint: HFCheckpoint) -> None:
-        """Of what this rank will hold, by mbridge's own export of tensors without memory: its import reports no names."""
-        state = chunk.state_dict(keep_vars=True)
-        for local, name in self._bridge._weight_name_mapping_mcore_local_to_global(chunk).items():
-            shard = torch.empty_like(state[local], device="meta")
-            is_expert, mpu = ".mlp.experts.linear_fc" in name, self._bridge.mpu
-            is_split = is_expert or getattr(state[local], "tensor_model_parallel", False)
-            shards = [shard] * ((mpu.etp_size if is_expert else mpu.tp_size) if is_split else 1)
-            whole = self._bridge._weight_merge_across_tp(name, shards, state[local]) if len(shards) > 1 else shard
-            for hf, expected in zip(*self._bridge._weight_to_hf_format(name, whole), strict=True):
-                check_shape(hf, torch.empty(checkpoint.shape(hf), device="meta"), expected)
 
     def _hf_names(self, name: str) -> list[str]:
         names = [name]

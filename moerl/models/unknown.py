@@ -1,4 +1,5 @@
-"""What is said of a config.json whose architecture has no family: why, if that is known, and which family is nearest."""
+"""What is said of a config.json whose architecture has no family: why, if that is known, which family is nearest, and
+which other packages know it."""
 
 import difflib
 from collections.abc import Mapping
@@ -6,6 +7,7 @@ from typing import Any
 
 from moerl.models import FAMILIES
 from moerl.models.family import BrokenRule, Family
+from moerl.models.registries import explain_known
 from moerl.types import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
@@ -27,14 +29,12 @@ def find_family(hf: Mapping[str, Any]) -> Family:
 def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
     """Of a config.json whose model_type is not in FAMILIES."""
     kind, names = str(hf.get("model_type")), ", ".join(sorted(FAMILIES))
-    rule = "must be of a family moerl knows"
+    rule, fix = "must be of a family moerl knows", f"a model whose model_type is one of {names}"
     if kind in NOT_EXPRESSED:
-        return BrokenRule(
-            rule, f"model_type {kind!r} is not among them: {NOT_EXPRESSED[kind]}", f"a model whose model_type is one of {names}"
-        )
+        return BrokenRule(rule, f"model_type {kind!r} is not among them: {NOT_EXPRESSED[kind]}; {explain_known(hf)}", fix)
     near = _nearest(kind, hf.get("architectures") or [])
     hint = "" if near is None else f"; the nearest is {near}, and docs/add-a-family.md says how to add one"
-    return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}", f"a model whose model_type is one of {names}")
+    return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}; {explain_known(hf)}", fix)
 
 
 def _nearest(kind: str, architectures: list[str]) -> str | None:

@@ -1,6 +1,7 @@
 """What carries weights between a Megatron model and Hugging Face names: the seam, and the one place that chooses who does it.
 
-The native bridge walks the family's rules. mbridge, an optional package, brings name maps and gathering of its own.
+The native bridge walks the family's rules. mbridge and Megatron-Bridge, optional packages, bring name maps and gathering
+of their own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,11 @@ def build_bridge(
     """The one that train.bridge names; the arguments are those of `Bridge`."""
     if train.bridge == "native":
         return Bridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
-    from moerl.models.mbridge_adapter import MBridge
+    dtype = getattr(torch, train.dtype)
+    if train.bridge == "mbridge":
+        from moerl.models.mbridge_adapter import MBridge
 
-    return MBridge(chunks, sizes=sizes, tied=tied, source=source, dtype=getattr(torch, train.dtype))
+        return MBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)
+    from moerl.models.megatron_bridge_adapter import MegatronBridge
+
+    return MegatronBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)

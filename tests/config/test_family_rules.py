@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.fp8 import linear_sizes
@@ -143,6 +144,21 @@ def test_what_sinks_and_biased_experts_do_not_allow_is_refused(overrides, path, 
         found = error.problems
     assert [problem.path for problem in found] == ([path] if path else [])
     assert all(fix in problem.fix for problem in found)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "llama"])
+def test_a_missing_base_of_the_rotary_embedding_is_named_before_anything_is_built(name, tmp_path):
+    config = {key: value for key, value in PUBLISHED[name].items() if key != "rope_theta"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "needs 'rope_theta' in config.json" in [problem.rule for problem in checkpoint_problems(tmp_path)]
+
+
+def test_llama_2_which_writes_no_base_has_that_of_transformers(tmp_path):
+    config = {key: value for key, value in PUBLISHED["llama"].items() if key not in ("rope_theta", "rope_scaling")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not any("rope" in problem.rule for problem in checkpoint_problems(tmp_path))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"]
+    assert FAMILIES["llama"].rotary(config)["rotary_base"] == expected == 10000.0
 
 
 def test_the_sizes_that_fp8_needs_are_called_as_config_json_calls_them():

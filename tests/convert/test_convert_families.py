@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moerl.config.layout import Layout
 from moerl.convert.run import Conversion, convert
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import num_mtp_layers
+from moerl.train.checkpoint import MANIFEST, manifest_text
 from moerl.types import ConvertError
 
 EP2, TP2 = Layout(ranks=2, ep=2), Layout(ranks=2, tp=2)
@@ -74,10 +76,15 @@ def test_every_missing_misshapen_and_unknown_tensor_is_listed(directories, tmp_p
     directory.mkdir()
     (directory / "config.json").write_bytes((directories["deepseek_v3"] / "config.json").read_bytes())
     tensors = load_file(directories["deepseek_v3"] / "model.safetensors")
-    missing = ["model.norm.weight", "model.layers.2.mlp.experts.5.up_proj.weight", "model.layers.3.self_attn.kv_a_layernorm.weight"]
+    missing = ["model.norm.weight", "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.3.self_attn.kv_a_layernorm.weight"]
     for name in missing:
         del tensors[name]
     tensors["model.layers.1.self_attn.o_proj.weight"] = torch.ones(3, 5)
+    # All of a kind, so that none is odd among its like; and a whole kind that is missing.
+    for expert in range(8):
+        tensors[f"model.layers.2.mlp.experts.{expert}.gate_proj.weight"] = torch.ones(17, 32)
+        missing.append(f"model.layers.3.mlp.experts.{expert}.down_proj.weight")
+        tensors.pop(missing[-1])
     tensors["model.layers.1.surprise.weight"] = torch.ones(3)
     tensors["model.layers.0.input_layernorm.weight"] = torch.ones(32, dtype=torch.int32)
     save_file(tensors, directory / "model.safetensors")
@@ -86,10 +93,68 @@ def test_every_missing_misshapen_and_unknown_tensor_is_listed(directories, tmp_p
     listed = {(str(each.value).split(": ")[-1], each.rule) for each in caught.value.problems}
     assert listed >= {(name, "is missing") for name in missing}
     assert ("model.layers.1.self_attn.o_proj.weight", "must have shape (32, 32)") in listed
+    assert listed >= {(f"model.layers.2.mlp.experts.{expert}.gate_proj.weight", "must have shape (16, 32)") for expert in range(8)}
     assert ("model.layers.0.input_layernorm.weight", "must hold floating-point numbers") in listed
     assert ("model.layers.1.surprise.weight", "is no tensor of this model") in listed
+    assert len(listed) == len(missing) + 8 + 3
     assert "found (3, 5)" in str(caught.value) and str(directory / "model.safetensors") in str(caught.value)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_layers_of_multi_token_prediction_may_be_absent_but_not_in_part(directories, tmp_path):
+    directory = shutil.copytree(directories["deepseek_v3"], tmp_path / "deepseek")
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if not n.startswith("model.layers.4.")}, directory / "model.safetensors")
+    convert(Conversion(source=directory, target=tmp_path / "out", to="moerl", dtype="float32"), dry_run=False)
+    tensors.pop("model.layers.4.eh_proj.weight")
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"model.layers.4.eh_proj.weight': is missing") as caught:
+        convert(Conversion(source=directory, target=tmp_path / "again", to="moerl", dtype="float32"), dry_run=False)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_of_every_family_becomes_a_folder_with_the_same_tensors(name, directories, tmp_path):
+    convert(Conversion(source=directories[name], target=tmp_path / "out"), dry_run=False)
+    assert_same(tmp_path / "out", load_file(directories[name] / "model.safetensors"))
+
+
+def test_a_folder_that_becomes_a_folder_must_hold_its_model_but_may_hold_more(directories, tmp_path):
+    directory = shutil.copytree(directories["qwen3"], tmp_path / "qwen3")
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"v_head.weight": torch.ones(3)}, directory / "model.safetensors")
+    convert(Conversion(source=directory, target=tmp_path / "more"), dry_run=False)
+    for layer in range(4):
+        tensors.pop(f"model.layers.{layer}.self_attn.q_norm.weight")
+        tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.ones(3, 4)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ConvertError) as caught:
+        convert(Conversion(source=directory, target=tmp_path / "less"), dry_run=False)
+    assert [each.rule for each in caught.value.problems] == ["is missing"] * 4 + ["must have shape (24, 32)"] * 4
+
+
+def test_a_setting_that_config_json_lacks_is_named(directories, tmp_path):
+    directory = shutil.copytree(directories["deepseek_v3"], tmp_path / "deepseek")
+    config = json.loads((directory / "config.json").read_text())
+    for name in ("kv_lora_rank", "n_group"):
+        (directory / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != name}))
+        for to in ("hf", "moerl"):
+            with pytest.raises(ConvertError, match=f"config.json: {name} = None: is missing"):
+                convert(Conversion(source=directory, target=tmp_path / "out", to=to, dtype="float32"), dry_run=False)
+
+
+def test_a_checkpoint_whose_weights_are_of_another_model_than_its_config_is_refused(converted, tmp_path):
+    directory = shutil.copytree(converted["glm4_moe"], tmp_path / "step-000000")
+    contents = json.loads((directory / MANIFEST).read_text())["contents"]
+    contents["model"] |= {"moe_intermediate_size": 24, "use_qk_norm": False, "vocab_size": 99}
+    (directory / MANIFEST).write_text(manifest_text(contents))
+    with pytest.raises(ConvertError) as caught:
+        convert(Conversion(source=directory, target=tmp_path / "out"), dry_run=False)
+    text = str(caught.value)
+    assert "layers.1.mlp.experts.experts.linear_fc1.weight': does not fit its model" in text
+    assert "found (32, 32), the model of its config.json has (48, 32)" in text
+    assert "q_layernorm.weight': does not fit its model" in text and "without this parameter" in text
+    assert "word_embeddings" not in text  # 101 rows are 99 and padding
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest(directories, tmp_path):

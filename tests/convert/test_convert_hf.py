@@ -1,13 +1,11 @@
 """Folders to folders: every bit, valid files, resumed after a kill at any point, and every fault named at once."""
 
-import itertools
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 
+import kills
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +18,7 @@ from moerl.convert.run import Conversion, convert
 from moerl.models.checkpoint import INDEX, HFCheckpoint, write_shards
 from moerl.types import ConvertError
 
-CONFIG = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
+CONFIG = {"model_type": "unheard_of", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
 
 
 def model(dtype=torch.bfloat16):
@@ -124,38 +122,24 @@ def test_a_dry_run_writes_nothing_and_counts_the_bytes(source, tmp_path):
     assert f"({total} bytes)" in text and "GB of disk" in text
 
 
-def kill_at(moment, source, target, workers=1):
-    """A conversion in a process of its own, killed at its `moment`-th write, flush or rename; whether it lived to its end."""
-    process = multiprocessing.get_context("fork").Process(target=_convert_until, args=(moment, source, target, workers))
-    process.start()
-    process.join()
-    assert process.exitcode in (0, -signal.SIGKILL)
-    return process.exitcode == 0
+def conversion(source, target, workers=1):
+    return Conversion(source=source, target=target, options=WriteOptions(shard_bytes=150_000, workers=workers))
 
 
-def _convert_until(moment, source, target, workers):
-    torch.set_num_threads(1)  # before any operation: the threads of the process it is forked from are not there
-    left = itertools.count(moment, -1)
-
-    def counted(function):
-        def call(*args, **kwargs):
-            if next(left) <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    writing.os.rename, writing.os.fsync = counted(os.rename), counted(os.fsync)
-    writing.Output.write = counted(writing.Output.write)
-    options = WriteOptions(shard_bytes=150_000, workers=workers)
-    convert(Conversion(source=source, target=target, options=options), dry_run=False)
+def kill_after(share, source, target, workers=1):
+    """After that share of its operations on files."""
+    moments = kills.count_moments(conversion(source, target.with_name(f"{target.name}-counted"), workers))
+    assert moments > 50
+    assert not kills.kill_at(int(share * moments), conversion(source, target, workers))
 
 
-@pytest.mark.parametrize(("moment", "workers"), [(0, 1), (1, 1), (5, 1), (9, 2), (13, 1), (22, 2), (31, 1), (44, 1)])
-def test_a_killed_conversion_goes_on_to_the_same_bytes(moment, workers, source, tmp_path):
+@pytest.mark.parametrize(
+    ("share", "workers"), [(0.02, 1), (0.05, 1), (0.1, 1), (0.2, 2), (0.3, 1), (0.5, 2), (0.65, 1), (0.8, 1), (0.95, 2)]
+)
+def test_a_killed_conversion_goes_on_to_the_same_bytes(share, workers, source, tmp_path):
     run(source, tmp_path / "straight")
     target = tmp_path / "out"
-    assert not kill_at(moment, source, target, workers)
+    kill_after(share, source, target, workers)
     assert not target.exists()
     partial = writing.partial_of(target)
     kept = {path.name: path.stat().st_ino for path in partial.glob("*.safetensors")}
@@ -165,12 +149,12 @@ def test_a_killed_conversion_goes_on_to_the_same_bytes(moment, workers, source, 
     assert bytes_of(target) == bytes_of(tmp_path / "straight")
     assert not partial.exists()
     assert all((target / name).stat().st_ino == kept[name] for name in journal)
-    assert moment < 31 or len(journal) > 1
+    assert share < 0.6 or len(journal) > 1
 
 
 def test_a_finished_file_that_was_damaged_meanwhile_is_written_again(source, tmp_path):
     run(source, tmp_path / "straight")
-    assert not kill_at(31, source, tmp_path / "out")
+    kill_after(0.65, source, tmp_path / "out")
     first = sorted(writing.partial_of(tmp_path / "out").glob("*.safetensors"))[0]
     first.write_bytes(b"x" * first.stat().st_size)
     run(source, tmp_path / "out")
@@ -178,7 +162,7 @@ def test_a_finished_file_that_was_damaged_meanwhile_is_written_again(source, tmp
 
 
 def test_another_source_or_setting_does_not_go_on_with_the_files_of_an_interrupted_run(source, tmp_path):
-    assert not kill_at(31, source, tmp_path / "out")
+    kill_after(0.65, source, tmp_path / "out")
     with pytest.raises(ConvertError, match="was begun with another plan"):
         run(source, tmp_path / "out", dtype="float32")
     (source / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 71}))

@@ -6,20 +6,20 @@ import re
 
 import pytest
 import torch
+from bridge_jobs import build_engine, differences, group_limits
 from engine_cases import settings
 from engine_ranks import RankError, run_ranks
 from family_cases import CASES, write_case
-from mbridge_jobs import differences, engine_under_mbridge, group_limits
 from safetensors.torch import load_file, save_file
 
-from moerl.config.bridge import MBRIDGE_FAMILIES
 from moerl.config.layout import Layout
+from moerl.models.bridge_packages import BRIDGES
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("mbridge") is None, reason="mbridge is not installed (pip install 'moerl[mbridge]')"
 )
 
-NAMES = tuple(name for name, config in CASES.items() if config["model_type"] in MBRIDGE_FAMILIES)
+NAMES = tuple(name for name, config in CASES.items() if config["model_type"] in BRIDGES["mbridge"].families)
 SPARSE = tuple(name for name in NAMES if any("expert" in key for key in CASES[name]))
 LAYOUTS = {
     "one": (Layout(), NAMES),
@@ -41,12 +41,12 @@ def directories(tmp_path_factory):
 def test_both_bridges_load_and_export_the_same(layout, dtype, directories):
     sizes, names = LAYOUTS[layout]
     chosen = [settings(directories[name], sizes, dtype=dtype) for name in names]
-    found = run_ranks(differences, sizes.ranks, chosen)
+    found = run_ranks(differences, sizes.ranks, chosen, "mbridge")
     assert dict(zip(names, found, strict=True)) == {name: [] for name in names}
 
 
 def test_every_family_that_is_allowed_is_compared():
-    assert {CASES[name]["model_type"] for name in NAMES} == set(MBRIDGE_FAMILIES)
+    assert {CASES[name]["model_type"] for name in NAMES} == set(BRIDGES["mbridge"].families)
 
 
 def under_mbridge(directory, layout):
@@ -70,7 +70,7 @@ def test_the_group_limit_that_mbridge_leaves_out_is_in_the_model(directories):
 )
 def test_a_patch_of_mbridge_is_needed(patch, error, directories):
     with pytest.raises(RankError, match=error):
-        run_ranks(engine_under_mbridge, 1, under_mbridge(directories["deepseek_v3"], Layout()), without=[patch])
+        run_ranks(build_engine, 1, under_mbridge(directories["deepseek_v3"], Layout()), without=[patch])
 
 
 def changed(directory, tmp_path, change):
@@ -85,7 +85,7 @@ def test_every_absent_tensor_is_named(directories, tmp_path):
     absent = ["model.layers.1.mlp.experts.5.up_proj.weight", "model.norm.weight"]
     directory = changed(directories["qwen3_moe"], tmp_path, lambda tensors: [tensors.pop(name) for name in absent])
     with pytest.raises(RankError, match=f"CheckpointError: {directory}: .*{', '.join(absent)}"):
-        run_ranks(engine_under_mbridge, 2, under_mbridge(directory, Layout(ranks=2, ep=2)))
+        run_ranks(build_engine, 2, under_mbridge(directory, Layout(ranks=2, ep=2)))
 
 
 @pytest.mark.parametrize(
@@ -97,4 +97,4 @@ def test_a_tensor_of_another_shape_is_refused_with_both(name, rows, directories,
 
     directory = changed(directories["qwen3_moe"], tmp_path, double)
     with pytest.raises(RankError, match=rf"CheckpointError: {re.escape(name)} has shape \({2 * rows},.*must have \({rows},"):
-        run_ranks(engine_under_mbridge, 2, under_mbridge(directory, Layout(ranks=2, tp=2, etp=2)))
+        run_ranks(build_engine, 2, under_mbridge(directory, Layout(ranks=2, tp=2, etp=2)))

@@ -22,7 +22,7 @@ def pins() -> dict[str, str]:
 
 def requirements() -> list[Requirement]:
     extras = PROJECT["optional-dependencies"]
-    return [Requirement(text) for text in (*PROJECT["dependencies"], *extras["wandb"], *extras["dev"])]
+    return [Requirement(text) for text in (*PROJECT["dependencies"], *extras["wandb"], *extras["real"], *extras["dev"])]
 
 
 def test_every_dependency_is_pinned_to_a_version_it_allows():

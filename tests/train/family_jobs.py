@@ -41,14 +41,14 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
     for settings in chosen:
         engine = MegatronEngine(settings)
         is_cut = settings.train.layout.cp > 1
-        packed, padded = ([], []) if is_cut else (_packed_logits(engine, batch), _padded_logits(engine, batch))
-        wrong_names, pushed = _wrong_names(engine, settings), engine.tensor_specs()
+        packed, padded = ([], []) if is_cut else (packed_logits(engine, batch), _padded_logits(engine, batch))
+        wrong, pushed = wrong_names(engine, settings), engine.tensor_specs()
         stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
-        proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong_names, pushed=pushed, stats=stats))
+        proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong, pushed=pushed, stats=stats))
     return proofs
 
 
-def _packed_logits(engine: Any, batch: TrainBatch) -> list[np.ndarray]:
+def packed_logits(engine: Any, batch: TrainBatch) -> list[np.ndarray]:
     micro_batches = engine._micro_batches(batch, engine._plan(batch))
     outputs = engine._run(micro_batches, partial(_keep, engine.model.vocab_size), forward_only=True)
     found = {}
@@ -106,7 +106,7 @@ def _of_all_ranks(found: dict[int, np.ndarray], count: int) -> list[np.ndarray]:
     return [merged[index] for index in range(count)]
 
 
-def _wrong_names(engine: Any, settings: EngineSettings) -> list[str]:
+def wrong_names(engine: Any, settings: EngineSettings) -> list[str]:
     exported = dict(engine.export())
     if dist.get_rank() != 0:
         return []

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 
 from moerl.config.layout import Layout
 from moerl.config.model_shape import shape_of_config
+from moerl.convert.expected import expected_tensors
 from moerl.models import FAMILIES
 from moerl.models.family import is_tied, num_mtp_layers
+from moerl.models.stacks import stored_name
 from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.hf.forward import Forward
 from moerl.rollout.hf.model import checkpoint_specs, checkpoint_views, load_model
@@ -169,6 +172,16 @@ def test_an_update_equals_that_of_one_process_with_the_loss_of_multi_token_predi
 def test_layers_of_multi_token_prediction_that_are_not_trained_leave_as_they_came(directories):
     found = run_ranks(prove, 1, [settings(directories[name], Layout()) for name in MTP], BATCH)
     assert [(proof.wrong_names, proof.stats.mtp_loss) for proof in found] == [([], None)] * len(MTP)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_that_megatron_builds_is_what_a_conversion_expects(name, directories, proofs):
+    config = json.loads((directories[name] / "config.json").read_text())
+    parts = expected_tensors(FAMILIES[config["model_type"]], config).shapes
+    count = Counter(map(stored_name, parts))
+    expected = {stored_name(key): (count[stored_name(key)], *shape) if stored_name(key) != key else shape for key, shape in parts.items()}
+    built = {spec.name: spec.shape for spec in proofs("one")[name].pushed}
+    assert built == {key: expected[key] for key in _served(name, expected)}
 
 
 # -- the hf engine -----------------------------------------------------------------------------------------------

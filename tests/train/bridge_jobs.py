@@ -1,4 +1,4 @@
-"""What the ranks of the tests of mbridge do: the same models under the native bridge and under mbridge."""
+"""What the ranks of the tests of other bridges do: the same models under the native bridge and under another."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,20 +10,22 @@ import torch.distributed as dist
 from moerl.train.settings import EngineSettings
 
 
-def differences(chosen: Sequence[EngineSettings]) -> list[list[str]]:
+def differences(chosen: Sequence[EngineSettings], bridge: str) -> list[list[str]]:
     """Of each model: every difference between the two bridges, on any rank."""
     from moerl.train.model import initialize_groups
 
     initialize_groups(chosen[0].train.layout, 1)
-    return [_differences(settings) for settings in chosen]
+    return [_differences(settings, bridge) for settings in chosen]
 
 
-def _differences(settings: EngineSettings) -> list[str]:
+def _differences(settings: EngineSettings, bridge: str) -> list[str]:
     from moerl.train.engine import MegatronEngine
 
     native = MegatronEngine(settings)
-    other = MegatronEngine(dataclasses.replace(settings, train=dataclasses.replace(settings.train, bridge="mbridge")))
+    other = MegatronEngine(dataclasses.replace(settings, train=dataclasses.replace(settings.train, bridge=bridge)))
     found = [f"loaded {name}" for name in _loaded_differently(native, other)]
+    for engine in (native, other):
+        _train(engine)
     for with_mtp in (True, False):
         exported = [dict(engine.export(with_mtp=with_mtp)) for engine in (native, other)]
         found += _exported_differently(*exported)
@@ -36,6 +38,14 @@ def _differences(settings: EngineSettings) -> list[str]:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     return [f"rank {rank}: {fault}" for rank, faults in enumerate(everywhere) for fault in faults]
+
+
+def _train(engine: Any) -> None:
+    """Move every parameter, as a step of the optimizer would: what is exported next must be of the model, not of its checkpoint."""
+    with torch.no_grad():
+        for tensor in engine.model.bridge.tensors():
+            if tensor.is_floating_point():
+                tensor.mul_(1.25)
 
 
 def _loaded_differently(native: Any, other: Any) -> list[str]:
@@ -68,7 +78,7 @@ def group_limits(settings: EngineSettings) -> tuple[Any, ...]:
     return tuple((config.moe_router_num_groups, config.moe_router_group_topk) for config in (theirs, engine.model.config))
 
 
-def engine_under_mbridge(settings: EngineSettings) -> None:
+def build_engine(settings: EngineSettings) -> None:
     from moerl.train.engine import MegatronEngine
     from moerl.train.model import initialize_groups
 

@@ -1,0 +1,7 @@
+"""Makes the modules of tests/real, tests/train and tests/rollout importable, here and in the processes they start."""
+
+import sys
+from pathlib import Path
+
+for directory in (Path(__file__).parent, *(Path(__file__).parent.parent / name for name in ("train", "rollout"))):
+    sys.path.insert(0, str(directory))
