@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.types import Bucket, Manifest, TensorSpec, Transport, TransportOffer
 from moerl.weights.digest import tensor_digest
 from moerl.weights.receive import WeightSession
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of, torch_dtype
-from moerl.weights.sync import Transport, WeightSync
+from moerl.weights.sync import WeightSync
 
 
 class Trainer:

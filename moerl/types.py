@@ -9,6 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moerl.push_types import Bucket as Bucket
+from moerl.push_types import BucketEntry as BucketEntry
+from moerl.push_types import Manifest as Manifest
+from moerl.push_types import Origin as Origin
+from moerl.push_types import TensorSpec as TensorSpec
+from moerl.push_types import Transport as Transport
+from moerl.push_types import TransportOffer as TransportOffer
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -258,61 +266,6 @@ class SavedCheckpoint:
     """From the request to the rename."""
     blocked_seconds: float
     """During which training stood still."""
-
-
-# -- weight push -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """One tensor under its Hugging Face checkpoint name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """As torch prints it, without "torch.": "float32", "bfloat16"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """Everything one push will bring. An engine refuses it before any byte moves."""
-
-    version: int
-    tensors: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketEntry:
-    """Where one tensor lies in a bucket, and what its bytes must hash to."""
-
-    name: str
-    offset: int
-    num_bytes: int
-    digest: str
-    """xxh3_128 of the bytes, hex."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Some tensors of a push, end to end in one buffer."""
-
-    index: int
-    num_bytes: int
-    entries: tuple[BucketEntry, ...]
-    source: str
-    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportOffer:
-    """How one receiver reaches the sender."""
-
-    transport: Literal["shm", "gloo"]
-    address: str = ""
-    """gloo: host:port of the sender's TCPStore."""
-    rank: int = 0
-    """gloo: this receiver's rank; the sender is 0."""
-    world_size: int = 1
 
 
 # -- errors: all picklable, one tree ---------------------------------------------------------------------------

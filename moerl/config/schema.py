@@ -310,8 +310,11 @@ class RolloutConfig(_Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig(_Strict):
-    transport: Literal["auto", "shm", "gloo"] = "auto"
-    """shm: memory shared on one host. gloo: over the network. auto: shm for a server on this host."""
+    transport: Literal["auto", "shm", "gloo", "disk"] = "auto"
+    """shm: memory shared on one host. gloo: over the network. disk: through files in the run's directory, which trainer and servers must
+    share; slow, for servers that no network group reaches. auto: shm for a server on this host, else gloo."""
+    disk_delta: bool = True
+    """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20
     """A tensor larger than this travels alone."""
     canary_every: NotNegative = 10

@@ -229,6 +229,13 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
     yield from engine_problems(config, _shape(config.model))
 
 
+def _disk_delta(config: RunConfig) -> Iterator[Problem]:
+    if config.weights.transport == "disk" and config.weights.disk_delta and config.rollout.engine not in ("hf", "fake"):
+        rule = f"cannot be kept with rollout.engine={config.rollout.engine}"
+        reason = "a delta is laid over what the model holds under the checkpoint's names, and this engine does not give that back"
+        yield problem("weights.disk_delta", True, rule, reason, "weights.disk_delta=false")
+
+
 def _observe(config: RunConfig) -> Iterator[Problem]:
     if config.observe.wandb != "off" and importlib.util.find_spec("wandb") is None:
         reason = "the package wandb is not installed here"
@@ -273,6 +280,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _gym_reward,
     _rollout,
     _engine,
+    _disk_delta,
     _observe,
     _megatron,
     _router_replay,

@@ -85,6 +85,23 @@ class Bridge:
             with HFCheckpoint(self._source) as checkpoint:
                 yield from ((name, checkpoint.read(name)) for name in self._kept)
 
+    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Collective: what `export(dtype, with_mtp=False)` gives, each on its owner: (name, whole tensor, ranks that have shards of it).
+
+        Without stacks, of which no rank holds more than parts.
+        """
+        for name, owner in self._owners.items():
+            rule, _ = self._family.find(name)
+            if rule.is_mtp or not self._gathers(name, rule, owner):
+                continue
+            group = self._shard_group(rule)
+            tensors = self._merged(name, rule, group)
+            if dist.get_rank() == owner:
+                ranks = (owner,) if rule.shard == "replicated" else tuple(dist.get_process_group_ranks(group))
+                for hf, tensor in zip(self._export_names(name, with_mtp=False), tensors, strict=True):
+                    if stack_of(hf) is None:
+                        yield hf, tensor.to(torch.float32 if rule.is_float32 else dtype), ranks
+
     def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
         """What `export` gives of the model that is built, with the stacks of experts in parts."""
         for name, owner in self._owners.items():
@@ -101,9 +118,7 @@ class Bridge:
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
         group = self._shard_group(rule)
-        tensors: list[Tensor] = []
-        if name in self._owned and source in dist.get_process_group_ranks(group):
-            tensors = merge(rule, self._gather(self._owned[name].tensor.detach(), rule, group), sizes=self._sizes)
+        tensors = self._merged(name, rule, group) if self._gathers(name, rule, source) else []
         if source == 0 or dist.get_rank() not in (0, source):
             return tensors
         if dist.get_rank() == source:
@@ -113,6 +128,13 @@ class Bridge:
         shape, dtype = self._shards[name]
         shard = torch.empty(shape, dtype=dtype, device="meta")
         return [_receive(source, whole) for whole in merge(rule, [shard] * group.size(), sizes=self._sizes)]
+
+    def _gathers(self, name: str, rule: Rule, owner: int) -> bool:
+        """Whether this rank's shard is one of those that the owner gathers."""
+        return name in self._owned and owner in dist.get_process_group_ranks(self._shard_group(rule))
+
+    def _merged(self, name: str, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:
+        return merge(rule, self._gather(self._owned[name].tensor.detach(), rule, group), sizes=self._sizes)
 
     @staticmethod
     def _gather(shard: Tensor, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:

@@ -49,6 +49,10 @@ class MBridge:
         """mbridge gathers on every rank, not on rank 0 alone. Layers of multi-token prediction keep the checkpoint's dtype."""
         return self._names.export(self._bridge.export_weights(self._chunks), dtype, with_mtp=with_mtp)
 
+    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """None: mbridge gathers every tensor on every rank, and tells no owner."""
+        yield from ()
+
     def _build(self, sizes: Sizes, dtype: torch.dtype) -> Any:
         mbridge = importlib.import_module("mbridge")
         megatron_patches.activate()  # again: those of mbridge are needed only now

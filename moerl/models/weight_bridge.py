@@ -32,6 +32,10 @@ class WeightBridge(Protocol):
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
 
+    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Collective: what `export(dtype, with_mtp=False)` gives, each on the rank that holds it: (name, whole tensor, ranks that have
+        shards of it). What no rank holds as a whole is left out."""
+
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""
 

@@ -64,7 +64,7 @@ class FakeEngine:
         self._pushing = self._asleep = self._started = False
         self._paused: PauseMode | None = None
         self._num_pauses = 0
-        self._session = WeightSession(expected, self._load)
+        self._session = WeightSession(expected, self._load, read=lambda name: self.tensors[name])
 
     async def start(self) -> None:
         self._dead.clear()

@@ -32,6 +32,7 @@ from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
 from moerl.train.offload import DeviceMemory, largest_over_ranks
 from moerl.train.optimizer import build_optimizer
+from moerl.train.origins import find_origins
 from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.reloadable_groups import ReloadableGroups
@@ -39,7 +40,7 @@ from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.routing_stats import RoutingCounts
 from moerl.train.settings import EngineSettings
 from moerl.train.shard_store import ShardStore
-from moerl.types import RoutingStats, StepStats, TensorSpec, TrainBatch
+from moerl.types import Origin, RoutingStats, StepStats, TensorSpec, TrainBatch
 
 
 class MegatronEngine:
@@ -160,6 +161,12 @@ class MegatronEngine:
             for name, tensor in self.model.bridge.export(getattr(torch, self._settings.export_dtype), with_mtp=with_mtp):
                 # Not the parameter itself: the receiver may keep it, or see it as numpy, past the parameter's own stay.
                 yield name, tensor.clone()
+
+    def origins(self) -> dict[str, Origin]:
+        """Collective: see `find_origins`."""
+        with self._residency.running("export"):
+            gather_parameters(self.model.wrapped)
+            return find_origins(self.model.bridge, getattr(torch, self._settings.export_dtype))
 
     def tensor_specs(self) -> list[TensorSpec]:
         """Of `export(with_mtp=False)`, in its order; shapes from the checkpoint the model was loaded from."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from moerl.algorithms.base import Objective
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import read_state
 from moerl.train.residency import Residency
-from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch
+from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch, Transport
 from moerl.weights.send import WeightSender
 
 
@@ -92,7 +92,7 @@ class FakeTrainGroup:
     async def manifest(self, version: int) -> Manifest:
         return Manifest(version=version, tensors=self._tensors)
 
-    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str:
+    async def listen(self, transport: Transport, num_receivers: int) -> str:
         self._sender = WeightSender(transport, bucket_bytes=2**20)
         return self._sender.listen(num_receivers)
 

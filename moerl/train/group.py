@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import ray
@@ -16,7 +16,7 @@ from moerl.config.schema import RunConfig
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.saving import CheckpointSaver
-from moerl.types import Bucket, Manifest, MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
+from moerl.types import Bucket, Manifest, MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class TrainGroup(Protocol):
 
     async def host(self) -> str: ...
     async def manifest(self, version: int) -> Manifest: ...
-    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str: ...
+    async def listen(self, transport: Transport, num_receivers: int) -> str: ...
     async def connect(self) -> None: ...
     async def next_bucket(self, index: int) -> Bucket | None: ...
     async def transmit(self, bucket: Bucket) -> None: ...
@@ -158,10 +158,11 @@ class MegatronTrainGroup:
         return await self._rank0("host")
 
     async def manifest(self, version: int) -> Manifest:
-        return await self._rank0("manifest", version)
+        return (await self._all("manifest", version))[0]
 
-    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str:
-        return await self._rank0("listen", transport, num_receivers, self._config.weights.bucket_bytes, await self.host())
+    async def listen(self, transport: Transport, num_receivers: int) -> str:
+        directory = self._checkpoint_dir.parent / "push"
+        return await self._rank0("listen", transport, num_receivers, self._config.weights, await self.host(), directory)
 
     async def connect(self) -> None:
         await self._rank0("connect")

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import megatron_patches
 from moerl.algorithms.base import Objective
+from moerl.config.schema import WeightsConfig
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
-from moerl.types import Bucket, Manifest, StepStats, TensorSpec, TrainBatch
+from moerl.types import Bucket, Manifest, Origin, StepStats, TensorSpec, TrainBatch, Transport
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
@@ -33,6 +34,7 @@ class TrainWorker:
     def __init__(self, rank: int, num_ranks: int):
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
+        self._origins: dict[str, Origin] = {}
         torch.set_num_threads(1)
 
     def host(self) -> str:
@@ -109,15 +111,19 @@ class TrainWorker:
     # -- weight push -------------------------------------------------------------------------------------------
 
     def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=tuple(self._engine.tensor_specs()))
+        """Of what the next export brings; complete on rank 0."""
+        self._origins = self._engine.origins()
+        return Manifest(version=version, tensors=tuple(self._engine.tensor_specs()), origins=self._origins)
 
     def tensor_specs(self) -> list[TensorSpec]:
         return self._engine.tensor_specs()
 
-    def listen(self, transport: Literal["shm", "gloo"], num_receivers: int, bucket_bytes: int, host: str) -> str:
+    def listen(self, transport: Transport, num_receivers: int, weights: WeightsConfig, host: str, directory: Path) -> str:
+        """`directory`: of the files of weights.transport=disk."""
         from moerl.weights.send import WeightSender
 
-        self._sender = WeightSender(transport, bucket_bytes=bucket_bytes, host=host)
+        delta = weights.disk_delta
+        self._sender = WeightSender(transport, bucket_bytes=weights.bucket_bytes, host=host, directory=directory, delta=delta)
         return self._sender.listen(num_receivers)
 
     def connect(self) -> None:
@@ -127,7 +133,7 @@ class TrainWorker:
         """Rank 0. The others run `join_export` meanwhile: packing pulls tensors from them."""
         if index == 0:
             self._export: Iterator[tuple[str, torch.Tensor]] = self._engine.export(with_mtp=False)
-        return self._sender.pack(index, self._export)
+        return self._sender.pack(index, self._export, origins=self._origins)
 
     def join_export(self) -> None:
         """Ranks other than 0: take part in one whole export."""

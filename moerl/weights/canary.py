@@ -13,7 +13,8 @@ from moerl.rollout.engine import RolloutEngine
 from moerl.types import Completion, SamplingParams, TrainBatch, WeightError
 
 _CAUSES = (
-    "  one engine only: it kept old fused weights or cached keys and values; restart it",
+    "  every installed byte has the trainer's digest, so the engine has the weights; one engine only: it computes with other memory than "
+    "the push installed into (a skipped repack, stale fused weights), or with cached keys and values; restart it",
     "  all engines, mean above 0.1: another model.path or temperature on one side, or a tensor that the engine uses and never reloads",
     "  all engines, mean of 0.001 to 0.05: bfloat16 or another kernel; compare in float32, or set weights.mismatch_limit accordingly",
 )

@@ -12,9 +12,9 @@ from moerl.config.schema import RunConfig
 from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
-from moerl.types import EngineError, Prompt, WeightError
+from moerl.types import EngineError, Prompt, Transport, WeightError
 from moerl.weights.canary import CanaryResult, run_canary
-from moerl.weights.sync import Transport, WeightSync, resolve_transport
+from moerl.weights.sync import WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 import torch
 
 from moerl.types import Bucket, BucketEntry, Manifest, TensorSpec, TransportOffer, WeightError
+from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
+from moerl.weights.disk import DiskReader, Read
 from moerl.weights.gloo import TRANSFER_SECONDS, GlooReader
 from moerl.weights.shm import SharedReader
-from moerl.weights.spec import first_few, manifest_difference, num_bytes, view_as
+from moerl.weights.spec import manifest_difference, num_bytes, view_as
 
 Load = Callable[[str, torch.Tensor], torch.Tensor]
 """Copies a tensor into the model under its checkpoint name and returns what the model now holds (possibly a view into a fused
@@ -24,17 +26,24 @@ parameter). The argument's memory is the sender's or the network's: it must not 
 class WeightSession:
     """What the model holds and how far a push has come. Safe to call from several threads: one call runs at a time."""
 
-    def __init__(self, expected: Mapping[str, TensorSpec], load: Load, *, timeout_seconds: float = TRANSFER_SECONDS):
-        """`expected`: every tensor of the model, by name. `timeout_seconds`: gloo's, to join and for one bucket."""
+    def __init__(
+        self, expected: Mapping[str, TensorSpec], load: Load, *, read: Read | None = None, timeout_seconds: float = TRANSFER_SECONDS
+    ):
+        """`expected`: every tensor of the model, by name. `read`: gives back what was loaded, for deltas on disk; None: cannot.
+
+        `timeout_seconds`: gloo's, to join and for one bucket.
+        """
         self._expected = dict(expected)
-        self._load = load
+        self._load, self._read = load, read
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._reader: SharedReader | GlooReader | None = None
+        self._reader: SharedReader | GlooReader | DiskReader | None = None
         self._manifest: Manifest | None = None
         self._waiting: dict[str, TensorSpec] = {}
         self._next_index = 0
         self._version: int | None = None
+        self._digests: dict[str, str] = {}
+        self._last = Installed()
 
     @property
     def version(self) -> int | None:
@@ -49,6 +58,8 @@ class WeightSession:
             self._reader = None
             if offer.transport == "shm":
                 self._reader = SharedReader()
+            elif offer.transport == "disk":
+                self._reader = DiskReader(offer.address, read=self._read)
             else:
                 self._reader = GlooReader(offer, timeout_seconds=self._timeout_seconds)
 
@@ -57,24 +68,21 @@ class WeightSession:
         with self._exclusive():
             self._manifest, self._version = None, None
             if difference := manifest_difference(self._expected.values(), manifest.tensors):
-                raise WeightError(
-                    f"push of version {manifest.version} refused, the model's tensors are not those of the manifest: {difference}. "
-                    "Trainer and engine must be built from the same model.path; if only dtypes differ, set rollout.dtype to train.dtype"
-                )
-            self._manifest, self._waiting, self._next_index = manifest, dict(self._expected), 0
+                raise WeightError(explain_difference(manifest, difference, self._expected))
+            self._manifest, self._waiting, self._next_index, self._digests = manifest, dict(self._expected), 0, {}
 
     @torch.no_grad()
     def install(self, bucket: Bucket) -> None:
         """Returns when every tensor of the bucket lies in the model and its installed bytes have the sender's digest."""
         with self._exclusive():
-            self._require_push("install")
+            manifest = self._require_push("install")
             if self._reader is None:
                 raise WeightError("install before connect: this engine does not know how to reach the trainer; connect it first")
             if bucket.index != self._next_index:
                 raise WeightError(f"bucket.index = {bucket.index}: must be {self._next_index}, buckets arrive in order; push again")
             data = self._reader.fetch(bucket)
             for entry in bucket.entries:
-                self._install_one(entry, data)
+                self._install_one(entry, data, manifest)
             self._next_index += 1
 
     def finish(self, version: int) -> None:
@@ -86,9 +94,11 @@ class WeightSession:
             if self._waiting:
                 raise WeightError(
                     f"version {version} is incomplete: {len(self._waiting)} of {len(self._expected)} tensors never arrived: "
-                    f"{first_few(self._waiting)}. The trainer's export must yield every tensor of its manifest"
+                    f"{describe_absent(self._waiting, manifest.origins)}. "
+                    "Likely cause: the trainer's export drops tensors of its manifest, or a bucket was lost"
                 )
             self._manifest, self._version = None, version
+            self._last = Installed(version=version, digests=self._digests)
 
     def close(self) -> None:
         """Forget the transport. Safe to call twice; waits for a call in progress."""
@@ -113,26 +123,25 @@ class WeightSession:
             raise WeightError(f"{step} without a push in progress: it was not begun, or an error ended it; begin again")
         return self._manifest
 
-    def _install_one(self, entry: BucketEntry, data: torch.Tensor) -> None:
+    def _install_one(self, entry: BucketEntry, data: torch.Tensor, manifest: Manifest) -> None:
         spec = self._waiting.pop(entry.name, None)
         if spec is None:
             known = entry.name in self._expected
             reason = "arrived twice in one push" if known else "is not a tensor of this model"
             raise WeightError(f"tensor {entry.name!r} {reason}; the trainer's export must yield every tensor of its manifest once")
         _check_place(entry, spec, len(data))
+        received = view_as(data[entry.offset : entry.offset + entry.num_bytes], spec)
         try:
-            installed = self._load(entry.name, view_as(data[entry.offset : entry.offset + entry.num_bytes], spec))
+            installed = self._load(entry.name, received)
         except Exception as error:  # the engine's own code: whatever it raises, this tensor is not installed
             raise WeightError(f"tensor {entry.name!r}: the engine could not load it: {type(error).__name__}: {error}") from error
         if entry.num_bytes and installed.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
             raise WeightError(f"tensor {entry.name!r}: load kept the bucket's memory, which the next bucket overwrites; it must copy")
         found = tensor_digest(installed)
         if found != entry.digest:
-            raise WeightError(
-                f"tensor {entry.name!r} ({spec.dtype}{list(spec.shape)}): the installed bytes have digest {found}, "
-                f"the trainer's {entry.digest}. "
-                "The engine's loader changed them (cast, transposed, wrong slice) or the transfer damaged them; this engine must not serve"
-            )
+            damage = Damage(spec=spec, expected=entry.digest, received=tensor_digest(received), installed=found)
+            raise WeightError(explain_damage(damage, manifest, self._last))
+        self._digests[entry.name] = found
 
 
 def _check_place(entry: BucketEntry, spec: TensorSpec, available: int) -> None:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from moerl.rollout.engine import WeightReceiver
-from moerl.types import Bucket, Manifest, TransportOffer, WeightError
+from moerl.types import Bucket, Manifest, Transport, TransportOffer, WeightError
 
 logger = logging.getLogger(__name__)
 
-Transport = Literal["shm", "gloo"]
 SOURCE = "trainer"
 """What the sending side is called in errors."""
 
@@ -54,6 +53,8 @@ class PushStats:
     """Sent to each receiver, with padding."""
     num_buckets: int
     seconds: float
+    num_written: int = 0
+    """disk: bytes of its files."""
 
 
 class WeightSync:
@@ -102,7 +103,7 @@ class WeightSync:
                 f"push(version={version}): the trainer's manifest is of version {manifest.version}; push after its update ended"
             )
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        num_buckets, num_bytes = await self._move()
+        num_buckets, num_bytes, num_written = await self._move()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         self._connected = True
         stats = PushStats(
@@ -111,13 +112,14 @@ class WeightSync:
             num_bytes=num_bytes,
             num_buckets=num_buckets,
             seconds=time.perf_counter() - started,
+            num_written=num_written,
         )
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))
         return stats
 
-    async def _move(self) -> tuple[int, int]:
-        """The number of buckets and of their bytes."""
-        index = num_bytes = 0
+    async def _move(self) -> tuple[int, int, int]:
+        """The number of buckets, of their bytes, and of the bytes of their files."""
+        index = num_bytes = num_written = 0
         while (bucket := await self._source.next_bucket(index)) is not None:
             installs = {name: receiver.install(bucket) for name, receiver in self._receivers.items()}
             try:
@@ -125,8 +127,8 @@ class WeightSync:
             except WeightError:
                 await self._source.abandon()
                 raise
-            index, num_bytes = index + 1, num_bytes + bucket.num_bytes
-        return index, num_bytes
+            index, num_bytes, num_written = index + 1, num_bytes + bucket.num_bytes, num_written + bucket.num_written
+        return index, num_bytes, num_written
 
     async def _together(self, step: str, calls: Mapping[str, Coroutine[object, object, None]]) -> None:
         """Run all calls at once; WeightError with every failure, first failure first, when not all succeed in time."""
@@ -150,7 +152,7 @@ class WeightSync:
             raise WeightError(_explain(step, failures, silent)) from next(iter(failures.values()))
 
 
-def resolve_transport(transport: Literal["auto", "shm", "gloo"], *, source_host: str, receiver_hosts: Sequence[str]) -> Transport:
+def resolve_transport(transport: Literal["auto", "shm", "gloo", "disk"], *, source_host: str, receiver_hosts: Sequence[str]) -> Transport:
     """auto: shm if every receiver runs on the trainer's host, else gloo. Raises WeightError for a host name that does not resolve."""
     if transport != "auto":
         return transport

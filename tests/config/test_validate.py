@@ -195,3 +195,12 @@ def test_an_engine_that_returns_no_routes_is_refused_for_replaying_them(monkeypa
     monkeypatch.setattr("moerl.config.router_replay.ENGINES_WITH_ROUTES", ("fake",))
     (problem,) = problems_of(DEMO, "train.router_replay=rollout")
     assert (problem.path, problem.rule) == ("train.router_replay", "needs rollout.engine of fake")
+
+
+def test_deltas_on_disk_are_refused_with_an_engine_that_cannot_give_back_its_weights():
+    def refused(*overrides):
+        problems = problems_of(DEMO, "rollout.engine=sglang", "weights.transport=disk", "rollout.python=/absent", *overrides)
+        return [problem.fix for problem in problems if problem.path == "weights.disk_delta"]
+
+    assert refused() == ["weights.disk_delta=false"]
+    assert refused("weights.disk_delta=false") == []

@@ -27,10 +27,10 @@ from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
-from moerl.types import Bucket, Manifest, RouteShape
+from moerl.types import Bucket, Manifest, RouteShape, Transport
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of
-from moerl.weights.sync import Transport, WeightSync
+from moerl.weights.sync import WeightSync
 
 VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4
 SHAPE = dict(

@@ -81,6 +81,14 @@ def test_routes_are_replayed_in_both_updates_of_a_step(tmp_path, mode):
     assert all(("routing/payload_bytes" in row) == (mode == "rollout") for row in rows)
 
 
+def test_a_run_pushes_through_files_and_leaves_none(tmp_path):
+    """The second and third push are deltas."""
+    rows = train(tmp_path, "weights.transport=disk", "weights.canary_every=1", "num_steps=2", DIGIT)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["mismatch/mean"] < 1e-6 and row["train/grad_norm"] > 0 for row in rows)
+    assert list((tmp_path / SYNC / "push").glob("push-*")) == []
+
+
 # -- what cannot be continued ----------------------------------------------------------------------------------
 
 

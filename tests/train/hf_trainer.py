@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from moerl.train import checkpoint
 from moerl.train.checkpoint_check import check, read_state
 from moerl.train.residency import Residency
 from moerl.train.settings import EngineSettings
-from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch
+from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch, Transport
 from moerl.weights.send import WeightSender
 
 _STATE = "state.pt"
@@ -181,7 +181,7 @@ class HFTrainGroup:
         tensors = (TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype) for name, tensor in self._export())
         return Manifest(version=version, tensors=tuple(tensors))
 
-    async def listen(self, transport: Literal["shm", "gloo"], num_receivers: int) -> str:
+    async def listen(self, transport: Transport, num_receivers: int) -> str:
         self._sender = WeightSender(transport, bucket_bytes=self._bucket_bytes)
         return self._sender.listen(num_receivers)
 

@@ -33,7 +33,7 @@ class Engine:
 
     def __init__(self, specs: Mapping[str, TensorSpec] = SPECS, *, damages: str = "", fails_on: str = "", timeout_seconds: float = 10.0):
         self.tensors = {name: torch.zeros(spec.shape).to(torch_dtype(spec)) for name, spec in specs.items()}
-        self.session = WeightSession(specs, self.load, timeout_seconds=timeout_seconds)
+        self.session = WeightSession(specs, self.load, read=self.tensors.__getitem__, timeout_seconds=timeout_seconds)
         self.damages, self.fails_on = damages, fails_on
 
     def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -122,10 +122,12 @@ def serve_sender(pipe: Connection) -> None:
 class Source:
     """The trainer's side: a WeightSource over a real WeightSender."""
 
-    def __init__(self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, timeout_seconds: float = 10.0):
+    def __init__(
+        self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, timeout_seconds: float = 10.0, **sender: object
+    ):
         self.model = dict(model)
         self.num_listens = self.num_abandoned = 0
-        self._bucket_bytes, self._timeout_seconds = bucket_bytes, timeout_seconds
+        self._options = {"bucket_bytes": bucket_bytes, "timeout_seconds": timeout_seconds, **sender}
         self._sender: WeightSender | None = None
         self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
 
@@ -140,7 +142,7 @@ class Source:
     async def listen(self, transport: str, num_receivers: int) -> str:
         self.num_listens += 1
         self.close()
-        self._sender = WeightSender(transport, bucket_bytes=self._bucket_bytes, timeout_seconds=self._timeout_seconds)
+        self._sender = WeightSender(transport, **self._options)
         return self.sender.listen(num_receivers)
 
     async def connect(self) -> None:

@@ -77,7 +77,7 @@ def _build(options: argparse.Namespace) -> tuple[Worker, Limits]:
         deterministic=options.deterministic,
     )
     views = checkpoint_views(model)
-    session = WeightSession(tensor_specs(views), lambda name, tensor: views[name].copy_(tensor))
+    session = WeightSession(tensor_specs(views), lambda name, tensor: views[name].copy_(tensor), read=views.__getitem__)
     scheduler = Scheduler(forward, max_context=options.max_context)
     version = 0 if options.load == "checkpoint" else None
     worker = Worker(scheduler, session, version=version, on_crash=lambda: os._exit(1))
