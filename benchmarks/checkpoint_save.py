@@ -72,7 +72,7 @@ def run_rank(rank: int, num_ranks: int, root: Path, model_dir: Path, num_saves: 
 
 def build_engine(model_dir: Path, num_ranks: int) -> Any:
     from moerl.config.layout import Layout
-    from moerl.config.schema import OptimizerConfig, TrainConfig
+    from moerl.config.schema_train import OptimizerConfig, TrainConfig
     from moerl.train.engine import MegatronEngine
     from moerl.train.model import initialize_groups
     from moerl.train.settings import EngineSettings

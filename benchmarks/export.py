@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.layout import Layout
-from moerl.config.schema import OptimizerConfig, ScratchModel, TrainConfig
+from moerl.config.schema import ScratchModel
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.scratch import write_scratch_model
 
 LAYOUT = Layout(ranks=4, tp=2, pp=2, ep=2)

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import megatron_patches
 from moerl.config.layout import Layout
 from moerl.config.memory import FullRecompute, NoRecompute, SelectiveRecompute
-from moerl.config.schema import GRPOConfig, OptimizerConfig, ScratchModel, TrainConfig
+from moerl.config.schema import GRPOConfig, ScratchModel
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.train.settings import EngineSettings
 from moerl.types import TrainBatch

@@ -28,7 +28,8 @@ from safetensors import safe_open
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from moerl.config.layout import Layout
-from moerl.config.schema import OptimizerConfig, ScratchModel, TrainConfig
+from moerl.config.schema import ScratchModel
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.types import Bucket, Manifest, Origin, TensorSpec, Transport, TransportOffer
 from moerl.weights.receive import WeightSession

@@ -34,7 +34,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from moerl.algorithms.sft import SFT  # noqa: E402
-from moerl.config.schema import OptimizerConfig, TrainConfig  # noqa: E402
+from moerl.config.schema_train import OptimizerConfig, TrainConfig  # noqa: E402
 from moerl.train.engine import MegatronEngine  # noqa: E402
 from moerl.train.model import initialize_groups  # noqa: E402
 from moerl.train.settings import EngineSettings  # noqa: E402

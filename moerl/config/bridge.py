@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moerl.config.problems import problem
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.models.bridge_packages import BRIDGES, BridgePackage
 from moerl.types import Problem
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moerl.config.problems import problem
-from moerl.config.schema import FP8Config, TrainConfig
+from moerl.config.schema_train import FP8Config, TrainConfig
 from moerl.models import FAMILIES
 from moerl.types import Problem
 

@@ -7,36 +7,33 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from moerl.config.model_shape import ModelShape
 from moerl.config.pipeline import chunk_layers
 from moerl.config.problems import problem
+from moerl.config.strict import Strict
 from moerl.types import Problem
 
 if TYPE_CHECKING:
-    from moerl.config.schema import TrainConfig
+    from moerl.config.schema_train import TrainConfig
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _OF_EXPERTS = ("moe", "moe_act")
-
-
-class _Strict:
-    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 # -- recomputation ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoRecompute(_Strict):
+class NoRecompute(Strict):
     """Every activation is kept for the backward pass."""
 
     kind: Literal["off"] = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullRecompute(_Strict):
+class FullRecompute(Strict):
     """Whole transformer layers run again in the backward pass; only their inputs are kept."""
 
     kind: Literal["full"] = "full"
@@ -48,7 +45,7 @@ class FullRecompute(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectiveRecompute(_Strict):
+class SelectiveRecompute(Strict):
     """Only some modules run again in the backward pass."""
 
     kind: Literal["selective"] = "selective"
@@ -65,7 +62,7 @@ Recompute = Annotated[NoRecompute | FullRecompute | SelectiveRecompute, Field(di
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerMemory(_Strict):
+class OptimizerMemory(Strict):
     """Where the optimizer's states live and how wide they are."""
 
     cpu_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0

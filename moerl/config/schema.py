@@ -3,32 +3,20 @@
 A string under a field says what it does. Values that follow from others are properties, never settings.
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from moerl.config.layout import Layout
-from moerl.config.memory import NoRecompute, OptimizerMemory, Recompute
-
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class _Strict:
-    """Unknown keys are errors, in every section."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
+from moerl.config.schema_train import TrainConfig
+from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScratchModel(_Strict):
+class ScratchModel(Strict):
     """A randomly initialised model with a character tokenizer, written as a Hugging Face checkpoint when the run starts."""
 
     family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3_moe"
@@ -48,7 +36,7 @@ class ScratchModel(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(_Strict):
+class ModelConfig(Strict):
     path: str | None = None
     """Directory of a Hugging Face checkpoint (config.json, tokenizer, safetensors). Exactly one of path and scratch."""
     published: str | None = None
@@ -63,7 +51,7 @@ class ModelConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _DataBase(_Strict):
+class _DataBase(Strict):
     shuffle: bool = True
     """A new order each epoch, a function of the run's seed and the epoch."""
     chat_template: bool = True
@@ -108,7 +96,7 @@ DataConfig = Annotated[FileData | GymData | TinyData, Field(discriminator="kind"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardTerm(_Strict):
+class RewardTerm(Strict):
     kind: Literal["math", "exact", "prefix", "format", "gym", "function"]
     """math: math-verify on the last answer. exact: text equals ground_truth. prefix: share of ground_truth's positions that
     agree. format: `pattern` matches the whole text. gym: the task's own scorer. function: `path`, verl's signature."""
@@ -120,7 +108,7 @@ class RewardTerm(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(_Strict):
+class RewardConfig(Strict):
     terms: dict[str, RewardTerm]
     """The reward is the weighted sum; each term is reported under its name."""
     timeout_seconds: Seconds = 10.0
@@ -132,7 +120,7 @@ class RewardConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(_Strict):
+class GRPOConfig(Strict):
     """Group-relative policy optimization, arXiv:2402.03300."""
 
     name: Literal["grpo"] = "grpo"
@@ -147,7 +135,7 @@ class GRPOConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DAPOConfig(_Strict):
+class DAPOConfig(Strict):
     """Clip-higher, dynamic sampling, token-level loss, overlong shaping, arXiv:2503.14476."""
 
     name: Literal["dapo"] = "dapo"
@@ -165,110 +153,11 @@ class DAPOConfig(_Strict):
 AlgorithmConfig = Annotated[GRPOConfig | DAPOConfig, Field(discriminator="name")]
 
 
-# -- train, rollout, weights -----------------------------------------------------------------------------------
+# -- rollout, weights -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(_Strict):
-    lr: Annotated[float, Field(gt=0)]
-    warmup_steps: NotNegative = 0
-    """Linear from lr / warmup_steps to lr, counted in RL steps."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From the end of the warm-up to num_steps."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """What the decay ends at; without effect for constant."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip_grad: Annotated[float, Field(gt=0)] | None = 1.0
-    """Global gradient norm; None switches clipping off."""
-    memory: OptimizerMemory = field(default_factory=OptimizerMemory)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FP8Config(_Strict):
-    """Products of the transformer layers' linear parts with FP8 operands, forward and backward, by Transformer Engine. Parameters, router,
-    norms, attention, embedding, output layer and optimizer keep their precision. Without a GPU every recipe is emulated."""
-
-    recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"]
-    """blockwise: a scale per 1 x 128 activations or gradients and 128 x 128 weights; Hopper (compute capability 9.0) and CUDA 12.9 or
-    newer. mxfp8: a scale per 32 values; Blackwell (10.0). tensorwise: one scale per tensor, from its values; Ada (8.9) or newer. delayed:
-    one per tensor, from earlier passes, hence with format=hybrid; Ada."""
-    format: Literal["e4m3", "hybrid"] = "e4m3"
-    """hybrid: gradients in e5m2, with more range and less precision."""
-    first_layers_bf16: NotNegative = 0
-    last_layers_bf16: NotNegative = 0
-    """So many layers at the start and at the end of the model stay in bfloat16; not for delayed. Layers of multi-token prediction never."""
-
-    @property
-    def alignment(self) -> int:
-        """The tokens of a rank and the sizes of its shards are multiples of this: whole blocks, or what FP8 products demand
-        (megatron/core/fp8_utils.py, get_fp8_align_size)."""
-        return {"blockwise": 128, "mxfp8": 32, "tensorwise": 16, "delayed": 16}[self.recipe]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(_Strict):
-    optimizer: OptimizerConfig
-    layout: Layout = field(default_factory=Layout)
-    dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
-    CPU, where rounding then hides nothing."""
-    fp8: FP8Config | None = None
-    """None: matrix products in `dtype`. Needs bfloat16."""
-    micro_batch_tokens: Positive = 8192
-    """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
-    logprob_chunk_tokens: Positive = 1024
-    """Tokens whose log-probs are computed at a time: two blocks of this many rows of logits exist in float32, never all rows. Fewer
-    save memory; some hundred keep a GPU busy."""
-    updates_per_step: Positive = 1
-    """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Whose log-probs are the old policy of the ratio. trainer: recomputed before the update (free if updates_per_step=1)."""
-    router_replay: Literal["off", "trainer", "rollout"] = "off"
-    """Which experts a token goes to in an update; the routers' probabilities of them, and their gradients, are always the current ones.
-    off: those its routers choose. trainer (R2): those chosen in a log-prob pass before the update, which is run for this even if
-    updates_per_step=1 or old_logprobs=rollout. rollout (R3, arXiv:2510.11370): those the server's routers chose when the token was
-    computed for sampling, in that pass and in the update; the last token of a sequence has none. The reference routes by itself."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When loss or gradient is NaN or infinite no weight is changed, and the rank, micro-batch and samples are named. stop: the
-    run ends with that. skip: it goes on with a warning, and the update is counted in train/skipped_updates."""
-    mtp_loss: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
-    and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
-    bridge: Literal["native", "mbridge", "megatron_bridge"] = "native"
-    """Who carries weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
-    (pip install 'moerl[mbridge]'); megatron_bridge: NVIDIA's megatron-bridge 0.3.1 (pip install --no-deps megatron-bridge==0.3.1
-    triton). Both are for comparison: they gather on every rank, and know no layers of multi-token prediction."""
-    recompute: Recompute = field(default_factory=NoRecompute)
-    """Which activations are computed again in the backward pass instead of kept."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What leaves the GPU while training does not need it. optimizer: outside of updates optimizer states are in pinned host memory
-    and gradients are freed. all: parameters and reference weights follow while the trainer sleeps, between the steps."""
-    destroy_groups: bool = False
-    """End Megatron's communicators while the trainer sleeps, and with them their GPU buffers; they are made again when it wakes.
-    Needs offload=all."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients over data-parallel ranks bucket by bucket, while the rest of the backward pass runs."""
-    overlap_param_gather: bool = False
-    """Gather updated parameters from data-parallel ranks bucket by bucket, during the next forward pass."""
-    overlap_bucket_size: Positive | None = None
-    """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
-    megatron: dict[str, Any] = field(default_factory=dict)
-    """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
-    start_seconds: Seconds = 600.0
-    phase_seconds: Seconds = 3600.0
-    """Deadline of one training phase; past it the run stops and names the silent ranks."""
-
-    @property
-    def token_multiple(self) -> int:
-        """Micro-batches are padded to it: for sequence and context parallelism, and so that every rank has whole FP8 blocks of tokens."""
-        layout, alignment = self.layout, 1 if self.fp8 is None else self.fp8.alignment
-        return math.lcm(layout.token_multiple, layout.tp * layout.cp * alignment)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig(_Strict):
+class RolloutConfig(Strict):
     engine: Literal["hf", "sglang", "fake"] = "hf"
     """hf: transformers, as moerl runs it. sglang: in an environment of its own, which `make engines` builds for CPU. fake: random tokens,
     without a model."""
@@ -309,7 +198,7 @@ class RolloutConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsConfig(_Strict):
+class WeightsConfig(Strict):
     transport: Literal["auto", "shm", "gloo", "disk"] = "auto"
     """shm: memory shared on one host. gloo: over the network. disk: through files in the run's directory, which trainer and servers must
     share; slow, for servers that no network group reaches. auto: shm for a server on this host, else gloo."""
@@ -325,7 +214,7 @@ class WeightsConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(_Strict):
+class CheckpointConfig(Strict):
     async_save: bool = True
     """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
     disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
@@ -335,7 +224,7 @@ class CheckpointConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserveConfig(_Strict):
+class ObserveConfig(Strict):
     terminal: bool = True
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = "off"
@@ -346,7 +235,7 @@ class ObserveConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig(_Strict):
+class SFTConfig(Strict):
     """Supervised warm start on the data set's own answers, before the first rollout."""
 
     num_steps: Positive
@@ -356,7 +245,7 @@ class SFTConfig(_Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(_Strict):
+class RunConfig(Strict):
     name: str
     """The run's directory is output_dir/name; the same command resumes it."""
     num_steps: Positive

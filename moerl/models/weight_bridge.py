@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.models.bridge import Bridge, Groups
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Sizes

@@ -6,7 +6,7 @@ import torch
 
 from megatron_patches import reference_te
 from moerl.config.problems import problem
-from moerl.config.schema import FP8Config
+from moerl.config.schema_train import FP8Config
 from moerl.types import ConfigError
 
 Version = tuple[int, int]

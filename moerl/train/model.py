@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import nn
 
 from moerl.config.layout import Layout
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.models.bridge import Groups
 from moerl.models.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moerl.config.layout import Layout
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.models.family import is_tied
 from moerl.models.owned import Owned, hf_names, owned_by
 from moerl.models.shards import merge

@@ -6,7 +6,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.types import ConfigError, Problem
 
 

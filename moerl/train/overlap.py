@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 
 
 def data_parallel_config(train: TrainConfig) -> DistributedDataParallelConfig:

@@ -2,7 +2,7 @@
 
 import math
 
-from moerl.config.schema import OptimizerConfig
+from moerl.config.schema_train import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, num_steps: int) -> float:

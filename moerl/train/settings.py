@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from torch.distributed.checkpoint import CheckpointException
 
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.train import sharded_state
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.model import Model

@@ -5,7 +5,7 @@ import pytest
 from moerl.config import bridge
 from moerl.config.bridge import bridge_problems
 from moerl.config.layout import Layout
-from moerl.config.schema import OptimizerConfig, TrainConfig
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8}
 

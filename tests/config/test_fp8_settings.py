@@ -8,7 +8,8 @@ from safetensors import safe_open
 from moerl.check import load_checked
 from moerl.config.fp8 import fp8_problems, linear_sizes
 from moerl.config.layout import Layout
-from moerl.config.schema import FP8Config, OptimizerConfig, ScratchModel, TrainConfig
+from moerl.config.schema import ScratchModel
+from moerl.config.schema_train import FP8Config, OptimizerConfig, TrainConfig
 from moerl.config.scratch import scratch_config
 from moerl.models.scratch import write_scratch_model
 from moerl.train.fp8 import require

@@ -12,15 +12,14 @@ from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
     ObserveConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     ScratchModel,
     TinyData,
-    TrainConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.config.scratch import VOCAB_SIZE
 from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.config.schema import TrainConfig
+from moerl.config.schema_train import TrainConfig
 from moerl.models.family import Sizes
 
 

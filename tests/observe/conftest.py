@@ -10,15 +10,14 @@ from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
     ObserveConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     ScratchModel,
     TinyData,
-    TrainConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.types import Completion, Group, Prompt, Sample, Score, StepStats, VersionSpan
 
 

@@ -9,14 +9,13 @@ from tiny_servers import push
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     TinyData,
-    TrainConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.rollout.build import ENGINES, build_engines
 from moerl.types import SamplingParams
 

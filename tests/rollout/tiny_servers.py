@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     TinyData,
-    TrainConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.rollout.build import build_engines
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine

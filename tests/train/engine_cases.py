@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moerl.config.layout import Layout
-from moerl.config.schema import OptimizerConfig, ScratchModel, TrainConfig
+from moerl.config.schema import ScratchModel
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.train.settings import EngineSettings
 from moerl.types import TrainBatch

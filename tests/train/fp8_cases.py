@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from moerl.config.layout import Layout
 from moerl.config.memory import NoRecompute
-from moerl.config.schema import FP8Config, ScratchModel
+from moerl.config.schema import ScratchModel
+from moerl.config.schema_train import FP8Config
 from moerl.models.scratch import write_scratch_model
 from moerl.train.settings import EngineSettings
 

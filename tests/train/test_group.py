@@ -14,15 +14,14 @@ from moerl.config.layout import Layout
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     TinyData,
-    TrainConfig,
     WeightsConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import ResidencyError, TrainError

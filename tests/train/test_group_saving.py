@@ -14,14 +14,13 @@ from moerl.config.layout import Layout
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     TinyData,
-    TrainConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train import checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.checkpoint_check import faults_of_part, read_state

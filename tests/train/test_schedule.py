@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.config.schema import OptimizerConfig
+from moerl.config.schema_train import OptimizerConfig
 from moerl.train.schedule import learning_rate
 
 

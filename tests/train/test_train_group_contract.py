@@ -18,15 +18,14 @@ from moerl.config.layout import Layout
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
-    OptimizerConfig,
     RewardConfig,
     RewardTerm,
     RolloutConfig,
     RunConfig,
     TinyData,
-    TrainConfig,
     WeightsConfig,
 )
+from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.train.fake import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup

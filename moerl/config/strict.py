@@ -1,0 +1,15 @@
+"""What every section of the settings is made of."""
+
+from typing import Annotated
+
+from pydantic import ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Strict:
+    """Unknown keys are errors, in every section."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
