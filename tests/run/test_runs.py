@@ -176,7 +176,7 @@ def test_a_killed_rank_is_named_with_what_it_did(stopped):
 def test_a_killed_server_is_named_with_its_end_and_its_last_log_lines(stopped):
     message = stopped[1]["server"].stderr
     assert re.search(r"(?s)\nmoerl: .*127\.0\.0\.1:\d+: the server ended by signal 9 \(Killed\)\n", "\n" + message)
-    assert re.search(r"last lines of .*rollout-0\.log:\n    .*INFO moerl\.rollout\.hf: serving on port", message)
+    assert re.search(r"last lines of .*rollout-0\.log:\n    .*INFO moerl\.rollout\.child: serving on port", message)
 
 
 @pytest.mark.parametrize("how", ["rank", "server"])
