@@ -34,15 +34,18 @@ def random_tensors(*shapes):
     return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def naive(q, k, v, scale, causal):
-    """[s, heads, d] each, head by head."""
+def naive(q, k, v, scale, causal, window=None, sinks=None):
+    """[s, heads, d] each, head by head. `window`: positions that a query sees before its own. `sinks`: a logit per head, no value."""
     per_group = q.shape[1] // k.shape[1]
     heads = []
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // per_group].T * scale
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-        heads.append(scores.softmax(-1) @ v[:, head // per_group])
+        if window is not None:
+            scores = scores.masked_fill(torch.ones_like(scores).tril(-window - 1).bool(), -torch.inf)
+        weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + (0 if sinks is None else sinks[head].exp()))
+        heads.append(weights @ v[:, head // per_group])
     return torch.cat(heads, dim=-1)
 
 
@@ -68,6 +71,36 @@ def test_packed_attention_equals_each_sequence_alone_forward_and_backward(length
         torch.autograd.grad((out * weights).sum(), (q, k, v)), torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True
     ):
         torch.testing.assert_close(got, wanted)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    groups=st.integers(1, 3),
+    window=st.one_of(st.none(), st.integers(0, 9)),
+    has_sinks=st.booleans(),
+)
+def test_windows_and_sinks_equal_their_definition_forward_and_backward(lengths, groups, window, has_sinks):
+    total, heads = sum(lengths), 2 * groups
+    q, k, v, sinks = random_tensors((total, heads, 4), (total, groups, 4), (total, groups, 4), (heads,))
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    size = None if window is None else (window, 0)
+    layer = attention.DotProductAttention(heads, 4, groups, window_size=size, softmax_type="learnable" if has_sinks else "vanilla")
+    used = [q, k, v]
+    if has_sinks:
+        layer.softmax_offset = torch.nn.Parameter(sinks.detach().clone())
+        used.append(sinks)
+    out = layer(q, k, v, None, "thd", "padding_causal", cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
+    chosen = sinks if has_sinks else None
+    expected = torch.cat([naive(q[a:b], k[a:b], v[a:b], 0.5, True, window, chosen) for a, b in pairwise(bounds)])
+    torch.testing.assert_close(out, expected)
+    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape)
+    leaves = [q, k, v, *([layer.softmax_offset] if has_sinks else [])]
+    for got, wanted in zip(
+        torch.autograd.grad((out * weights).sum(), leaves), torch.autograd.grad((expected * weights).sum(), used), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+    alone = layer(*(t[: lengths[0], None] for t in (q, k, v)), None, "sbhd", "causal")
+    torch.testing.assert_close(alone[:, 0], expected[: lengths[0]])
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -97,10 +130,17 @@ def test_attention_over_context_parallel_ranks_equals_attention_of_the_whole(ran
     assert max(differences.values()) < 1e-12, differences
 
 
-@pytest.mark.parametrize(("option", "value"), [("window_size", (128, 0))])
-def test_attention_that_the_reference_lacks_is_an_error(option, value):
+@pytest.mark.parametrize("option", [{"softmax_type": "off-by-one"}, {"window_size": (4, 4)}])
+def test_attention_that_the_reference_lacks_is_an_error(option):
     with pytest.raises(RuntimeError, match="not in the reference"):
-        attention.DotProductAttention(2, 8, **{option: value})
+        attention.DotProductAttention(2, 8, **option)
+
+
+@pytest.mark.parametrize("kind", ["padding", "padding_causal"])
+def test_a_window_beside_a_mask_of_its_own_is_an_error(kind):
+    q, k, v = random_tensors((4, 1, 2, 8), (4, 1, 2, 8), (4, 1, 2, 8))
+    with pytest.raises(RuntimeError, match="not in the reference"):
+        attention.DotProductAttention(2, 8, 2, window_size=(1, 0))(q, k, v, torch.zeros(1, 1, 4, 4, dtype=torch.bool), "sbhd", kind)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

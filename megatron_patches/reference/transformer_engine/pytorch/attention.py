@@ -20,6 +20,8 @@ class DotProductAttention(nn.Module):
         super().__init__()
         if softmax_type not in ("vanilla", "learnable"):
             raise RuntimeError(f"softmax_type={softmax_type!r} is not in the reference transformer_engine")
+        if window_size is not None and window_size[1] != 0:
+            raise RuntimeError(f"window_size={window_size} with keys after the query is not in the reference transformer_engine")
         self.softmax_scale, self.attention_dropout, self.cp_group = softmax_scale, attention_dropout, cp_group
         self.window_size = window_size
         self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads // tp_size)) if softmax_type == "learnable" else None
@@ -31,6 +33,8 @@ class DotProductAttention(nn.Module):
         if core_attention_bias is not None:
             raise RuntimeError("attention bias is not in the reference transformer_engine")
         causal = "causal" in attn_mask_type
+        if self.window_size is not None and (not causal or attention_mask is not None):
+            raise RuntimeError("a window without causality, or beside a mask, is not in the reference transformer_engine")
         if qkv_format == "thd":
             assert cu_seqlens_q is not None
             bounds = cu_seqlens_q.tolist()
@@ -58,7 +62,7 @@ class DotProductAttention(nn.Module):
                                                        scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1])  # fmt: skip
 
     def _sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Causally, by positions in a sequence: bool [queries, keys]. A window (before, after) has both ends in it, -1: no end."""
+        """Causally, by positions in a sequence: bool [queries, keys]. A window is (positions before the query, 0); -1: all of them."""
         distance = queries[:, None] - keys[None]
         before = -1 if self.window_size is None else self.window_size[0]
         return (distance >= 0) if before < 0 else (distance >= 0) & (distance <= before)
