@@ -31,7 +31,7 @@ from moerl.config.layout import Layout
 from moerl.config.schema import ScratchModel
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.scratch import write_scratch_model
-from moerl.types import Bucket, Manifest, Origin, TensorSpec, Transport, TransportOffer
+from moerl.push_types import Bucket, Manifest, Origin, TensorSpec, Transport, TransportOffer
 from moerl.weights.receive import WeightSession
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of, torch_dtype

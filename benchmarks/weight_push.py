@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.types import Bucket, Manifest, TensorSpec, Transport, TransportOffer
+from moerl.push_types import Bucket, Manifest, TensorSpec, Transport, TransportOffer
 from moerl.weights.digest import tensor_digest
 from moerl.weights.receive import WeightSession
 from moerl.weights.send import WeightSender

@@ -1,4 +1,4 @@
-"""What one weight push consists of, as it crosses processes. moerl.types offers these names too."""
+"""What one weight push consists of, as it crosses processes."""
 
 from dataclasses import dataclass, field
 from typing import Literal

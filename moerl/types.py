@@ -9,14 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moerl.push_types import Bucket as Bucket
-from moerl.push_types import BucketEntry as BucketEntry
-from moerl.push_types import Manifest as Manifest
-from moerl.push_types import Origin as Origin
-from moerl.push_types import TensorSpec as TensorSpec
-from moerl.push_types import Transport as Transport
-from moerl.push_types import TransportOffer as TransportOffer
-
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -7,7 +7,8 @@ is how a push holds requests back.
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from moerl.types import Bucket, Completion, EngineUnavailable, Manifest, SamplingParams, TransportOffer
+from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.types import Completion, EngineUnavailable, SamplingParams
 
 PauseMode = Literal["keep", "wait", "abort"]
 """keep: running requests stop where they are and go on after resume, on their cached keys and values. wait: running requests

@@ -16,18 +16,15 @@ from typing import Literal
 import numpy as np
 import torch
 
+from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.limits import Limits
 from moerl.types import (
-    Bucket,
     Completion,
     EngineError,
     EngineUnavailable,
     FinishReason,
-    Manifest,
     SamplingParams,
-    TensorSpec,
-    TransportOffer,
     VersionSpan,
     WeightError,
 )

@@ -8,10 +8,17 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import TypeAdapter
 
+from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.server_process import ServerProcess
-from moerl.types import Bucket, Completion, EngineError, EngineUnavailable, Manifest, SamplingParams, TransportOffer, WeightError
+from moerl.types import (
+    Completion,
+    EngineError,
+    EngineUnavailable,
+    SamplingParams,
+    WeightError,
+)
 
 T = TypeVar("T")
 

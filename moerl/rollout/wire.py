@@ -9,8 +9,9 @@ from typing import Literal
 import numpy as np
 from pydantic import TypeAdapter
 
+from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
-from moerl.types import Bucket, Completion, FinishReason, Manifest, SamplingParams, TransportOffer, VersionSpan
+from moerl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 UNAVAILABLE = 503
 """Status of an answer that is EngineUnavailable on the driver."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moerl.algorithms.base import Objective
 from moerl.models.checkpoint import HFCheckpoint
+from moerl.push_types import Origin, TensorSpec
 from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
 from moerl.train.costs import attention_tokens
 from moerl.train.fp8 import require_device
@@ -40,7 +41,7 @@ from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.routing_stats import RoutingCounts
 from moerl.train.settings import EngineSettings
 from moerl.train.shard_store import ShardStore
-from moerl.types import Origin, RoutingStats, StepStats, TensorSpec, TrainBatch
+from moerl.types import RoutingStats, StepStats, TrainBatch
 
 
 class MegatronEngine:

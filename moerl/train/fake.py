@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from moerl.algorithms.base import Objective
+from moerl.push_types import Bucket, Manifest, TensorSpec, Transport
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import read_state
 from moerl.train.residency import Residency
-from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch, Transport
+from moerl.types import SavedCheckpoint, StepStats, TrainBatch
 from moerl.weights.send import WeightSender
 
 

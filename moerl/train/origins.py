@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from moerl.models.weight_bridge import WeightBridge
-from moerl.types import Origin
+from moerl.push_types import Origin
 from moerl.weights.digest import tensor_digest
 
 

@@ -18,9 +18,10 @@ import torch.distributed as dist
 import megatron_patches
 from moerl.algorithms.base import Objective
 from moerl.config.schema import WeightsConfig
+from moerl.push_types import Bucket, Manifest, Origin, TensorSpec, Transport
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
-from moerl.types import Bucket, Manifest, Origin, StepStats, TensorSpec, TrainBatch, Transport
+from moerl.types import StepStats, TrainBatch
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from moerl.types import Manifest, Origin, TensorSpec
+from moerl.push_types import Manifest, Origin, TensorSpec
 from moerl.weights.spec import first_few
 
 EXPERT_BIAS = "e_score_correction_bias"

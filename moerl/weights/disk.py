@@ -18,7 +18,8 @@ from typing import BinaryIO
 import torch
 import xxhash
 
-from moerl.types import Bucket, WeightError
+from moerl.push_types import Bucket
+from moerl.types import WeightError
 from moerl.weights.digest import tensor_bytes
 
 BLOCK_BYTES = 2**16

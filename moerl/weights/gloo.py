@@ -12,7 +12,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from moerl.types import Bucket, TransportOffer, WeightError
+from moerl.push_types import Bucket, TransportOffer
+from moerl.types import WeightError
 
 TRANSFER_SECONDS = 120.0
 """Deadline for all to join the group, and for one bucket: 100 MB/s for a bucket of 12 GB."""

@@ -9,10 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from moerl.config.schema import RunConfig
+from moerl.push_types import Transport
 from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
-from moerl.types import EngineError, Prompt, Transport, WeightError
+from moerl.types import EngineError, Prompt, WeightError
 from moerl.weights.canary import CanaryResult, run_canary
 from moerl.weights.sync import WeightSync, resolve_transport
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from moerl.types import Bucket, BucketEntry, Manifest, TensorSpec, TransportOffer, WeightError
+from moerl.push_types import Bucket, BucketEntry, Manifest, TensorSpec, TransportOffer
+from moerl.types import WeightError
 from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DiskReader, Read

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 import torch
 
-from moerl.types import Bucket, BucketEntry, Origin, Transport, WeightError
+from moerl.push_types import Bucket, BucketEntry, Origin, Transport
+from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DiskSender
 from moerl.weights.gloo import TRANSFER_SECONDS, GlooSender

@@ -8,7 +8,8 @@ import os
 
 import torch
 
-from moerl.types import Bucket, WeightError
+from moerl.push_types import Bucket
+from moerl.types import WeightError
 
 _NAME = "moerl-weights"
 

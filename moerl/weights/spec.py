@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from moerl.types import TensorSpec, WeightError
+from moerl.push_types import TensorSpec
+from moerl.types import WeightError
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -15,8 +15,9 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from moerl.push_types import Bucket, Manifest, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
-from moerl.types import Bucket, Manifest, Transport, TransportOffer, WeightError
+from moerl.types import WeightError
 
 logger = logging.getLogger(__name__)
 

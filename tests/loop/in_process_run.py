@@ -24,6 +24,7 @@ from moerl.config.scratch import VOCAB_SIZE
 from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
+from moerl.push_types import TensorSpec
 from moerl.rewards.pool import RewardPool
 from moerl.rollout.datasets import load_dataset
 from moerl.rollout.fake import FakeEngine
@@ -32,7 +33,13 @@ from moerl.rollout.pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.train.fake import FakeTrainGroup
-from moerl.types import Group, Prompt, RouteShape, Score, StepStats, TensorSpec
+from moerl.types import (
+    Group,
+    Prompt,
+    RouteShape,
+    Score,
+    StepStats,
+)
 from moerl.weights.publish import WeightPublisher
 
 TENSORS = (TensorSpec(name="a", shape=(3, 5), dtype="float32"), TensorSpec(name="b", shape=(7,), dtype="bfloat16"))

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from tiny_servers import until
 
-from moerl.types import EngineError, Manifest, SamplingParams, VersionSpan, WeightError
+from moerl.push_types import Manifest
+from moerl.types import EngineError, SamplingParams, VersionSpan, WeightError
 from moerl.weights.spec import spec_of
 
 PROMPT = (5, 17, 3, 3, 42, 8, 11, 60, 1, 2, 29)

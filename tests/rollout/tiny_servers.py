@@ -21,12 +21,13 @@ from moerl.config.schema import (
     TinyData,
 )
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
+from moerl.push_types import Bucket, Manifest, Transport
 from moerl.rollout.build import build_engines
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
-from moerl.types import Bucket, Manifest, RouteShape, Transport
+from moerl.types import RouteShape
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema import GRPOConfig
 from moerl.models.checkpoint import write_shards
+from moerl.push_types import TensorSpec
 from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TensorSpec, TrainBatch
+from moerl.types import StepStats, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)

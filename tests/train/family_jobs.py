@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema import GRPOConfig
+from moerl.push_types import TensorSpec
 from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TensorSpec, TrainBatch
+from moerl.types import StepStats, TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from moerl.algorithms.base import Objective
+from moerl.push_types import Bucket, Manifest, TensorSpec, Transport
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import check, read_state
 from moerl.train.residency import Residency
 from moerl.train.settings import EngineSettings
-from moerl.types import Bucket, Manifest, SavedCheckpoint, StepStats, TensorSpec, TrainBatch, Transport
+from moerl.types import SavedCheckpoint, StepStats, TrainBatch
 from moerl.weights.send import WeightSender
 
 _STATE = "state.pt"

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.algorithms.sft import SFT
+from moerl.push_types import TensorSpec
 from moerl.train.batch import sft_batch
 from moerl.train.fake import FakeTrainGroup
 from moerl.train.residency import KINDS, ON_DEVICE, Bytes, Call, Offload, Residency
-from moerl.types import ResidencyError, TensorSpec
+from moerl.types import ResidencyError
 
 CALLS = get_args(Call)
 STATE_OF = dict.fromkeys(("logprobs", "reference_logprobs", "export"), "scoring") | dict.fromkeys(("update", "save", "load"), "training")

@@ -27,9 +27,10 @@ from moerl.config.schema import (
 )
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
+from moerl.push_types import TensorSpec, TransportOffer
 from moerl.train.fake import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ResidencyError, TensorSpec, TransportOffer
+from moerl.types import ResidencyError
 from moerl.weights.receive import WeightSession
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.schema import WeightsConfig
+from moerl.push_types import Bucket, Manifest, Origin, Transport
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.train.settings import EngineSettings
-from moerl.types import Bucket, Manifest, Origin, TrainBatch, Transport, WeightError
+from moerl.types import TrainBatch, WeightError
 from moerl.weights.canary import run_canary
 from moerl.weights.digest import tensor_digest
 from moerl.weights.sync import WeightSync

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import moerl.rollout.hf.__main__ as server
-from moerl.types import TensorSpec
+from moerl.push_types import TensorSpec
 from moerl.weights.receive import Load, WeightSession
 
 FAULT = Path(sys.argv.pop(1))

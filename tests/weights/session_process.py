@@ -7,7 +7,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.types import Bucket, EngineError, Manifest, TensorSpec, TransportOffer, WeightError
+from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.types import EngineError, WeightError
 from moerl.weights.digest import tensor_digest
 from moerl.weights.receive import WeightSession
 from moerl.weights.send import WeightSender

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_process import SPECS, Engine, EngineProcess, Source
 
-from moerl.types import Bucket as BucketOf
-from moerl.types import BucketEntry, TransportOffer, WeightError
+from moerl.push_types import Bucket as BucketOf
+from moerl.push_types import BucketEntry, TransportOffer
+from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import BLOCK_BYTES, DiskReader, DiskSender
 from moerl.weights.spec import spec_of

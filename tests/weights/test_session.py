@@ -5,7 +5,8 @@ import pytest
 import torch
 from session_process import MODEL, SPECS, Engine
 
-from moerl.types import Manifest, TensorSpec, TransportOffer, WeightError
+from moerl.push_types import Manifest, TensorSpec, TransportOffer
+from moerl.types import WeightError
 from moerl.weights.send import WeightSender
 
 MANIFEST = Manifest(version=4, tensors=tuple(SPECS.values()))

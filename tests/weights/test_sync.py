@@ -7,7 +7,8 @@ import pytest
 import torch
 from session_process import MODEL, SPECS, Engine, Source
 
-from moerl.types import EngineError, Manifest, WeightError
+from moerl.push_types import Manifest
+from moerl.types import EngineError, WeightError
 from moerl.weights.sync import WeightSync, resolve_transport
 
 

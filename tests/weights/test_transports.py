@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from session_process import CONTEXT, MODEL, SPECS, EngineProcess, Source, serve_sender
 
-from moerl.types import Manifest, TransportOffer, WeightError
+from moerl.push_types import Manifest, TransportOffer
+from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
 from moerl.weights.send import WeightSender
 from moerl.weights.sync import WeightSync

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from moerl.types import Bucket, FinishReason, Manifest, SamplingParams, TransportOffer, VersionSpan
+from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.types import FinishReason, SamplingParams, VersionSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, Literal
 
+from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.engines.core import Core, Sampled
 from moerl.rollout.hf.scheduler import Request
-from moerl.types import Bucket, Completion, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
+from moerl.types import Completion, EngineError, EngineUnavailable, WeightError
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

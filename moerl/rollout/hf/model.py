@@ -16,9 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moerl.models import FAMILIES
 from moerl.models.family import Served
 from moerl.models.transformers_config import read_transformers_config
+from moerl.push_types import TensorSpec
 from moerl.rollout.hf.cache import ATTENTION, attend
 from moerl.rollout.hf.experts import EXPERTS, every_expert_on_every_row
-from moerl.types import EngineError, TensorSpec
+from moerl.types import EngineError
 
 _FLOAT32_BUFFER = ".e_score_correction_bias"
 """Decides which experts are chosen; kept in float32 whatever the model's dtype (transformers does so only when it loads a file)."""

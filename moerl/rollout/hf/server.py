@@ -12,11 +12,12 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Outcome, Request
 from moerl.rollout.limits import Limits
-from moerl.types import Bucket, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
+from moerl.types import EngineError, EngineUnavailable, WeightError
 
 Body = TypeVar("Body")
 

@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
+from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Request, Scheduler
-from moerl.types import Bucket, EngineError, EngineUnavailable, Manifest, TransportOffer, WeightError
+from moerl.types import EngineError, EngineUnavailable, WeightError
 from moerl.weights.receive import WeightSession
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 
 from moerl.config.model_shape import read_config, shape_of_config
+from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled
 from moerl.rollout.engines.process import Options
 from moerl.rollout.sglang import cpu, scheduler
-from moerl.types import Bucket, EngineError, Manifest, Problem, RouteShape, SamplingParams, TransportOffer, VersionSpan, WeightError
+from moerl.types import (
+    EngineError,
+    Problem,
+    RouteShape,
+    SamplingParams,
+    VersionSpan,
+    WeightError,
+)
 
 logger = logging.getLogger(__name__)
 
