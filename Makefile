@@ -44,7 +44,7 @@ test-real: venv ## a small published model end to end: converted, served, made a
 
 test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside the environment, whose transformers it refuses
 	ls -d build/bridges/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target build/bridges megatron-bridge==0.3.1 triton==3.9.0
-	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q -m "not slow" tests/models/test_megatron_bridge.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q -m "not slow" tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
 
 engines: ## make or update SGLang's own environment, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh

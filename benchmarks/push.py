@@ -12,33 +12,29 @@ is the growth of the largest resident set of rank 0 and of a server over what th
 
 import argparse
 import asyncio
-import multiprocessing
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from push_server import CONTEXT, Server, reset_peak, resident
 from torch.distributed import ProcessGroupGloo, TCPStore
 
 from moerl.config.layout import Layout
 from moerl.config.schema import ScratchModel
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.scratch import write_scratch_model
-from moerl.push_types import Bucket, Manifest, Origin, TensorSpec, Transport, TransportOffer
-from moerl.weights.receive import WeightSession
+from moerl.push_types import Bucket, Manifest, Origin, TensorSpec, Transport
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of, torch_dtype
 from moerl.weights.sync import WeightSync
 
 LAYOUT = Layout(ranks=2, ep=2)
-CONTEXT = multiprocessing.get_context("spawn")
 MOERL: tuple[Transport, ...] = ("shm", "gloo", "disk")
 WAYS = (*MOERL, "broadcast", "reload")
 
@@ -255,89 +251,6 @@ class Way:
 
     def _answers(self) -> list[Any]:
         return [server.answer() for server in self._servers.values()]
-
-
-# -- servers ---------------------------------------------------------------------------------------------------
-
-
-class Server:
-    """A WeightReceiver whose model lies in another process."""
-
-    def __init__(self, specs: dict[str, TensorSpec]):
-        self.pipe, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=serve, args=(theirs, specs), daemon=True)
-        self.process.start()
-
-    def answer(self) -> Any:
-        result = self.pipe.recv()
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    async def connect(self, offer: TransportOffer) -> None:
-        await self._call("connect", offer)
-
-    async def begin(self, manifest: Manifest) -> None:
-        await self._call("begin", manifest)
-
-    async def install(self, bucket: Bucket) -> None:
-        await self._call("install", bucket)
-
-    async def finish(self, version: int) -> None:
-        await self._call("finish", version)
-
-    async def _call(self, verb: str, argument: object) -> None:
-        self.pipe.send((verb, (argument,)))
-        await asyncio.to_thread(self.answer)
-
-
-class Model:
-    def __init__(self, specs: dict[str, TensorSpec]):
-        self.tensors = {name: torch.ones(spec.shape, dtype=torch_dtype(spec)) for name, spec in specs.items()}
-        self.session = WeightSession(specs, lambda name, tensor: self.tensors[name].copy_(tensor))
-        self._before = resident("VmRSS")
-        reset_peak()
-
-    def join(self, port: int, rank: int, world_size: int) -> None:
-        self._store = TCPStore("127.0.0.1", port, is_master=False)
-        self._group = ProcessGroupGloo(self._store, rank, world_size)
-
-    def receive(self, names: list[str]) -> None:
-        for name in names:
-            tensor = torch.empty_like(self.tensors[name])
-            self._group.broadcast(tensor, 0).wait()
-            self.tensors[name].copy_(tensor)
-
-    def reload(self, directory: Path) -> None:
-        for file in directory.glob("*.safetensors"):
-            with safe_open(file, "pt") as stored:
-                for name in stored.keys():  # noqa: SIM118  # no mapping
-                    self.tensors[name].copy_(stored.get_tensor(name))
-
-    def growth(self) -> int:
-        return resident("VmHWM") - self._before
-
-
-def serve(pipe: Connection, specs: dict[str, TensorSpec]) -> None:
-    torch.set_num_threads(1)
-    model = Model(specs)
-    while True:
-        verb, arguments = pipe.recv()
-        target: Callable[..., Any] = getattr(model if hasattr(model, verb) else model.session, verb)
-        try:
-            pipe.send(target(*arguments))
-        except Exception as error:
-            pipe.send(error)
-
-
-def resident(field: str) -> int:
-    """Bytes. VmRSS: now. VmHWM: the most since `reset_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

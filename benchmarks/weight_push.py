@@ -7,18 +7,16 @@ A push copies every byte into a bucket, digests it there, moves it, copies it in
 
 import argparse
 import asyncio
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 
 import torch
+from push_server import Server
 
-from moerl.push_types import Bucket, Manifest, TensorSpec, Transport, TransportOffer
+from moerl.push_types import Bucket, Manifest, Transport
 from moerl.weights.digest import tensor_digest
-from moerl.weights.receive import WeightSession
 from moerl.weights.send import WeightSender
-from moerl.weights.spec import spec_of, torch_dtype
+from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
 
@@ -47,45 +45,8 @@ class Trainer:
     async def transmit(self, bucket: Bucket) -> None:
         await asyncio.to_thread(self.sender.transmit, bucket)
 
-
-class Server:
-    """A WeightReceiver whose session runs in another process."""
-
-    def __init__(self, specs: dict[str, TensorSpec]):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, specs), daemon=True)
-        self.process.start()
-
-    async def _call(self, step: str, argument: object) -> None:
-        self._pipe.send((step, argument))
-        failure = await asyncio.to_thread(self._pipe.recv)
-        if failure is not None:
-            raise failure
-
-    async def connect(self, offer: TransportOffer) -> None:
-        await self._call("connect", offer)
-
-    async def begin(self, manifest: Manifest) -> None:
-        await self._call("begin", manifest)
-
-    async def install(self, bucket: Bucket) -> None:
-        await self._call("install", bucket)
-
-    async def finish(self, version: int) -> None:
-        await self._call("finish", version)
-
-
-def serve(pipe: Connection, specs: dict[str, TensorSpec]) -> None:
-    torch.set_num_threads(1)
-    model = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for name, spec in specs.items()}
-    session = WeightSession(specs, lambda name, tensor: model[name].copy_(tensor))
-    while True:
-        step, argument = pipe.recv()
-        try:
-            pipe.send(getattr(session, step)(argument))
-        except Exception as error:
-            pipe.send(error)
+    async def abandon(self) -> None:
+        """Nothing waits for the rest of these tensors."""
 
 
 def make_model(megabytes: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,98 @@
+"""What the benchmarks of pushes push to: a model in a process of its own."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed import ProcessGroupGloo, TCPStore
+
+from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.weights.receive import WeightSession
+from moerl.weights.spec import torch_dtype
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+class Server:
+    """A WeightReceiver whose model lies in another process."""
+
+    def __init__(self, specs: dict[str, TensorSpec]):
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(theirs, specs), daemon=True)
+        self.process.start()
+
+    def answer(self) -> Any:
+        result = self.pipe.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def connect(self, offer: TransportOffer) -> None:
+        await self._call("connect", offer)
+
+    async def begin(self, manifest: Manifest) -> None:
+        await self._call("begin", manifest)
+
+    async def install(self, bucket: Bucket) -> None:
+        await self._call("install", bucket)
+
+    async def finish(self, version: int) -> None:
+        await self._call("finish", version)
+
+    async def _call(self, verb: str, argument: object) -> None:
+        self.pipe.send((verb, (argument,)))
+        await asyncio.to_thread(self.answer)
+
+
+class Model:
+    def __init__(self, specs: dict[str, TensorSpec]):
+        self.tensors = {name: torch.ones(spec.shape, dtype=torch_dtype(spec)) for name, spec in specs.items()}
+        self.session = WeightSession(specs, lambda name, tensor: self.tensors[name].copy_(tensor))
+        self._before = resident("VmRSS")
+        reset_peak()
+
+    def join(self, port: int, rank: int, world_size: int) -> None:
+        self._store = TCPStore("127.0.0.1", port, is_master=False)
+        self._group = ProcessGroupGloo(self._store, rank, world_size)
+
+    def receive(self, names: list[str]) -> None:
+        for name in names:
+            tensor = torch.empty_like(self.tensors[name])
+            self._group.broadcast(tensor, 0).wait()
+            self.tensors[name].copy_(tensor)
+
+    def reload(self, directory: Path) -> None:
+        for file in directory.glob("*.safetensors"):
+            with safe_open(file, "pt") as stored:
+                for name in stored.keys():  # noqa: SIM118  # no mapping
+                    self.tensors[name].copy_(stored.get_tensor(name))
+
+    def growth(self) -> int:
+        return resident("VmHWM") - self._before
+
+
+def serve(pipe: Connection, specs: dict[str, TensorSpec]) -> None:
+    torch.set_num_threads(1)
+    model = Model(specs)
+    while True:
+        verb, arguments = pipe.recv()
+        target: Callable[..., Any] = getattr(model if hasattr(model, verb) else model.session, verb)
+        try:
+            pipe.send(target(*arguments))
+        except Exception as error:
+            pipe.send(error)
+
+
+def resident(field: str) -> int:
+    """Bytes. VmRSS: now. VmHWM: the most since `reset_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
