@@ -18,7 +18,7 @@ from moerl.models.family import Family, Sizes
 
 
 class WeightBridge(Protocol):
-    """`export` is a collective; the others are not, except that every rank makes its bridge at the same time."""
+    """Every rank makes its bridge, loads and exports at the same time: `export` and `originals` are collectives, and `load` may be one."""
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
@@ -33,7 +33,7 @@ class WeightBridge(Protocol):
         """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
 
     def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Collective: what `export(dtype, with_mtp=False)` gives, each on the rank that holds it: (name, whole tensor, ranks that have
+        """What `export(dtype, with_mtp=False)` gives, each on the rank that holds it: (name, whole tensor, ranks that have
         shards of it). What no rank holds as a whole is left out."""
 
     def tensors(self) -> Iterator[Tensor]:

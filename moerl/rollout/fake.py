@@ -19,15 +19,7 @@ import torch
 from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.limits import Limits
-from moerl.types import (
-    Completion,
-    EngineError,
-    EngineUnavailable,
-    FinishReason,
-    SamplingParams,
-    VersionSpan,
-    WeightError,
-)
+from moerl.types import Completion, EngineError, EngineUnavailable, FinishReason, SamplingParams, VersionSpan, WeightError
 from moerl.weights.receive import WeightSession
 
 

@@ -12,13 +12,7 @@ from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.server_process import ServerProcess
-from moerl.types import (
-    Completion,
-    EngineError,
-    EngineUnavailable,
-    SamplingParams,
-    WeightError,
-)
+from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams, WeightError
 
 T = TypeVar("T")
 

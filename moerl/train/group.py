@@ -17,13 +17,7 @@ from moerl.push_types import Bucket, Manifest, Transport
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.saving import CheckpointSaver
-from moerl.types import (
-    MoerlError,
-    SavedCheckpoint,
-    StepStats,
-    TrainBatch,
-    TrainError,
-)
+from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
 
 logger = logging.getLogger(__name__)
 

@@ -111,9 +111,11 @@ class TrainWorker:
 
     # -- weight push -------------------------------------------------------------------------------------------
 
-    def manifest(self, version: int) -> Manifest:
-        """Of what the next export brings; complete on rank 0."""
+    def manifest(self, version: int) -> Manifest | None:
+        """Of what the next export brings, from rank 0: every other rank would send the driver the same names once more."""
         self._origins = self._engine.origins()
+        if self._rank != 0:
+            return None
         return Manifest(version=version, tensors=tuple(self._engine.tensor_specs()), origins=self._origins)
 
     def tensor_specs(self) -> list[TensorSpec]:

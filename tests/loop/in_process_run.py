@@ -33,13 +33,7 @@ from moerl.rollout.pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.train.fake import FakeTrainGroup
-from moerl.types import (
-    Group,
-    Prompt,
-    RouteShape,
-    Score,
-    StepStats,
-)
+from moerl.types import Group, Prompt, RouteShape, Score, StepStats
 from moerl.weights.publish import WeightPublisher
 
 TENSORS = (TensorSpec(name="a", shape=(3, 5), dtype="float32"), TensorSpec(name="b", shape=(7,), dtype="bfloat16"))

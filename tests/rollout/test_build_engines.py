@@ -6,15 +6,7 @@ import dataclasses
 import pytest
 from tiny_servers import push
 
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    TinyData,
-)
+from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.rollout.build import ENGINES, build_engines
 from moerl.types import SamplingParams

@@ -11,15 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    TinyData,
-)
+from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.push_types import Bucket, Manifest, Transport
 from moerl.rollout.build import build_engines

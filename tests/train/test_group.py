@@ -11,16 +11,7 @@ import ray
 
 from moerl.algorithms.sft import SFT
 from moerl.config.layout import Layout
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    TinyData,
-    WeightsConfig,
-)
+from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup

@@ -11,15 +11,7 @@ import ray
 
 from moerl.algorithms.sft import SFT
 from moerl.config.layout import Layout
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    TinyData,
-)
+from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train import checkpoint
 from moerl.train.batch import sft_batch

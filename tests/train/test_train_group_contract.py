@@ -15,16 +15,7 @@ from hf_trainer import HFTrainGroup
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.layout import Layout
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    TinyData,
-    WeightsConfig,
-)
+from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.push_types import TensorSpec, TransportOffer

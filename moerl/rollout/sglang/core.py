@@ -17,14 +17,7 @@ from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_c
 from moerl.rollout.engines.core import Sampled
 from moerl.rollout.engines.process import Options
 from moerl.rollout.sglang import cpu, scheduler
-from moerl.types import (
-    EngineError,
-    Problem,
-    RouteShape,
-    SamplingParams,
-    VersionSpan,
-    WeightError,
-)
+from moerl.types import EngineError, Problem, RouteShape, SamplingParams, VersionSpan, WeightError
 
 logger = logging.getLogger(__name__)
 
