@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from moerl.algorithms.base import Algorithm
@@ -23,7 +24,8 @@ from moerl.rollout.runner import GroupRunner
 from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
-from moerl.types import MoerlError, StepStats, TrainBatch
+from moerl.train.stored_batch import StoredBatch
+from moerl.types import MoerlError, StepStats
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -114,20 +116,19 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -
     )
 
 
-async def _with_logprobs(config: RunConfig, batch: TrainBatch, train: TrainGroup, observe: Observer) -> TrainBatch:
-    """The log-probs the update needs beside the policy's own."""
-    columns = {}
+async def _with_logprobs(config: RunConfig, batch: StoredBatch, train: TrainGroup, observe: Observer) -> StoredBatch:
+    """The log-probs the update needs beside the policy's own, by reference."""
     if config.train.old_logprobs == "rollout":
-        columns["old_logprobs_T"] = batch.rollout_logprobs_T
+        batch = replace(batch, old_logprobs="rollout")
     if config.needs_old_logprobs or config.records_routes:
         with observe.phase("logprobs"):
-            logprobs_T = await train.logprobs(batch, records_routes=config.records_routes)
+            logprobs = await train.logprobs(batch, records_routes=config.records_routes)
         if config.needs_old_logprobs:
-            columns["old_logprobs_T"] = logprobs_T
+            batch = replace(batch, old_logprobs=logprobs)
     if config.uses_reference:
         with observe.phase("reference"):
-            columns["reference_logprobs_T"] = await train.reference_logprobs(batch)
-    return batch.with_logprobs(**columns)
+            batch = replace(batch, reference_logprobs=await train.reference_logprobs(batch))
+    return batch
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:

@@ -17,14 +17,13 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
-from moerl.config.model_shape import read_config
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
-from moerl.rollout.build import build_engines
+from moerl.rollout.build import build_collector, build_engines
 from moerl.rollout.datasets import load_dataset
 from moerl.rollout.pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
@@ -56,17 +55,20 @@ async def _train(config: RunConfig, observe: Observer) -> None:
         _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
-        async with _processes(config, model_dir, observe) as (pool, rewards, group):
-            runner = GroupRunner(config, pool=pool, rewards=rewards, tokenizer=tokenizer, stop_token_ids=_stop_tokens(model_dir, tokenizer))
+        async with _processes(config, model_dir, tokenizer, observe) as (pool, rewards, group):
+            runner = GroupRunner(config, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer))
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
             weights = WeightPublisher(config, train=group, pool=pool, canary_prompts=canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
-            await loop.run(config, algorithm, prompts, runner, group, weights, observe)
+            try:
+                await loop.run(config, algorithm, prompts, runner, group, weights, observe)
+            finally:
+                observe.dump_last()
 
 
 @asynccontextmanager
 async def _processes(
-    config: RunConfig, model_dir: Path, observe: Observer
+    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, observe: Observer
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
     rollout = config.rollout
@@ -74,7 +76,7 @@ async def _processes(
         build_engines(config, model_dir, config.run_dir / "logs"),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
-        vocab_size=read_config(model_dir)["vocab_size"],
+        collector=build_collector(config, model_dir, tokenizer),
         request_seconds=rollout.request_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=rollout.probe_seconds,

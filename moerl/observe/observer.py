@@ -53,7 +53,7 @@ class Observer:
             for writer in _open_writers(config):
                 self._writers.append(writer)
                 opened.callback(self._close_writer, writer)
-            opened.callback(self._dumps.close)
+            opened.callback(self._dumps.dump_last)
             self._opened = opened.pop_all()
 
     @contextmanager
@@ -113,6 +113,10 @@ class Observer:
         log.info(text)
         if self._terminal is not None:
             self._terminal.notice(text)
+
+    def dump_last(self) -> None:
+        """The samples of the last step, if they were not dumped. Before what they refer to is gone: with Ray's end at the latest."""
+        self._dumps.dump_last()
 
     def close(self, status: Status = "finished") -> None:
         """Ends every destination; safe to call twice, the first status counts."""

@@ -13,11 +13,14 @@ import ray
 
 from moerl.algorithms.base import Objective
 from moerl.config.schema import RunConfig
+from moerl.payloads import Stored
 from moerl.push_types import Bucket, Manifest, Transport
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.saving import CheckpointSaver
-from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
+from moerl.train.share import shares
+from moerl.train.stored_batch import Batch, StoredBatch
+from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainError
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +51,16 @@ class TrainGroup(Protocol):
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
         """Those completed since the last call; with `wait` also the one in flight. Raises what one failed with, once."""
 
-    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        """float32 [T] aligned with token_ids_T, under the current weights.
+    async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
+        """float32 [T] of the batch's sequences end to end, under the current weights.
 
         `records_routes`: the trainer keeps where tokens went, and replays it in the next update, which is of the same batch.
         """
 
-    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+    async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
         """The same under the initial weights, whose routers choose for themselves."""
 
-    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats: ...
+    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats: ...
 
     async def close(self) -> None:
         """End every rank; safe to call twice."""
@@ -103,6 +106,8 @@ class MegatronTrainGroup:
         host = await self._rank0("host", deadline=deadline)
         port = await self._rank0("open_store", deadline=deadline)
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
+        self._data_ranks = await self._all("data_rank", deadline=deadline)
+        self._planner = await self._rank0("planner", deadline=deadline)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
     @asynccontextmanager
@@ -132,14 +137,16 @@ class MegatronTrainGroup:
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
         return await self._saver.saved(wait=wait)
 
-    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        return (await self._all("logprobs", ray.put(batch), records_routes))[0]
+    async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
+        num_parts = self._config.train.updates_per_step if records_routes else 1
+        return (await self._on_shares("logprobs", batch, num_parts, records_routes))[0]
 
-    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
-        return (await self._all("reference_logprobs", ray.put(batch)))[0]
+    async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
+        return (await self._on_shares("reference_logprobs", batch, 1))[0]
 
-    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
-        return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
+    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
+        num_updates = self._config.train.updates_per_step
+        return (await self._on_shares("update", batch, num_updates, objective, lr, num_updates))[0]
 
     async def export_hf(self, directory: Path) -> None:
         """The weights as safetensors of at most about 5 GB each, with their index, into an absolute path."""
@@ -209,6 +216,17 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
         )
 
+    async def _on_shares(self, verb: str, batch: Batch, num_parts: int, *args: Any) -> list[Any]:
+        """Every rank's answer to the verb about `batch`, which it processes in `num_parts` mini-batches; a rank gets its own share."""
+        if isinstance(batch, StoredBatch):
+            # In a thread: planning thousands of sequences takes a while, and completions of later steps are arriving.
+            parts = await asyncio.to_thread(shares, batch, self._planner, num_parts)
+            of_data_rank = [ray.put(part) for part in parts]
+            batches = [of_data_rank[rank] for rank in self._data_ranks]
+        else:
+            batches = [ray.put(batch)] * len(self._workers)
+        return await self._call(verb, self._workers, args, first_args=batches)
+
     async def _rank0(self, verb: str, *args: Any, deadline: float | None = None) -> Any:
         return (await self._call(verb, self._workers[:1], args, deadline=deadline))[0]
 
@@ -216,13 +234,19 @@ class MegatronTrainGroup:
         return await self._call(verb, self._workers, args, deadline=deadline)
 
     async def _call(
-        self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0
-    ) -> list[Any]:
-        """Every worker's answer. On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
+        self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0,
+        first_args: Sequence[Any] | None = None,
+    ) -> list[Any]:  # fmt: skip
+        """Every worker's answer; `first_args`: of each an argument before `args`.
+
+        On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
         if not workers:
             return []
         seconds = self._config.train.phase_seconds if deadline is None else deadline
-        calls = [asyncio.ensure_future(_await(getattr(worker, verb).remote(*args))) for worker in workers]
+        own = [()] * len(workers) if first_args is None else [(first,) for first in first_args]
+        calls = [
+            asyncio.ensure_future(_await(getattr(worker, verb).remote(*first, *args))) for worker, first in zip(workers, own, strict=True)
+        ]
         try:
             _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:

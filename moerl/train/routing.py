@@ -29,7 +29,8 @@ from moerl.config.layout import Layout
 from moerl.train.costs import mixture_layers
 from moerl.train.packing import PackedMicroBatch
 from moerl.train.routing_stats import AGREED, FOLLOWED, GIVEN, NUM_COUNTS, RoutingCounts
-from moerl.types import RouteShape, TrainBatch, TrainError, unknown_route
+from moerl.train.stored_batch import Batch
+from moerl.types import RouteShape, TrainError, unknown_route
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,9 +64,9 @@ class Routing:
             if replays:
                 router.router_replay = _Chooser(self, place)
 
-    def check(self, batch: TrainBatch, mode: str) -> None:
+    def check(self, batch: Batch, mode: str) -> None:
         """TrainError unless `batch` has routes exactly if train.router_replay=`mode` wants them, and they are this model's."""
-        shape = None if batch.routes_T is None else batch.routes_T.shape[1:]
+        shape = batch.routes_shape
         model = None if self._shape is None else (self._shape.num_layers, self._shape.top_k)
         if shape != (model if mode == "rollout" else None):
             wanted = f"(layers with experts, experts per token) = {model}" if mode == "rollout" else "none"

@@ -8,12 +8,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from moerl.config.schema import RunConfig
 from moerl.push_types import Transport
 from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
-from moerl.types import EngineError, Prompt, WeightError
+from moerl.types import EngineError, Prompt, TrainBatch, WeightError
 from moerl.weights.canary import CanaryResult, run_canary
 from moerl.weights.sync import WeightSync, resolve_transport
 
@@ -108,7 +110,7 @@ class WeightPublisher:
     async def _canary(self, members: list[Member]) -> CanaryResult:
         return await run_canary(
             [member.engine for member in members],
-            self._train.logprobs,
+            self._trainer_logprobs,
             self._prompts,
             max_tokens=min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
             limit=self._config.weights.mismatch_limit,
@@ -116,3 +118,6 @@ class WeightPublisher:
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
         )
+
+    async def _trainer_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        return (await self._train.logprobs(batch)).get()

@@ -8,6 +8,7 @@ from typing import Any
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
@@ -24,8 +25,10 @@ from moerl.config.scratch import VOCAB_SIZE
 from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
+from moerl.payloads import Here
 from moerl.push_types import TensorSpec
 from moerl.rewards.pool import RewardPool
+from moerl.rollout.collect import Intake, LocalCollector
 from moerl.rollout.datasets import load_dataset
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.limits import Limits
@@ -158,11 +161,11 @@ class InProcessRun:
             self.engines,
             max_running=config.rollout.max_running,
             max_queued=config.rollout.max_queued,
-            vocab_size=VOCAB_SIZE,
+            collector=LocalCollector(Intake(vocab_size=VOCAB_SIZE, decoder=tokenizer, routes=routes_to_replay(config)), keep=Here),
             request_seconds=SECONDS,
             max_restarts=config.rollout.max_restarts,
         )
-        runner = RecordingRunner(config, pool=pool, rewards=self._rewards, tokenizer=tokenizer, stop_token_ids=())
+        runner = RecordingRunner(config, pool=pool, rewards=self._rewards, stop_token_ids=())
         publisher = RecordingPublisher(config, train=self.trainer, pool=pool, canary_prompts=[prompts.prompt_at(0)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
         self.trainer.events = runner.events = publisher.events = self.events

@@ -177,15 +177,16 @@ def test_routes_cross_the_wire_as_they_are_and_take_their_own_bytes(dtype):
     assert len(content) - len(wire.dump_completion(completion_with(None))) < routes.nbytes + 40
 
 
-def test_without_routes_the_answer_is_json():
-    answer = json.loads(wire.dump_completion(completion_with(None)))
-    assert answer["token_ids"] == [4, 4, 4]
+def test_tokens_and_log_probs_cross_the_wire_as_their_bytes():
+    head, _, tail = wire.dump_completion(completion_with(None)).partition(b"\n")
+    assert json.loads(head)["num_tokens"] == 3
+    assert tail == np.full(3, 4, dtype="<i4").tobytes() + np.full(3, -0.5, dtype="<f4").tobytes()
     assert wire.parse_completion(wire.dump_completion(completion_with(None))).routes is None
 
 
 def test_an_answer_with_too_few_bytes_is_damaged():
     content = wire.dump_completion(completion_with(np.zeros((12, 3, 2), dtype=np.uint8)))
-    with pytest.raises(ValueError, match="71 bytes of routes, must be 72"):
+    with pytest.raises(ValueError, match="95 bytes of arrays, must be 96 for 3 tokens and routes uint8"):
         wire.parse_completion(content[:-1])
 
 

@@ -13,13 +13,15 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
+from moerl.payloads import Here
 from moerl.push_types import Bucket, Manifest, Transport
 from moerl.rollout.build import build_engines
+from moerl.rollout.collect import Answer, Intake, LocalCollector
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
-from moerl.types import RouteShape
+from moerl.types import Completion, RouteShape
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
@@ -56,6 +58,22 @@ ROUTES = {
 
 NATIVE = ("sglang-dense", "sglang-moe")
 """Engine and checkpoint."""
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+def collector(routes: RouteShape | None = None) -> LocalCollector:
+    return LocalCollector(Intake(vocab_size=VOCAB, decoder=Letters(), routes=routes), keep=Here)
+
+
+def whole(answer: Answer) -> Completion:
+    return answer.completion.whole(answer.completion.payload.get())
+
 
 Tensors = dict[str, torch.Tensor]
 

@@ -43,7 +43,7 @@ class Ranks:
 
     async def logprobs(self, batch: TrainBatch) -> np.ndarray:
         self.everywhere("logprobs", batch, False)
-        return self.worker.logprobs(batch, False)
+        return self.worker._engine.logprobs(batch)
 
     async def manifest(self, version: int) -> Manifest:
         self.everywhere("manifest", version)
