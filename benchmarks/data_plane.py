@@ -113,7 +113,7 @@ def serve(answer: Connection, arguments: argparse.Namespace) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     answer.send(listener.getsockname()[1])
     app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
-    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off")).run([listener])
+    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=600)).run([listener])
 
 
 def start_servers(stack: ExitStack, arguments: argparse.Namespace) -> list["Connected"]:
@@ -328,7 +328,7 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     if arguments.way == "collectors":
         collector = RayCollectors(intake, num_actors=arguments.collectors, max_in_flight=arguments.in_flight)
     half = arguments.in_flight // 2
-    pool = RolloutPool(engines, max_running=half, max_queued=0, collector=collector, request_seconds=1e6)
+    pool = RolloutPool(engines, max_running=half, max_queued=0, collector=collector, request_seconds=1e6, probe_seconds=1e6)
     ranks = [ray.remote(num_cpus=0)(Rank).remote() for _ in range(arguments.ranks)]
     await asyncio.gather(*(rank.rss.remote() for rank in ranks))
     await pool.start()

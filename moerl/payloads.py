@@ -15,9 +15,6 @@ from moerl.types import Completion, FinishReason, StoreError, VersionSpan
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-TOKEN_BYTES = 8
-"""Of a token without its routes: its id and its log-prob."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
@@ -87,7 +84,7 @@ def keep(value: T) -> InStore[T]:
     except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
         raise StoreError(
             f"Ray's object store is full, and so is the disk it spills to: {error}\nIt holds the tokens and routes of every sample that is "
-            "not trained yet; run.log says at the start how much that can be. Start Ray with a larger --object-store-memory, free the disk "
+            "not trained yet; moerl check prints how much that can be. Start Ray with a larger --object-store-memory, free the disk "
             "under its --temp-dir, or lower groups_per_step, max_staleness or rollout.max_response_tokens"
         ) from error
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +18,7 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
+from moerl.config.object_store import shortage
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
@@ -32,6 +34,8 @@ from moerl.sft import warm_start
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import ConfigError, MoerlError, Problem
 from moerl.weights.publish import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 _NUM_CANARY_PROMPTS = 4
 
@@ -53,6 +57,7 @@ async def _train(config: RunConfig, observe: Observer) -> None:
     prompts = _prompts(config, tokenizer)
     with _local_ray():
         _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process
+        _check_store(config)
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
         async with _processes(config, model_dir, tokenizer, observe) as (pool, rewards, group):
@@ -163,6 +168,12 @@ def _local_ray() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _check_store(config: RunConfig) -> None:
+    said = shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))
+    if said is not None:
+        logger.warning("%s", said)
 
 
 def _cancel_on(signal_number: signal.Signals) -> None:

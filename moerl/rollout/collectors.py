@@ -5,6 +5,7 @@ server, puts the payload into the object store of its own machine, and answers w
 """
 
 import asyncio
+import os
 from typing import Any
 
 import aiohttp
@@ -26,8 +27,9 @@ class CollectorActor:
         self._session: aiohttp.ClientSession | None = None
         self._asking: dict[str, asyncio.Task[Answer]] = {}
 
-    async def ready(self) -> None:
-        """Returns when everything is imported."""
+    async def process_id(self) -> int:
+        """Answers when everything is imported."""
+        return os.getpid()
 
     async def ask(self, url: str, server: str, request: Request, so_far: StoredCompletion | None) -> Answer:
         """MoerlErrors as they are; BrokenConnection for what only the driver, which watches the server, can explain."""
@@ -68,7 +70,7 @@ class RayCollectors:
         actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
         intake = ray.put(self._intake)
         self._actors = [actor.remote(intake) for _ in range(self._num_actors)]
-        await asyncio.gather(*(_await(actor.ready.remote()) for actor in self._actors))
+        await asyncio.gather(*(_await(actor.process_id.remote()) for actor in self._actors))
 
     async def ask(self, engine: HTTPEngine, request: Request, so_far: StoredCompletion | None) -> Answer:
         actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])

@@ -30,7 +30,7 @@ from moerl.train.costs import mixture_layers
 from moerl.train.packing import PackedMicroBatch
 from moerl.train.routing_stats import AGREED, FOLLOWED, GIVEN, NUM_COUNTS, RoutingCounts
 from moerl.train.stored_batch import Batch
-from moerl.types import RouteShape, TrainError, unknown_route
+from moerl.types import RouteShape, TrainError, is_unknown
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class Routing:
         counts = np.zeros((self._shape.num_layers, NUM_COUNTS + self._shape.num_experts))
         for micro in packed:
             if (table := self._tables.get(id(micro))) is not None:
-                is_given = (table[..., 0] != unknown_route(table.dtype)) & self._mine(micro.is_token_T)[:, None]
+                is_given = ~is_unknown(table) & self._mine(micro.is_token_T)[:, None]
                 counts[self._rows, GIVEN] += is_given.sum(axis=0)
         return torch.from_numpy(counts).to(torch.cuda.current_device())
 
@@ -232,5 +232,5 @@ def _routers_of(chunks: Sequence[nn.Module], layers: Sequence[int]) -> tuple[lis
 def _signed(routes: np.ndarray) -> np.ndarray:
     """int16, with -1 for unknown."""
     signed = routes.astype(np.int16)
-    signed[routes == unknown_route(routes.dtype)] = -1
+    signed[is_unknown(routes)] = -1
     return signed

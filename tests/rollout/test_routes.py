@@ -16,7 +16,7 @@ from moerl.rollout.hf.forward import Forward
 from moerl.rollout.hf.model import load_model
 from moerl.rollout.hf.scheduler import Request, Scheduler
 from moerl.rollout.routes import check_routes
-from moerl.types import Completion, EngineError, RouteShape, SamplingParams, VersionSpan
+from moerl.types import Completion, EngineError, RouteShape, SamplingParams, VersionSpan, is_unknown
 
 
 @pytest.fixture
@@ -225,5 +225,19 @@ def test_routes_of_another_model_are_refused_with_the_place(routes, message):
         check_routes(replace(completion_with(routes), request_id="7-1"), num_prompt=4, shape=SHAPE)
 
 
-def test_a_byte_holds_255_experts_and_the_unknown():
-    assert [RouteShape(num_layers=1, top_k=1, num_experts=n).dtype for n in (8, 255, 256)] == ["uint8", "uint8", "uint16"]
+@pytest.mark.parametrize(("top_k", "dtypes"), [(1, ["uint8", "uint16", "uint16"]), (8, ["uint8", "uint8", "uint16"])])
+def test_a_byte_holds_255_experts_and_the_mark_of_the_unknown_and_256_that_differ(top_k, dtypes):
+    assert [RouteShape(num_layers=1, top_k=top_k, num_experts=n).dtype for n in (255, 256, 257)] == dtypes
+
+
+def test_among_256_experts_the_last_is_known_unless_it_stands_in_every_place():
+    shape = replace(SHAPE, num_experts=256)
+    routes = changed(1, 0, [255, 3])
+    routes[2, 1] = 255
+    check_routes(completion_with(routes), num_prompt=4, shape=shape)
+    assert np.argwhere(is_unknown(routes)).tolist() == [[2, 1]]
+    three = np.concatenate([routes, routes[..., :1]], axis=-1)  # the first expert comes twice
+    three[..., 2] = 9
+    three[5, 2] = [255, 255, 9]
+    with pytest.raises(EngineError, match=r"at token 2, layer 1 of those with experts = \[255, 255, 9\]: must be different experts"):
+        check_routes(completion_with(three), num_prompt=4, shape=replace(shape, top_k=3))

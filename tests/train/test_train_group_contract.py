@@ -3,7 +3,7 @@
 import asyncio
 import os
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import count
 from math import isfinite
 
@@ -82,7 +82,7 @@ def served(request, checkpoints, tmp_path_factory):
 
 
 async def update(group, batch=BATCH):
-    given = batch.with_logprobs(reference_logprobs_T=(await group.reference_logprobs(batch)).get())
+    given = replace(batch, reference_logprobs_T=(await group.reference_logprobs(batch)).get())
     return await group.update(given, OBJECTIVE, lr=LR)
 
 
