@@ -30,12 +30,13 @@ def shortage(config: RunConfig, store_bytes: float) -> str | None:
     most = most_bytes(config)
     if most <= store_bytes:
         return None
+    num_samples = config.groups_per_step * config.group_size
     return (
         f"Ray's object store has {_gb(store_bytes)}, and the samples of max_staleness + 1 = {config.max_staleness + 1} steps take up to "
-        f"{_gb(most)}: groups_per_step * group_size = {config.groups_per_step * config.group_size} samples of {_gb(sample_bytes(config))} "
-        "at the longest. What does not fit is written to the disk under Ray's --temp-dir and read back for training, which is slow. Start Ray "
-        f"with --object-store-memory={most}, on all machines together (shared memory must have the room: df -h /dev/shm), or make the "
-        "step, rollout.max_response_tokens or max_staleness smaller"
+        f"{_gb(most)}: groups_per_step * group_size = {num_samples} samples of {_gb(sample_bytes(config))} at the longest. What does not "
+        "fit is written to the disk under Ray's --temp-dir and read back for training, which is slow. Start Ray with "
+        f"--object-store-memory={most}, on all machines together (shared memory must have the room: df -h /dev/shm), or make the step, "
+        "rollout.max_response_tokens or max_staleness smaller"
     )
 
 

@@ -1,7 +1,7 @@
-"""A rollout server without a model: what it answers follows from the name of the request. Run as a process by moerl.rollout.server_process.
+"""A rollout server without a model: what it answers follows from the name of the request. A process of its own.
 
-part-N: the first N tokens, as a push would leave them; when asked for the rest, the rest. held: nothing, ever. refuse: the request is wrong.
-garbage: tokens outside the vocabulary. die: the process ends. Any other: `max_tokens` tokens.
+part-N: the first N tokens, as a push would leave them; when asked for the rest, the rest. held: nothing, ever. refuse: that the request is
+wrong. garbage: tokens outside the vocabulary. die: the process ends. Any other: `max_tokens` tokens.
 """
 
 import asyncio
@@ -21,6 +21,13 @@ from moerl.types import Completion, SamplingParams, VersionSpan
 
 VOCAB, LAYERS, TOP_K, EXPERTS = 1000, 4, 2, 8
 dropped: list[str] = []
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
 
 def token_at(position: int) -> int:

@@ -13,8 +13,7 @@ import canned_server
 import numpy as np
 import pytest
 import ray
-from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, token_at
-from tiny_servers import Letters
+from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
 from moerl.payloads import InStore
 from moerl.rollout.collect import Intake, Request
@@ -30,16 +29,8 @@ INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layer
 @pytest.fixture(scope="module")
 def collectors(run):
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # The actors import what this process can import.
-    path = os.pathsep.join(sys.path)
-    ray.init(
-        "local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        num_cpus=1,
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )
+    path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # the actors import what this process can import
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1, runtime_env=path)
     collectors = RayCollectors(INTAKE, num_actors=1, max_in_flight=16)
     run(collectors.start())
     yield collectors
@@ -96,12 +87,11 @@ def test_neither_tokens_nor_routes_nor_text_of_a_finished_sample_stay_in_the_dri
     async def scenario():
         pool.fleet.served(pool.fleet.members)
         await group(0)  # what the first use leaves behind is not a sample's
-        tracemalloc.start(12)
+        tracemalloc.start()
         kept = await group(1)
+        await asyncio.sleep(0.1)  # the turn of the event loop that brought them has them in its hands
         gc.collect()
         held, _ = tracemalloc.get_traced_memory()
-        for st in tracemalloc.take_snapshot().statistics("traceback")[:6]:
-            print(st, st.traceback.format())
         tracemalloc.stop()
         return kept, held
 
@@ -133,7 +123,7 @@ def test_a_request_past_its_deadline_is_dropped_by_the_server(run, collectors, e
             await pool.generate(PROMPT, request("held").sampling, "held")
         async with asyncio.timeout(30):
             while json.loads(await engine.call("GET", "/dropped")) != ["held"]:
-                await asyncio.sleep(0.01)
+                pass
 
     run(scenario())
 

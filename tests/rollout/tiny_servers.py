@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canned_server import Letters
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
@@ -58,13 +59,6 @@ ROUTES = {
 
 NATIVE = ("sglang-dense", "sglang-moe")
 """Engine and checkpoint."""
-
-
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(chr(ord("a") + token % 26) for token in token_ids)
 
 
 def collector(routes: RouteShape | None = None) -> LocalCollector:
