@@ -1,10 +1,9 @@
 """The training ranks as the source of a weight push: every rank sends what the plan says, and none waits for another."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from moerl.config.schema import WeightsConfig
 from moerl.push_types import Bucket, Transport
@@ -31,12 +30,16 @@ class MegatronSource:
         return outline
 
     async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
-        self._senders = sorted(jobs)
-        addresses: list[str] = await self._all_ranks("listen", transport, ray.put(dict(jobs)), self._weights, self._directory)
-        return addresses[self._senders[0]]
+        before, self._senders = self._senders, sorted(jobs)
+        calls = [
+            self._one_rank(rank, "listen", transport, jobs.get(rank, ()), self._senders, self._weights, self._directory)
+            for rank in sorted({*before, *jobs})
+        ]
+        addresses: list[str] = await asyncio.gather(*calls)
+        return next(address for rank, address in zip(sorted({*before, *jobs}), addresses, strict=True) if rank == self._senders[0])
 
     async def connect(self, address: str, world_size: int) -> None:
-        await self._all_ranks("connect", address, world_size)
+        await asyncio.gather(*(self._one_rank(rank, "connect", address, world_size) for rank in self._senders))
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         found = await self._all_ranks("digest_push")

@@ -5,7 +5,6 @@ Every method but `host`, `open_store`, `write_checkpoint` and those of a push th
 
 import os
 import socket
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,23 +117,25 @@ class TrainWorker:
         """Not collective."""
         return self._engine.pushed.outline(bucket_bytes)
 
-    def listen(self, transport: Transport, jobs: Mapping[int, Job], weights: WeightsConfig, directory: Path) -> str:
-        """Of pushes from now on: this rank sends jobs[rank]; the address if it is the first that sends. `directory`: of the files of
-        weights.transport=disk. Not collective, as all below but `digest_push`."""
+    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path) -> str:
+        """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
+
+        `directory`: of the files of weights.transport=disk. Not collective, as all below but `digest_push`.
+        """
         if self._sender is not None:
             self._sender.close()
-        self._sender, self._senders = None, sorted(jobs)
-        if self._rank not in jobs:
+        self._sender, self._senders = None, senders
+        if not job:
             return ""
         self._sender = WeightSender(
             transport,
-            jobs[self._rank],
+            job,
             self._engine.pushed.read,
             host=self.host(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,
         )
-        return self._sender.listen(is_first=self._rank == self._senders[0])
+        return self._sender.listen(is_first=self._rank == senders[0])
 
     def connect(self, address: str, world_size: int) -> None:
         if self._sender is not None:

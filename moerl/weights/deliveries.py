@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from moerl.models.stacks import stack_of, stored_name
 from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec
 from moerl.types import WeightError
-from moerl.weights.plan import Plan
+from moerl.weights.plan import Plan, PlannedTensor
 
 ALIGNMENT = 64
 """Of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
@@ -35,7 +35,7 @@ def deliveries(plan: Plan, *, bucket_bytes: int) -> Deliveries:
         for entries in _buckets([_entry(plan, part) for part in sorted(parts)], bucket_bytes):
             size = entries[-1].offset + entries[-1].num_bytes
             mine.append(Bucket(sender=sender, index=len(mine), num_bytes=size, entries=tuple(entries), readers=readers))
-    return Deliveries(tensors=_stored(plan), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
+    return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
 
 
 def manifest_of(found: Deliveries, digests: Mapping[int, Sequence[str]], *, version: int) -> Manifest:
@@ -48,12 +48,22 @@ def manifest_of(found: Deliveries, digests: Mapping[int, Sequence[str]], *, vers
             other = pieces[entry.name].setdefault(entry.start, mine)
             if other.digest != digest:
                 raise WeightError(
-                    f"tensor {entry.name!r} at {list(entry.start)}: trainer ranks {other.ranks[0]} and {sender} hold copies of it, and their "
-                    "bytes differ: the trainer's replicas have diverged; resume from a checkpoint"
+                    f"tensor {entry.name!r} at {list(entry.start)}: trainer ranks {other.ranks[0]} and {sender} hold copies of it, "
+                    "and their bytes differ: the trainer's replicas have diverged; resume from a checkpoint"
                 )
             if sender not in other.ranks:
                 pieces[entry.name][entry.start] = replace(other, ranks=(*other.ranks, sender))
     return Manifest(version=version, tensors=found.tensors, pieces={name: tuple(boxes.values()) for name, boxes in pieces.items()})
+
+
+def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
+    """As checkpoints hold them: stacks whole."""
+    num_parts = Counter(stored_name(tensor.name) for tensor in tensors)
+    found: dict[str, TensorSpec] = {}
+    for tensor in tensors:
+        spec, name = tensor.spec, stored_name(tensor.name)
+        found[name] = spec if name == spec.name else replace(spec, name=name, shape=(num_parts[name], *spec.shape))
+    return tuple(found.values())
 
 
 def _by_readers(plan: Plan) -> dict[tuple[int, tuple[int, ...]], list[int]]:
@@ -90,13 +100,3 @@ def _buckets(entries: Sequence[BucketEntry], bucket_bytes: int) -> Iterator[list
         end = offset + entry.num_bytes
     if filled:
         yield filled
-
-
-def _stored(plan: Plan) -> tuple[TensorSpec, ...]:
-    """As checkpoints hold them: stacks whole."""
-    num_parts = Counter(stored_name(tensor.name) for tensor in plan.tensors)
-    found: dict[str, TensorSpec] = {}
-    for tensor in plan.tensors:
-        spec, name = tensor.spec, stored_name(tensor.name)
-        found[name] = spec if name == spec.name else replace(spec, name=name, shape=(num_parts[name], *spec.shape))
-    return tuple(found.values())

@@ -22,6 +22,7 @@ from moerl.models import FAMILIES
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names
 from moerl.models.shards import cut_dim, merge, split
+from moerl.push_types import TensorSpec
 from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, holders, plan_transfers
 
 RECIPES = [

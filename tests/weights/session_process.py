@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import threading
 from collections.abc import Collection, Mapping
 from multiprocessing.connection import Connection
 
@@ -9,8 +10,8 @@ import torch
 
 from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, Transport, TransportOffer
 from moerl.types import EngineError, WeightError
-from moerl.weights.digest import tensor_digest
 from moerl.weights.deliveries import Job, manifest_of
+from moerl.weights.digest import tensor_digest
 from moerl.weights.fleet_plan import plan_deliveries
 from moerl.weights.local import LocalSource
 from moerl.weights.receive import WeightSession
@@ -86,14 +87,16 @@ class EngineProcess:
 
     def __init__(self, **engine_arguments: object):
         self._pipe, theirs = CONTEXT.Pipe()
+        self._one_at_a_time = threading.Lock()
         self.process = CONTEXT.Process(target=_serve_engine, args=(theirs, engine_arguments), daemon=True)
         self.process.start()
         theirs.close()
 
     def call(self, step: str, *arguments: object) -> object:
         try:
-            self._pipe.send((step, arguments))
-            result = self._pipe.recv()
+            with self._one_at_a_time:
+                self._pipe.send((step, arguments))
+                result = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise EngineError(f"server process {self.process.pid} died") from error
         if isinstance(result, BaseException):

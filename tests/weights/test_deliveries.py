@@ -1,6 +1,7 @@
 """From what a trainer holds and servers need to the buckets that cross, in one process: every reader gets every byte of its share once."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_buckets_are_full_aligned_and_in_order(case, bucket_bytes):
 def test_a_bucket_is_closed_only_when_the_next_piece_does_not_fit():
     outline = Outline(tensors=tensors_of(1), layout=Layout(), bucket_bytes=400)
     (job,) = plan_deliveries(outline, {"a": (tuple(values_of(deliveries_of(outline).tensors)),)}).jobs.values()
-    for bucket, following in zip(job, job[1:], strict=False):
+    for bucket, following in pairwise(job):
         start = -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
         assert start + following.entries[0].num_bytes > 400
 
@@ -165,8 +166,10 @@ def shares(outline, num_shares, num_processes):
     )
 
 
-def an_outline(layout=Layout(ranks=2, ep=2)):
-    return Outline(tensors=[tensor for tensor in tensors_of(1) if "stack" not in tensor.name], layout=layout, bucket_bytes=10_000)
+def an_outline():
+    return Outline(
+        tensors=[tensor for tensor in tensors_of(1) if "stack" not in tensor.name], layout=Layout(ranks=2, ep=2), bucket_bytes=10_000
+    )
 
 
 @pytest.mark.parametrize(("num_shares", "num_processes"), [(1, 1), (1, 2), (2, 2), (2, 4), (8, 8)])
@@ -185,7 +188,7 @@ def test_experts_go_only_to_the_processes_that_need_them(num_shares, num_process
 def test_a_server_whose_processes_share_experts_otherwise_is_refused_before_anything_is_sent():
     outline = an_outline()
     first, second = shares(outline, 2, 2)
-    other = tuple(name for name in first if name != "0.experts.3.up") + ("0.experts.4.up",)
+    other = ("0.experts.4.up", *(name for name in first if name != "0.experts.3.up"))
     with pytest.raises(
         WeightError, match="b, process 0, needs and would not get 0.experts.4.up; b, process 0, does not need and would get"
     ):
@@ -200,6 +203,6 @@ def test_servers_of_different_sizes_are_refused():
 
 def test_unequal_shares_of_experts_are_refused():
     outline = an_outline()
-    uneven = shares(outline, 2, 2)[0] + ("0.experts.7.up",), *shares(outline, 4, 4)[:2]
+    uneven = (*shares(outline, 2, 2)[0], "0.experts.7.up"), *shares(outline, 4, 4)[:2]
     with pytest.raises(WeightError, match="8 experts on 3 processes of a server in 3 different shares: shares must be equal"):
         plan_deliveries(outline, {"a": uneven})
