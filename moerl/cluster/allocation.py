@@ -83,8 +83,9 @@ class NodeFacts:
     """Why the job cannot use this node."""
 
 
-def node_facts(place: Place, slurm: SlurmConfig) -> NodeFacts:
-    gpus, complaints = _gpus() if slurm.gpus_per_node else ((), ())
+def node_facts(place: Place, slurm: SlurmConfig, *, complaints: tuple[str, ...]) -> NodeFacts:
+    """`complaints`: those that are known already."""
+    gpus, of_gpus = _gpus() if slurm.gpus_per_node else ((), ())
     versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
     return NodeFacts(
         index=place.index,
@@ -92,7 +93,7 @@ def node_facts(place: Place, slurm: SlurmConfig) -> NodeFacts:
         gpus=gpus,
         num_cpus=len(os.sched_getaffinity(0)),
         versions={"python": platform.python_version(), "moerl": moerl.__version__, **versions},
-        complaints=complaints,
+        complaints=(*complaints, *of_gpus),
     )
 
 

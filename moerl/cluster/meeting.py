@@ -83,6 +83,7 @@ class Meeting:
     def __init__(self, token: str):
         self.token = token
         self._guests: asyncio.Queue[Guest] = asyncio.Queue()
+        self._links: list[Link] = []
 
     async def gather(self, names: Sequence[str], seconds: float) -> list[Guest]:
         """Those of `names`, in that order. MoerlError names the ones that did not come in time."""
@@ -111,7 +112,12 @@ class Meeting:
             logger.warning("a connection from %s was refused: %s", link.peer_address, error)
             link.close()
             return
+        self._links.append(link)
         self._guests.put_nowait(guest)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
 
 
 @asynccontextmanager
@@ -127,6 +133,7 @@ async def hold_meeting(file: Path, interface: str | None) -> AsyncIterator[Meeti
     finally:
         os.unlink(file)
         server.close()
+        meeting.close()
 
 
 async def join_meeting(file: Path, facts: NodeFacts, seconds: float) -> tuple[Link, str]:

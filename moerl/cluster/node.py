@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moerl.cluster.allocation import Place, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
+from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
 from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
@@ -48,18 +48,23 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
     place = place_of(os.environ)
     if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, config.train.layout.ranks)):
         raise MoerlError(refusal)
-    with _logs(config.run_dir / "slurm" / place.job, place) as log, _own_directory(place, log.with_suffix("")) as directory:
-        node = _Node(config, place, log=log, directory=directory)
+    log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
+    complaint = _unwritable(log)
+    if complaint is not None and place.index == 0:
+        raise MoerlError(f"{place.name}: {complaint}")
+    _log_to(log if complaint is None else None, place)
+    facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
+    with _own_directory(place, log.with_suffix("")) as directory:
+        node = _Node(config, place, facts, log=log, directory=directory)
         with no_descendant_outlives():
             return asyncio.run(node.lead(arguments) if place.index == 0 else node.follow())
 
 
 class _Node:
-    def __init__(self, config: RunConfig, place: Place, *, log: Path, directory: Path):
-        self._config, self._place, self._log, self._directory = config, place, log, directory
+    def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path):
+        self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
-        self._facts = node_facts(place, config.slurm)
         for ray in foreign_rays():
             logger.warning("another Ray runs here (%s); this job does not touch it", ray)
 
@@ -170,20 +175,22 @@ def _cancel_at(signal_number: signal.Signals) -> None:
     asyncio.get_running_loop().add_signal_handler(signal_number, task.cancel)
 
 
-@contextmanager
-def _logs(directory: Path, place: Place) -> Iterator[Path]:
+def _unwritable(log: Path) -> str | None:
+    """Why this node cannot keep its log; None if it can."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        return f"{log.parent} cannot be written ({error.strerror}); output_dir= must be on storage that all nodes can write"
+    return None
+
+
+def _log_to(log: Path | None, place: Place) -> None:
     """The node's own log, in the run's directory; on the job's log only what the first node does, and warnings of the others."""
-    log = directory / f"{place.name}.log"
     console = logging.StreamHandler()
     console.setLevel(logging.INFO if place.index == 0 else logging.WARNING)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        handlers: list[logging.Handler] = [logging.FileHandler(log), console]
-    except OSError as error:
-        reason = "logs of every node go there; output_dir= must be on storage that all nodes can write"
-        raise MoerlError(f"{place.name}: {directory} cannot be written ({error.strerror}): {reason}") from error
+    handlers: list[logging.Handler] = [console] if log is None else [console, logging.FileHandler(log)]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {place.name}: %(message)s", handlers=handlers, force=True)
-    yield log
 
 
 @contextmanager
@@ -195,8 +202,10 @@ def _own_directory(place: Place, kept_logs: Path) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        kept_logs.mkdir(exist_ok=True)
-        for file in log_files(directory):
-            with contextlib.suppress(OSError):
+        try:
+            for file in log_files(directory):
+                kept_logs.mkdir(exist_ok=True)
                 shutil.copyfile(file, kept_logs / file.name)
+        except OSError as error:
+            logger.warning("Ray's logs could not be kept: %s", error)
         shutil.rmtree(directory, ignore_errors=True)

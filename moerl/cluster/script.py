@@ -23,7 +23,7 @@ def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path |
     slurm, nodes = config.slurm, num_nodes(config.slurm, config.train.layout.ranks)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
-    step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=60"]
+    step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=20"]
     options = [] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir.resolve()))}"]
     paths = [path for path in (config_dir, Path(config.output_dir)) if path is not None and path.is_absolute()]
     return _render(

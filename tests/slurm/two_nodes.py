@@ -79,10 +79,20 @@ class TwoNodes:
         options = {"capture_output": True, "text": True, "timeout": 120, "env": self.environment, **options}
         return subprocess.run([*self._enter(node), *map(str, command)], check=False, **options)  # type: ignore[call-overload]
 
+    def start(self, *command: str, node: str, env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        """On a node; its output goes nowhere."""
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen([*self._enter(node), *command], env=env, **quiet)  # type: ignore[call-overload]
+
     def processes(self, node: str) -> list[psutil.Process]:
-        """Of a node, but for Slurm's own."""
-        found = psutil.Process(self._holders[node].pid).children(recursive=True)
-        return [process for process in found if not process.name().startswith(("slurm", "python-init"))]
+        """Of a node, but for its first and Slurm's own."""
+        first = self._first(node)
+        namespace = os.readlink(f"/proc/{first}/ns/pid")
+        return [
+            process
+            for process in psutil.process_iter(["name", "pid"])
+            if _link(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != first and not process.info["name"].startswith("slurm")
+        ]
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -157,6 +167,13 @@ class TwoNodes:
     def _daemon(self, name: str, *command: str) -> None:
         with (self.root / f"{name}.log").open("wb") as log:
             self._daemons.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment))
+
+
+def _link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:  # it has just ended, or is of the system
+        return None
 
 
 _MUNGE_FILES = {"socket": "sock", "key-file": "key", "pid-file": "pid", "log-file": "munged", "seed-file": "seed"}
