@@ -23,8 +23,9 @@ from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign
 from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
+from moerl.cluster.stop import CONTINUE
 from moerl.config.schema import RunConfig
-from moerl.types import MoerlError
+from moerl.types import MoerlError, RunStopped
 
 T = TypeVar("T")
 Watch = list["asyncio.Future[None]"]
@@ -32,6 +33,8 @@ Watch = list["asyncio.Future[None]"]
 
 logger = logging.getLogger(__name__)
 
+_ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: CONTINUE}
+"""Signals that ask a job to end -> its exit code."""
 _LOOPBACK = "127.0.0.1"
 """A job of one node needs no other address."""
 _END_SECONDS = 30.0
@@ -43,7 +46,7 @@ _MAX_DIRECTORY = 40
 def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
     """The exit code of this node's task. `arguments`: of `moerl train`.
 
-    MoerlError says what is wrong with which node; asyncio.CancelledError at SIGTERM.
+    MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
     place = place_of(os.environ)
     if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, config.train.layout.ranks)):
@@ -57,7 +60,7 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
     with _own_directory(place, log.with_suffix("")) as directory:
         node = _Node(config, place, facts, log=log, directory=directory)
         with no_descendant_outlives():
-            return asyncio.run(node.lead(arguments) if place.index == 0 else node.follow())
+            return asyncio.run(node.run(arguments))
 
 
 class _Node:
@@ -65,12 +68,34 @@ class _Node:
         self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
+        self._signal: signal.Signals | None = None
+        self._driver: asyncio.subprocess.Process | None = None
+        self._is_led = False
         for ray in foreign_rays():
             logger.warning("another Ray runs here (%s); this job does not touch it", ray)
 
-    async def lead(self, arguments: Sequence[str]) -> int:
+    async def run(self, arguments: Sequence[str]) -> int:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in _ENDS:
+            loop.add_signal_handler(number, self._asked, number, task)
+        try:
+            return await (self._lead(arguments) if self._place.index == 0 else self._follow())
+        except asyncio.CancelledError:
+            if self._signal is None:
+                raise
+            raise RunStopped(self._signal.name, _ENDS[self._signal]) from None
+
+    def _asked(self, number: signal.Signals, task: "asyncio.Task[int]") -> None:
+        """Slurm signals every process of a step, or only this one. The driver saves; Ray and the other nodes wait for it."""
+        self._signal = number
+        if self._driver is not None and self._driver.returncode is None:
+            self._driver.send_signal(number)
+        elif not self._is_led:
+            task.cancel()
+
+    async def _lead(self, arguments: Sequence[str]) -> int:
         """What the driver's exit code was."""
-        _cancel_at(signal.SIGTERM)
         async with hold_meeting(self._meeting_file, self._config.slurm.interface) as meeting, _watching() as watch:
             guests = await meeting.gather(self._place.names[1:], self._seconds)
             watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
@@ -82,12 +107,10 @@ class _Node:
                 for guest in guests:
                     await guest.link.tell(ended=True)
 
-    async def follow(self) -> int:
+    async def _follow(self) -> int:
         """Ends with the first node."""
-        _cancel_at(signal.SIGTERM)
         link, token = await join_meeting(self._meeting_file, self._facts, self._seconds)
-        # From here on the first node decides when the job ends: a checkpoint may need this one after SIGTERM.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: logger.info("SIGTERM: waiting for the first node"))
+        self._is_led = True
         async with _watching() as watch:
             message = await link.hear()
             if message is not None and "ray" in message:
@@ -120,9 +143,11 @@ class _Node:
         return address
 
     async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
-        command = [sys.executable, "-m", "moerl", "train", *arguments]
+        # Slurm >= 23.02 says when it takes the nodes away.
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        command = [sys.executable, "-m", "moerl", "train", *([] if end is None else [f"--ends-at={end}"]), *arguments]
         environment = {**os.environ, "RAY_ADDRESS": cluster}
-        driver = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)
+        self._driver = driver = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)
         try:
             code = await _unless(driver.wait(), watch)
         finally:
@@ -131,6 +156,8 @@ class _Node:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_END_SECONDS):
                         await driver.wait()
+        if self._signal is not None and code == -self._signal:  # it came before the driver heeded it
+            return _ENDS[self._signal]
         return code if code >= 0 else 128 - code
 
     async def _lost(self, guest: Guest) -> None:
@@ -169,12 +196,6 @@ async def _watching() -> AsyncIterator[Watch]:
         await asyncio.gather(*watch, return_exceptions=True)
 
 
-def _cancel_at(signal_number: signal.Signals) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal_number, task.cancel)
-
-
 def _unwritable(log: Path) -> str | None:
     """Why this node cannot keep its log; None if it can."""
     try:
@@ -197,7 +218,7 @@ def _log_to(log: Path | None, place: Place) -> None:
 def _own_directory(place: Place, kept_logs: Path) -> Iterator[Path]:
     """On the node's own disk, gone afterwards but for what Ray logged."""
     root = tempfile.gettempdir()
-    name = f"moerl-{place.job}-"
+    name = f"moerl-{place.job}-{place.index}-"
     directory = Path(tempfile.mkdtemp(prefix=name, dir=root if len(root) + len(name) + 9 <= _MAX_DIRECTORY else "/tmp"))
     try:
         yield directory

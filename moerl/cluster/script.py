@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jinja2
 
+from moerl.cluster.stop import CONTINUE
 from moerl.config.schema import RunConfig
 from moerl.config.slurm import ContainerConfig, SlurmConfig, num_nodes
 
@@ -31,7 +32,8 @@ def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path |
         title=f"{config.name}: {nodes} nodes with {each}",
         arguments="key=value ...",
         comment="One process per node. Together they make the job's Ray cluster; the first then trains, and its exit code is the job's.",
-        directives=[f"--job-name={config.name}", *_resources(slurm, nodes), "--requeue", "--open-mode=append"],
+        directives=[f"--job-name={config.name}", *_resources(slurm, nodes), *_requeue(slurm)],
+        requeue_code=CONTINUE,
         command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", *options, *map(shlex.quote, overrides)],
     )
 
@@ -44,6 +46,7 @@ def render_convert(slurm: SlurmConfig) -> str:
         arguments="SRC DST [OPTION]...",
         comment="It goes on where it was interrupted.",
         directives=["--job-name=moerl-convert", "--nodes=1", "--ntasks=1", "--exclusive", "--mem=0", *_wishes(slurm), "--requeue"],
+        requeue_code=None,
         command=["--export=ALL", "--cpu-bind=none", *_container(slurm, []), _python(slurm), "-m moerl convert"],
     )
 
@@ -64,6 +67,12 @@ def _resources(slurm: SlurmConfig, nodes: int) -> Iterator[str]:
     if slurm.gpus_per_node:
         yield f"--gpus-per-node={slurm.gpus_per_node}"
     yield from _wishes(slurm)
+
+
+def _requeue(slurm: SlurmConfig) -> Iterator[str]:
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--signal=USR1@{slurm.end_seconds}"
 
 
 def _wishes(slurm: SlurmConfig) -> Iterator[str]:

@@ -59,7 +59,8 @@ class SlurmConfig(Strict):
     start_seconds: Seconds = 600.0
     """From the first process to every node ready; a node that is missing then is named."""
     end_seconds: Annotated[int, Field(ge=30)] = 300
-    """Before the time limit Slurm signals the job this early; longer than a step and a checkpoint take."""
+    """So long before the time limit Slurm asks the job to save its last step; longer than an update, a push and a checkpoint take. The job
+    is then queued again."""
 
 
 def num_gpus(ranks: int) -> int:

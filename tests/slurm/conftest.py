@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,8 +29,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
 
 
 @pytest.fixture
-def jobs(cluster: TwoNodes, tmp_path: Path) -> Iterator[Jobs]:
+def jobs(cluster: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
     """Whatever a test did, the next one finds idle nodes without a process of this one's."""
-    submitted = Jobs(cluster, tmp_path)
-    yield submitted
-    submitted.assert_nothing_is_left()
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as node_disk:  # short, for Ray's sockets
+        monkeypatch.setenv("TMPDIR", node_disk)
+        submitted = Jobs(cluster, tmp_path, Path(node_disk))
+        yield submitted
+        submitted.assert_nothing_is_left()

@@ -30,14 +30,15 @@ class Job:
 
 
 class Jobs:
-    def __init__(self, cluster: TwoNodes, tmp_path: Path):
+    def __init__(self, cluster: TwoNodes, tmp_path: Path, node_disk: Path):
         self.cluster = cluster
         self.output_dir = tmp_path / "runs"
+        self.node_disk = node_disk
         self._tmp_path = tmp_path
 
     def launch(self, *overrides: str, on: tuple[str, ...] = ON_CPU, **options: object) -> "subprocess.CompletedProcess[str]":
         """`moerl launch` where Slurm's commands work; options as of subprocess.run."""
-        passed = "slurm.pass_environment=[PYTHONPATH,OMP_NUM_THREADS,HF_HUB_OFFLINE]"
+        passed = "slurm.pass_environment=[PYTHONPATH,OMP_NUM_THREADS,HF_HUB_OFFLINE,TMPDIR]"
         common = [RECIPE, *SMALL, f"output_dir={self.output_dir}", "slurm.start_seconds=90", passed]
         return self.cluster.run(sys.executable, "-m", "moerl", "launch", *common, *on, *overrides, **options)
 
@@ -75,8 +76,9 @@ class Jobs:
         return [process for node in NODES for process in self.cluster.processes(node)]
 
     def assert_nothing_is_left(self) -> None:
-        """No process, no directory, no shared memory."""
-        self.cluster.wait_for("idle nodes", lambda: self.cluster.run("sinfo", "-h", "-o", "%T").stdout == "idle\n")
+        """No process, no directory. A job that a failed test left is cancelled first."""
+        self.cluster.run("scancel", "--user=root")
+        self.cluster.wait_for("idle nodes", lambda: self.cluster.run("sinfo", "-h", "-o", "%T").stdout == "idle\n", 120)
         left = self.processes()
         assert not left, [process.cmdline() for process in left]
-        assert not list(Path("/tmp").glob("moerl-*-*-*")), "directories of jobs"
+        assert list(self.node_disk.iterdir()) == []

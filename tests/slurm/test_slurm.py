@@ -2,12 +2,16 @@
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from jobs import Job, Jobs
 from two_nodes import TwoNodes
+
+from moerl.train.checkpoint import newest
 
 pytestmark = pytest.mark.slurm
 
@@ -34,15 +38,17 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def foreign_ray(cluster: TwoNodes, tmp_path: Path):
+def foreign_ray(cluster: TwoNodes):
     """Somebody else's, with the ports and directory that Ray takes when nobody tells it otherwise."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=1"]
-    process = cluster.start(*command, "--node-ip-address=127.0.0.1", node="n0", env={**os.environ, "RAY_TMPDIR": str(tmp_path)})
-    cluster.wait_for("a foreign Ray", lambda: any(found.name() == "raylet" for found in cluster.processes("n0")))
-    yield process
-    for found in cluster.processes("n0"):
-        found.kill()
-    process.wait()
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:  # short, for its sockets
+        place = ("--node-ip-address=127.0.0.1", f"--temp-dir={directory}")
+        process = cluster.start(*command, *place, node="n0", env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+        cluster.wait_for("a foreign Ray", lambda: Path(directory, "ray_current_cluster").exists(), 120)
+        yield process
+        for found in cluster.processes("n0"):
+            found.kill()
+        process.wait()
 
 
 def ray_logs_of_ranks(directory: Path, node: str) -> int:
@@ -53,15 +59,15 @@ def ray_logs_of_ranks(directory: Path, node: str) -> int:
 def test_a_job_trains_across_two_nodes(jobs: Jobs):
     job = jobs.run()
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
-    rows = [json.loads(line) for line in next(jobs.output_dir.glob("*/metrics.jsonl")).read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert steps_of(jobs) == [1, 2, 3, 4]
     logs = job.directory / f"{job.number}-0"
     assert [ray_logs_of_ranks(logs, node) for node in ("n0", "n1")] == [1, 1]
     assert not (logs / "meeting.json").exists(), "it holds the job's token"
 
 
-def steps_of(jobs: Jobs) -> int:
-    return sum(len(file.read_text().splitlines()) for file in jobs.output_dir.glob("*/metrics.jsonl"))
+def steps_of(jobs: Jobs) -> list[int]:
+    """That the run has told of."""
+    return [json.loads(line)["step"] for file in jobs.output_dir.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
 
 
 def failed(job: Job, *said: str, code: int = 1) -> None:
@@ -82,23 +88,44 @@ def test_the_drivers_exit_code_is_the_jobs_and_another_ray_on_the_node_is_left_a
 
 def test_a_node_that_does_not_come_is_named(jobs: Jobs):
     job = jobs.run(jobs.python_that('[ "$SLURMD_NODENAME" = n1 ] && exec sleep 600'), "slurm.start_seconds=5")
-    failed(job, "n1 did not come within slurm.start_seconds = 5")
+    failed(job, "n1 did not come within slurm.start_seconds = 5", code=137)  # of n1, which Slurm has to kill
 
 
 def test_a_node_that_is_lost_in_training_ends_the_job_and_is_named(jobs: Jobs):
     number = jobs.submit("num_steps=100000")
-    jobs.cluster.wait_for("a step", lambda: steps_of(jobs) > 0, 120)
+    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
     task = next(process for process in jobs.cluster.processes("n1") if process.cmdline()[1:4] == ["-m", "moerl", "node"])
     task.kill()
-    failed(jobs.end(number, 60), "n1 is gone", code=137)
+    failed(jobs.end(number, 120), "n1 is gone", code=137)
+    for left in jobs.node_disk.iterdir():  # nobody removes the directory of a node process that is killed
+        assert left.name.startswith(f"moerl-{number}-0-1-")
+        shutil.rmtree(left)
 
 
-def test_a_cancelled_job_leaves_nothing(jobs: Jobs):
-    number = jobs.submit("num_steps=100000")
-    jobs.cluster.wait_for("a step", lambda: steps_of(jobs) > 0, 120)
+def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs):
+    number = jobs.submit("num_steps=100000", "save_every=0")
+    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
     assert len(jobs.processes()) > 10
     jobs.cluster.run("scancel", number)
-    assert jobs.end(number, 60).state == "CANCELLED"
+    job = jobs.end(number, 120)
+    assert job.state == "CANCELLED", job.log
+    assert newest(next(jobs.output_dir.glob("*/checkpoints"))).name == f"step-{steps_of(jobs)[-1]:06d}", job.log
+
+
+def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
+    number = jobs.submit("num_steps=60", "save_every=0")
+    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
+    # As --signal=USR1@SECONDS does that long before the time limit.
+    jobs.cluster.run("scancel", "--signal=USR1", number)
+    jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 120)
+    saved = len(steps_of(jobs))
+    assert 0 < saved < 60
+    jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
+    job = jobs.end(number, 300)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    assert steps_of(jobs) == list(range(1, 61)), "no step is lost, none is taken twice"
+    assert "stopped: SIGUSR1; the same command continues the run" in job.log
+    assert (job.directory / f"{number}-1").is_dir()
 
 
 def test_an_allocation_with_too_few_gpus_is_refused_before_anything_starts(jobs: Jobs, nvidia_smi):
