@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moerl.config.schema_train import TrainConfig
+from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
@@ -221,6 +222,9 @@ class CheckpointConfig(Strict):
     async_save: bool = True
     """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
     disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
+    reserve_seconds: Seconds = 120.0
+    """Kept for the last checkpoint where the end of the allocation is known (moerl train --ends-at): no step begins that would not be over
+    by then, if it takes as long as the longest so far."""
 
 
 # -- observation and the run -----------------------------------------------------------------------------------
@@ -264,6 +268,7 @@ class RunConfig(Strict):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"
     seed: int = 0
