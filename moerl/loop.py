@@ -26,7 +26,7 @@ from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
 from moerl.train.stored_batch import StoredBatch
-from moerl.types import MoerlError, RunStopped, StepStats
+from moerl.types import Group, MoerlError, RunStopped, StepStats
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ async def run(
                 cursor = buffer.oldest_untrained_ticket
                 num_dropped = buffer.num_drawn_by_last_take - len(groups)
                 observe.step(version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed)
+                del groups, batch  # with them go their samples in the object store
                 buffer.release(config.groups_per_step)  # only now may new groups start
                 if _is_saved(config, version):
                     await _save(version, cursor, prompts, train, observe)
@@ -102,11 +103,14 @@ async def _producing(
 ) -> AsyncIterator[None]:
     """Keep the buffer full in the background, one task per slot. A task that fails fails the next `take`."""
 
+    def settle(ticket: int, group: Group) -> None:
+        # A function of its own: a name of the loop below would hold the group, and its samples in the object store, until the next one.
+        (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+
     async def produce() -> None:
         while True:
             ticket = await buffer.reserve()
-            group = await runner.run(prompts.prompt_at(ticket))
-            (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+            settle(ticket, await runner.run(prompts.prompt_at(ticket)))
 
     def report(task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

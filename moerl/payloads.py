@@ -69,9 +69,7 @@ class InStore(Generic[T]):
     """ray.ObjectRef of T."""
 
     def get(self) -> T:
-        import ray
-
-        value: T = ray.get(self.reference)
+        value: T = _get([self.reference])[0]
         return value
 
 
@@ -91,11 +89,20 @@ def keep(value: T) -> InStore[T]:
 
 def fetch(stored: Sequence[Stored[T]]) -> list[T]:
     """In order; what is on other machines is fetched at the same time."""
+    references = [each.reference for each in stored if isinstance(each, InStore)]
+    fetched = iter(_get(references))
+    return [next(fetched) if isinstance(each, InStore) else each.get() for each in stored]
+
+
+def _get(references: Sequence[Any]) -> list[Any]:
+    if not references:
+        return []
     import ray
 
-    references = [each.reference for each in stored if isinstance(each, InStore)]
-    fetched = iter(ray.get(references)) if references else iter(())
-    return [next(fetched) if isinstance(each, InStore) else each.get() for each in stored]
+    try:
+        return list(ray.get(references))
+    except ray.exceptions.ObjectLostError as error:
+        raise StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from moerl.config.scratch import VOCAB_SIZE
 from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
-from moerl.payloads import Here
+from moerl.payloads import Here, Payload, Stored
 from moerl.push_types import TensorSpec
 from moerl.rewards.pool import RewardPool
 from moerl.rollout.collect import Intake, LocalCollector
@@ -136,9 +136,9 @@ class InProcessRun:
 
     def __init__(
         self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None,
-        ends_at: float | None = None,
+        ends_at: float | None = None, keep: Callable[[Payload], Stored[Payload]] = Here,
     ):  # fmt: skip
-        self.config = config
+        self.config, self._keep = config, keep
         self._ends_at = ends_at
         self.engines = list(engines) if engines else [new_engine()]
         self.events: list[tuple[str, int]] = []
@@ -165,7 +165,7 @@ class InProcessRun:
             self.engines,
             max_running=config.rollout.max_running,
             max_queued=config.rollout.max_queued,
-            collector=LocalCollector(Intake(vocab_size=VOCAB_SIZE, decoder=tokenizer, routes=routes_to_replay(config)), keep=Here),
+            collector=LocalCollector(Intake(vocab_size=VOCAB_SIZE, decoder=tokenizer, routes=routes_to_replay(config)), keep=self._keep),
             request_seconds=SECONDS,
             max_restarts=config.rollout.max_restarts,
         )
