@@ -1,4 +1,4 @@
-"""The rules of rollout.engine=sglang: its environment, its arguments by name, the models it is tested with."""
+"""The rules of rollout.engine=vllm and sglang: their environments, their arguments by name, the models they are tested with."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from moerl.types import Problem
 if TYPE_CHECKING:
     from moerl.config.schema import RolloutConfig, RunConfig
 
-FAMILIES = {"sglang": ("qwen3", "qwen3_moe")}
+FAMILIES = {"sglang": ("qwen3", "qwen3_moe"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
 """Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
 
 CHECK_SECONDS = 120.0
@@ -40,7 +40,9 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
     if rollout.engine not in FAMILIES:
         if rollout.engine_args:
             reason = f"rollout.engine={rollout.engine} has no arguments of its own"
-            yield problem("rollout.engine_args", rollout.engine_args, "has no effect", reason, "rollout.engine=sglang, or leave it out")
+            yield problem(
+                "rollout.engine_args", rollout.engine_args, "has no effect", reason, "rollout.engine=vllm or sglang, or leave it out"
+            )
         return
     families = FAMILIES[rollout.engine]
     if shape is not None and shape.model_type not in families:

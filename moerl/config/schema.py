@@ -158,18 +158,18 @@ AlgorithmConfig = Annotated[GRPOConfig | DAPOConfig, Field(discriminator="name")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Strict):
-    engine: Literal["hf", "sglang", "fake"] = "hf"
-    """hf: transformers, as moerl runs it. sglang: in an environment of its own, which `make engines` builds for CPU. fake: random tokens,
-    without a model."""
+    engine: Literal["hf", "vllm", "sglang", "fake"] = "hf"
+    """hf: transformers, as moerl runs it. vllm, sglang: in an environment of their own, which `make engines` builds for CPU. fake: random
+    tokens, without a model."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
+    """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
-    """Interpreter of the server's environment, which must have this moerl. None: this one; for sglang that of .venv-sglang in the
-    checkout."""
+    """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
+    .venv-sglang in the checkout."""
     max_response_tokens: Positive
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""

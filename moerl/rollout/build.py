@@ -26,7 +26,7 @@ def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> 
 
 
 def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
-    """SGLang, in an environment of its own."""
+    """vLLM or SGLang, in an environment of its own."""
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
@@ -68,6 +68,7 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -
 
 ENGINES: dict[str, Callable[[RunConfig, Path, Path, int], RolloutEngine]] = {
     "hf": _build_hf,
+    "vllm": _build_native,
     "sglang": _build_native,
     "fake": _build_fake,
 }

