@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from moerl.rollout import wire
 from moerl.rollout.engines.installed import InstalledBytes
+from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.types import WeightError
 from moerl.weights.receive import WeightSession
@@ -54,19 +54,10 @@ def _weights(scheduler: Any, step: str, body: str) -> None:
     model = getattr(scheduler, "moerl_model", None)
     if model is None:
         model = scheduler.moerl_model = _Model(scheduler)
-    session = model.session
-    if step == "connect":
-        offer = wire.OFFER.validate_json(body)
-        if offer.transport == "gloo" and scheduler.tp_group.world_size > 1:
-            raise WeightError("weights.transport = gloo: reaches one process of a server only; a server with tp > 1 needs shm")
-        session.connect(offer)
-    elif step == "begin":
+    if step == "begin":
         model.installed.begin()
-        session.begin(wire.MANIFEST.validate_json(body))
-    elif step == "install":
-        session.install(wire.BUCKET.validate_json(body))
-    else:
-        session.finish(wire.FINISH.validate_json(body).version)
+    run_step(model.session, step, body, num_workers=scheduler.tp_group.world_size)
+    if step == "finish":
         model.installed.check_reached(model.parameters())
 
 

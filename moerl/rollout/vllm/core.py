@@ -13,9 +13,10 @@ from moerl.config.model_shape import read_config
 from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
-from moerl.rollout.engines.core import Sampled
+from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.process import Options
-from moerl.types import EngineError, Problem, SamplingParams, VersionSpan, WeightError
+from moerl.rollout.vllm import cpu
+from moerl.types import EngineError, Problem, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
 
@@ -34,31 +35,36 @@ OWN_ARGUMENTS = {
     "weight_transfer_config": "leave it out",
     "worker_extension_cls": "leave it out",
     "quantization": "leave it out: a push brings weights in rollout.dtype",
+    "hf_overrides": "leave it out: config.json is the model's",
     "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
 }
 """What moerl sets or relies on, and what to write instead."""
 
-_LATENT_ATTENTION = ("deepseek_v3",)
+_HF_OVERRIDES = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+"""What transformers takes for granted, and leaves out of the config.json it writes; vLLM would take a softmax router without a bias."""
 
 
-def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
+def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
     if wrong := version_problems("vllm", PACKAGES, SUPPORTED):
         return wrong
-    return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="vLLM")
+    if torch.cuda.is_available():
+        return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="vLLM")
+    problems = argument_problems(_parser(), arguments, own=OWN_ARGUMENTS | cpu.OWN_ARGUMENTS, engine="vLLM")
+    return problems if model is None else [*problems, *cpu.model_problems(model)]
 
 
 def start(options: Options) -> "VLLMCore":
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if not torch.cuda.is_available():
-        _check_head_size(read_config(options.model))
-    line = as_command_line(_own_arguments(options) | dict(options.engine_args))
-    args = AsyncEngineArgs.from_cli_args(_parser().parse_args(line))
+    parser = _parser()
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args(line))
     return VLLMCore(AsyncLLM.from_engine_args(args), sleeps=bool(args.enable_sleep_mode))
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
+    model = read_config(options.model)
     own: dict[str, Any] = {
         "model": options.model,
         "load_format": "dummy",
@@ -72,25 +78,14 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         "worker_extension_cls": "moerl.rollout.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
     }
+    if overrides := _HF_OVERRIDES.get(model["model_type"]):
+        own["hf_overrides"] = overrides
     if not torch.cuda.is_available():
-        # The CPU's rotary operator is wrong for latent attention, and its prefix cache unfinished (0.32).
-        own |= {"enforce_eager": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-        # After a part of a prompt vLLM takes back what its generator drew, which torch's generators for CPU cannot.
-        own |= {"no_enable_chunked_prefill": True, "max_num_batched_tokens": max(options.max_context, options.prefill_chunk)}
-        if read_config(options.model)["model_type"] in _LATENT_ATTENTION:
-            own["no_enable_prefix_caching"] = True
+        num_positions = options.max_running * options.max_context
+        gib = cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
+        os.environ.update(cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
+        own |= cpu.ARGUMENTS | {"max_num_batched_tokens": max(options.max_context, options.prefill_chunk)}
     return own
-
-
-def _check_head_size(model: Mapping[str, Any]) -> None:
-    """vLLM itself finds out when the first request comes, and ends."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    size, sizes = model.get("head_dim"), CPUAttentionBackend.get_supported_head_sizes()
-    if model["model_type"] not in _LATENT_ATTENTION and size is not None and size not in sizes:
-        raise EngineError(
-            f"head_dim = {size} of the model: vLLM on CPU must have one of {', '.join(map(str, sizes))}; use rollout.engine=hf"
-        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -196,11 +191,10 @@ class VLLMCore:
 def _sampled(output: Any) -> Sampled:
     token_ids = tuple(output.token_ids)
     logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs or (), token_ids, strict=True))
-    spans = ((span.version, span.end - span.start) for span in output.weight_versions or ())
     return Sampled(
         token_ids=token_ids,
         logprobs=logprobs,
-        spans=tuple(VersionSpan(version=int(version), num_tokens=count) for version, count in spans if count),
+        spans=version_spans((span.version, span.start, span.end) for span in output.weight_versions or ()),
         finish_reason=output.finish_reason,
     )
 
@@ -215,7 +209,8 @@ def _sampling(sampling: SamplingParams) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop_token_ids=list(sampling.stop_token_ids),
-        seed=(sampling.seed ^ sampling.seed >> 64) & (2**63 - 1),
+        seed=engine_seed(sampling.seed),
+        extra_args={"num_drawn": sampling.num_drawn} if sampling.num_drawn else None,
         ignore_eos=True,
         logprobs=0,
         detokenize=False,

@@ -8,20 +8,15 @@ import ctypes
 import os
 import signal
 
-import torch
-
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 if __name__ == "__mp_main__":
     # vLLM's processes notice the end of this server's, by kill -9 say, only when they are told to do something.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of linux/prctl.h
 
-# A fork of a process with an event loop and threads may hang.
-os.environ |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
-if not torch.cuda.is_available():
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # a fork of a process with an event loop and threads may hang
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # moerl.rollout.vllm.sampling is for the first one's sampler
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
-from moerl.rollout.engines.process import main
+from moerl.rollout.engines.process import main  # after the settings, which vLLM reads as it is imported
 from moerl.rollout.vllm.core import find_problems, start
 
 if __name__ == "__main__":
