@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from moerl.rollout.engines.installed import Copies, CopyLog, LoadWeights, memory_of, read_back
 from moerl.types import WeightError
@@ -79,26 +77,3 @@ def _followed(target: torch.Tensor, moves: Copies) -> torch.Tensor:
         if same and memory_of(source) == memory_of(target):
             target = moved.as_strided(target.shape, target.stride(), moved.storage_offset() + target.storage_offset())
     return target
-
-
-def check_reached(model: torch.nn.Module) -> None:
-    """WeightError for the model's parameters that got nothing. Before the end of vLLM's reload, which fills them with their old values."""
-    reached, missed = set[int](), dict[str, int]()
-    for layer_name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        in_progress = info.can_load()
-        loaded = {name for name, _ in info.loaded_weights} | SKIP_LOAD_TENSORS
-        # In progress the layer's own tensors are placeholders.
-        kernels = info.kernel_tensors[0] if in_progress and info.kernel_tensors is not None else layer._parameters
-        for name in layer._parameters:
-            memory = 0 if kernels.get(name) is None else memory_of(kernels[name])
-            if in_progress and name not in loaded and layer._parameters[name] is not None:
-                missed[f"{layer_name}.{name}"] = memory
-            else:
-                reached.add(memory)
-    # An output layer that is tied to the embedding has its memory; what was repacked has none.
-    if names := [name for name, memory in missed.items() if memory == 0 or memory not in reached]:
-        raise WeightError(
-            f"{len(names)} parameters of the engine's model got nothing of the push: {first_few(names)}. It has more of them than "
-            "the checkpoint, or its loader lost some; it would compute with values nobody sent"
-        )

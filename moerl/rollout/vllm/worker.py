@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.vllm import sampling
-from moerl.rollout.vllm.installed import LayerwiseBytes, check_reached
+from moerl.rollout.vllm.installed import LayerwiseBytes
+from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
 from moerl.weights.receive import WeightSession
 
 BACKEND = "moerl"
@@ -47,6 +45,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
         super().__init__(config, vllm_config, device, model)
+        self._on_cpu = device.type == "cpu"
         self._installed = LayerwiseBytes(model.load_weights)
         expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
         self._session = WeightSession(expected, self._installed)
@@ -60,19 +59,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self._run_step(update_info.step, update_info.body)
         if update_info.step == "begin":
-            self._begin_reload()
+            self._installed.begin()
+            begin_reload(self.model, on_cpu=self._on_cpu)
         elif update_info.step == "finish":
-            check_reached(self.model)
+            self._finish()
 
     def finish_weight_update(self) -> None:
-        with self._installed.watching():
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._installed.check()
-        if self.device.type == "cpu":
-            self._repack_output()
-            if sampling.saw_nan.is_set():
-                self._clean_caches()
-                sampling.saw_nan.clear()
+        """Nothing: after an error here vLLM would take no other push."""
 
     def shutdown(self) -> None:
         self._session.close()
@@ -80,23 +73,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _run_step(self, step: str, body: str) -> None:
         run_step(self._session, step, body, num_workers=self.parallel_config.world_size)
 
-    def _begin_reload(self) -> None:
-        self._installed.begin()
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():  # a push that was never finished left it with a part of its tensors
-                _place_kernel_tensors(layer, info)
-                info.reset()
-            if self.device.type == "cpu" and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-                # Else vLLM takes the experts for repacked already, and repacks them no more (UnquantizedFusedMoEMethod._setup_kernel).
-                layer.quant_method.moe_kernel = None
-        initialize_layerwise_reload(self.model)
-
-    def _repack_output(self) -> None:
-        """An output layer that is tied to the embedding gets no tensor of its own, so vLLM leaves its packed copy as it was."""
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+    def _finish(self) -> None:
+        check_reached(self.model)
+        with self._installed.watching():
+            finish_reload(self.model, self.model_config, on_cpu=self._on_cpu)
+        self._installed.check()
+        if sampling.saw_nan.is_set():
+            self._clean_caches()
+            sampling.saw_nan.clear()
 
     def _clean_caches(self) -> None:
         """Attention on CPU multiplies what lies behind a sequence in its last block by 0, and 0 times NaN is NaN."""
