@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ENGINES=${ENGINES:-sglang}
+ENGINES=${ENGINES:-sglang vllm}
 TORCH=${TORCH:-$(grep '^torch==' constraints.txt)}
 
 say() { printf 'engines: %s\n' "$*" >&2; }

@@ -308,7 +308,7 @@ def test_a_sleeping_server_refuses_until_it_wakes(run, served):
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        (PROMPT, dict(max_tokens=1014), r"11 tokens .* max_tokens = 1014: must be at most model.max_context = (256|1024);"),
+        (PROMPT, dict(max_tokens=630), r"11 tokens .* max_tokens = 630: must be at most model.max_context = (256|640);"),
         ((), dict(), "at least one token"),
         ((5, 61), dict(), r"token 61 is outside the model's vocabulary \[0, 61\)"),
         (PROMPT, dict(max_tokens=0), "max_tokens = 0"),

@@ -25,7 +25,7 @@ from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
 VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4
-NATIVE_MAX_CONTEXT = 1024
+NATIVE_MAX_CONTEXT = 640
 """Of other engines, which are so fast that a test needs longer completions to find them unfinished."""
 SHAPE = dict(
     vocab_size=VOCAB,
@@ -129,7 +129,7 @@ class Served:
     @property
     def long(self) -> int:
         """Tokens of a completion that is still running whenever a test looks at it."""
-        return 200 if self.max_context == MAX_CONTEXT else 800
+        return 200 if self.max_context == MAX_CONTEXT else 500
 
     async def push(self, version: int, *, scale: float = 1.0, transport: Transport = "shm", damaged: str = "") -> None:
         """The checkpoint's tensors times `scale`."""
