@@ -21,6 +21,8 @@ ENGINES = {
     "vllm": ("rollout.engine=vllm", *COMMON),
 }
 """vLLM returns no routes on CPU."""
+FILES = {"sglang": "sgl", "vllm": "psm_"}
+"""How the names of their files in /dev/shm begin; vLLM's are Python's."""
 BFLOAT16 = ("train.dtype=bfloat16", "weights.mismatch_limit=0.2", "groups_per_step=16", "model.scratch.num_layers=4")
 
 
@@ -31,23 +33,24 @@ def undisturbed(tmp_path_factory):
 
     def rows_of(engine):
         if engine not in found:
-            found[engine] = train_alone(tmp_path_factory.mktemp(engine), *ENGINES[engine])
+            found[engine] = train_alone(tmp_path_factory.mktemp(engine), engine)
         return found[engine]
 
     return rows_of
 
 
-def train_alone(output_dir, *overrides):
-    ended = run(output_dir, *overrides, seconds=400)
+def train_alone(output_dir, engine, *overrides):
+    before = files_of(engine)
+    ended = run(output_dir, *ENGINES[engine], *overrides, seconds=400)
     assert ended.returncode == 0, ended.stderr
-    assert_no_file_of_an_engine_is_left()
+    assert files_of(engine) <= before
     found = rows(output_dir)
     assert [row["step"] for row in found] == list(range(1, NUM_STEPS + 1))
     return found
 
 
-def assert_no_file_of_an_engine_is_left():
-    assert [name for name in shared_memory() if "sgl" in name or "vllm" in name] == []
+def files_of(engine):
+    return {name for name in shared_memory() if name.startswith(FILES[engine])}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -63,8 +66,8 @@ def test_sglangs_routes_are_the_trainers(undisturbed):
 
 @pytest.mark.slow
 def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
-    replayed = train_alone(tmp_path / "replayed", *ENGINES["sglang"], *BFLOAT16)
-    free = train_alone(tmp_path / "free", *ENGINES["sglang"], *BFLOAT16, "train.router_replay=off")
+    replayed = train_alone(tmp_path / "replayed", "sglang", *BFLOAT16)
+    free = train_alone(tmp_path / "free", "sglang", *BFLOAT16, "train.router_replay=off")
     assert all(0.9 < row["routing/overlap"] < 1.0 for row in replayed)
     assert not any("routing/overlap" in row for row in free)
     assert fmean(row["mismatch/mean"] for row in replayed) <= fmean(row["mismatch/mean"] for row in free)
@@ -81,7 +84,7 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
 )
 def test_a_killed_server_comes_back_with_verified_weights(undisturbed, tmp_path, strike, engine, when, transport):
     """kill -9 in the second step: the engine's own processes end with the server, and every step has its samples once."""
-    struck = strike(when, signal.SIGKILL)
+    struck, before = strike(when, signal.SIGKILL), files_of(engine)
     overrides = (*SMALL, *ENGINES[engine], "rollout.probe_seconds=5", f"weights.transport={transport}")
     in_process.train(load_checked([f"recipe={SYNC}", *overrides, f"output_dir={tmp_path}"]))
     found = rows(tmp_path)
@@ -92,4 +95,4 @@ def test_a_killed_server_comes_back_with_verified_weights(undisturbed, tmp_path,
     assert (found[-1]["fleet/restarts"], struck.pools[0].fleet.members[0].num_starts) == (1.0, 2)
     assert len(struck.family) > 1, "the engine has processes of its own"
     assert_all_end(struck.family)
-    assert_no_file_of_an_engine_is_left()
+    assert files_of(engine) <= before

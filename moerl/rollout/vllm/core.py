@@ -144,8 +144,10 @@ class VLLMCore:
         await self._engine.resume_generation()
 
     async def sleep(self) -> None:
-        if self._sleeps:
-            await self._engine.sleep(level=1)
+        if not self._sleeps:
+            logger.info("sleep frees no memory: vLLM was started without rollout.engine_args.enable_sleep_mode, which needs a GPU")
+            return
+        await self._engine.sleep(level=1)
 
     async def wake(self) -> None:
         if self._sleeps:
