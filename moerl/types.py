@@ -341,5 +341,9 @@ class GuardError(MoerlError, AssertionError):
     """A run-time check of the trainer against the engine failed."""
 
 
+class PreflightError(MoerlError, RuntimeError):
+    """The nodes cannot carry a run; names every failure with node and fix."""
+
+
 class ReportError(MoerlError, RuntimeError):
     """A run directory holds no metrics, or damaged ones."""
