@@ -72,16 +72,18 @@ class Topology:
 
 
 def find_gpus() -> tuple[GPU, ...] | Absent:
-    for reasons in _REASONS:
-        said = run_tool("nvidia-smi", f"--query-gpu={','.join((*_FIELDS, reasons))}", "--format=csv,noheader,nounits")
-        if not isinstance(said, Absent):
-            fabric = run_tool("nvidia-smi", f"--query-gpu={','.join(_FABRIC)}", "--format=csv,noheader,nounits")
-            return parse_gpus(said, "" if isinstance(fabric, Absent) else fabric)
-        if "No devices were found" in said.reason:
-            return ()
-        if "not a valid field" not in said.reason:
-            break
-    return said
+    found = _query_gpus(_REASONS[0])
+    # Drivers before 535 know the field by its former name only.
+    is_old = isinstance(found, Absent) and "not a valid field" in found.reason
+    return _query_gpus(_REASONS[1]) if is_old else found
+
+
+def _query_gpus(reasons: str) -> tuple[GPU, ...] | Absent:
+    said = run_tool("nvidia-smi", f"--query-gpu={','.join((*_FIELDS, reasons))}", "--format=csv,noheader,nounits")
+    if isinstance(said, Absent):
+        return () if "No devices were found" in said.reason else said
+    fabric = run_tool("nvidia-smi", f"--query-gpu={','.join(_FABRIC)}", "--format=csv,noheader,nounits")
+    return parse_gpus(said, "" if isinstance(fabric, Absent) else fabric)
 
 
 def find_links() -> tuple[NVLinks, ...] | Absent:
@@ -117,7 +119,7 @@ def parse_links(text: str) -> tuple[NVLinks, ...]:
 def parse_topology(text: str) -> Topology:
     """Of `nvidia-smi topo --matrix`, from drivers that name adapters in the matrix and from those that list them below it."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    names = dict(match.groups() for line in lines if (match := re.match(r"\s*(NIC\d+): (\S+)", line)))
+    names = {match[1]: match[2] for line in lines if (match := re.match(r"\s*(NIC\d+): (\S+)", line))}
     head = next((line for line in lines if re.search(r"(^|\s)GPU0(\s|$)", line)), None)
     if head is None:
         return Topology(between={})

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -59,8 +60,7 @@ def _meet_everyone(me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, t
         _wait_for_all(out.device)
         peer = next((a + b - me for a, b in pairs if me in (a, b)), None)
         if peer is not None:
-            rank = ranks[peer]
-            found[peer] = out.numel() / _seconds(lambda rank=rank: exchange(rank, out, into), out.device) / 1e9
+            found[peer] = out.numel() / _seconds(partial(exchange, ranks[peer], out, into), out.device) / 1e9
     return found
 
 

@@ -1,6 +1,7 @@
 """What one node is: gathered on the node, judged elsewhere. It crosses processes as JSON."""
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -20,6 +21,8 @@ from moerl.doctor.expected import Expected
 from moerl.doctor.versions import engine_versions, trainer_versions
 
 UNLIMITED = -1
+_SESSION = re.compile(r"session_[0-9_-]+")
+"""Ray's name of a cluster, in the command line of each of its daemons."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +131,14 @@ def _disk(purpose: str, path: Path) -> Disk:
 
 
 def _other_ray() -> list[str]:
-    """A process of Ray's that this one was not started by."""
-    parents = {process.pid for process in psutil.Process().parents()}
+    """Of no cluster that this process belongs to: neither one that started it nor the one of RAY_ADDRESS."""
+    own = {name for parent in psutil.Process().parents() for name in _SESSION.findall(" ".join(parent.cmdline()))}
+    address = os.environ.get("RAY_ADDRESS", "")
     found = []
-    for process in psutil.process_iter(["name", "username"]):
-        if process.info["name"] in ("raylet", "gcs_server") and process.pid not in parents:
+    for process in psutil.process_iter(["name", "username", "cmdline"]):
+        words = process.info["cmdline"]
+        if process.info["name"] not in ("raylet", "gcs_server") or not words:
+            continue
+        if own.isdisjoint(_SESSION.findall(" ".join(words))) and not (address and f"--gcs-address={address}" in words):
             found.append(f"{process.info['name']} {process.pid} of {process.info['username']}")
     return found

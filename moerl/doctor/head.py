@@ -55,7 +55,7 @@ class _Head:
         came = [hellos[index].facts for index in hellos]
         skews = {names[index]: skew for index in hellos if (skew := self._skew(index)) is not None}
         plan = self._plan(hellos, complete=not missing)
-        self._store.set("plan", PLAN.dump_json(plan))
+        self._store.set("plan", PLAN.dump_json(plan).decode())
         self._wait_for(f"reached/{index}" for index in hellos)
         reached = self._reached(plan, names)
         bandwidth, failures = self._bandwidth(plan)

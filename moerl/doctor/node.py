@@ -77,7 +77,7 @@ def examine(seat: Seat) -> None:
         except MoerlError as error:
             store.set(f"facts/{seat.index}", "!" + str(error))
             return
-        store.set(f"facts/{seat.index}", HELLO.dump_json(Hello(facts=facts, port=listener.getsockname()[1])))
+        store.set(f"facts/{seat.index}", HELLO.dump_json(Hello(facts=facts, port=listener.getsockname()[1])).decode())
         _answer_clock(store, seat.index)
         plan = PLAN.validate_json(store.get("plan"))
         store.set(f"reached/{seat.index}", _try_name(*plan.neighbours[seat.index]) if seat.index in plan.neighbours else "")

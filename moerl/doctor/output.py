@@ -26,15 +26,17 @@ def table(findings: Sequence[Finding]) -> Table:
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that differ in their node only become one, in the order of the first; then skipped ones with the same reason."""
-    nodes: dict[Finding, list[str]] = {}
+    """One row for what several nodes have in common, in the order of the first: findings that differ in their node only, those that are ok
+    with other figures too, and skipped checks with the same reason."""
+    rows: dict[Finding, list[Finding]] = {}
     for finding in findings:
-        nodes.setdefault(replace(finding, node=""), []).append(finding.node)
+        key = replace(finding, node="", found="" if finding.verdict == "ok" else finding.found)
+        rows.setdefault(key, []).append(finding)
     checks: dict[Finding, list[str]] = {}
-    for finding, names in nodes.items():
-        one = replace(finding, node=_joined(names))
-        checks.setdefault(replace(one, check="") if one.verdict == "skipped" else one, []).append(one.check)
-    return [replace(finding, check=", ".join(names)) for finding, names in checks.items()]
+    for alike in rows.values():
+        row = replace(alike[0], node=_joined([one.node for one in alike]), found=_joined([one.found for one in alike]))
+        checks.setdefault(replace(row, check="") if row.verdict == "skipped" else row, []).append(row.check)
+    return [replace(row, check=", ".join(names)) for row, names in checks.items()]
 
 
 def settings_lines(diagnosis: Diagnosis) -> list[str]:
@@ -82,7 +84,8 @@ def _bandwidth(bandwidth: Bandwidth, diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _joined(names: Sequence[str]) -> str:
-    if len(names) <= _NAMES_SHOWN:
-        return ", ".join(names)
-    return f"{', '.join(names[:_NAMES_SHOWN])} and {len(names) - _NAMES_SHOWN} more"
+def _joined(words: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(words))
+    if len(distinct) <= _NAMES_SHOWN:
+        return ", ".join(distinct)
+    return f"{', '.join(distinct[:_NAMES_SHOWN])} and {len(distinct) - _NAMES_SHOWN} more"

@@ -52,7 +52,7 @@ def main(text: str) -> None:
         num_ranks = sum(map(len, job.nodes))
         backend = "gloo" if job.gpu is None else "nccl"
         dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=job.rank, world_size=num_ranks, timeout=timeout)
-        store.set(f"measured/{job.rank}", MEASURED.dump_json(measure(job.nodes, device, job.num_bytes)))
+        store.set(f"measured/{job.rank}", MEASURED.dump_json(measure(job.nodes, device, job.num_bytes)).decode())
     except Exception:
         store.set(f"failed/{job.rank}", traceback.format_exc())
         raise
