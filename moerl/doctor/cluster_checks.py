@@ -83,20 +83,24 @@ def clock_checks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
 
 
 def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
-    """`reached`: node -> (which other tried its host name, why that failed or nothing)."""
+    """`reached`: node -> (which other tried its host name, why that failed or nothing). Where gloo is told an interface, names matter less:
+    only to what reads the log, and to libraries that were told nothing."""
     for facts in came:
         if facts.name not in reached:
             yield replace(skipped("reached by name", "there is no other node"), node=facts.name)
             continue
         by, refusal = reached[facts.name]
         expected = "an address that other nodes reach"
-        fix = f"# on every node, in /etc/hosts or DNS: ADDRESS {facts.hostname}; not 127.0.1.1"
         other = next(one for one in came if one.name == by)
-        if refusal:
-            finding = fail("reached by name", f"not from {by}: {refusal}", expected, fix)
-        elif is_loopback(facts) and other.boot_id != facts.boot_id:
+        said = f"not from {by}: {refusal}" if refusal else ""
+        if not refusal and is_loopback(facts) and other.boot_id != facts.boot_id:
             said = f"{facts.hostname} is {', '.join(_addresses(facts))} on the node itself: ranks there would wait for others at it"
-            finding = fail("reached by name", said, expected, fix)
+        if said:
+            fix = f"# on every node, in /etc/hosts or DNS: ADDRESS {facts.hostname}; not 127.0.1.1"
+            if facts.gloo_interface:
+                finding = warn("reached by name", f"{said}; gloo uses {facts.gloo_interface}", expected, fix)
+            else:
+                finding = fail("reached by name", said, expected, f"{fix}; or network.interface=")
         else:
             finding = ok("reached by name", f"from {by}", expected)
         yield replace(finding, node=facts.name)

@@ -14,7 +14,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from moerl.cluster.infiniband import GPUDirect, Port, find_gpudirect, find_ports
-from moerl.cluster.network import Hardware, Setting, find_interfaces, network_settings
+from moerl.cluster.network import Hardware, Setting, find_interfaces, network_settings, variables
 from moerl.cluster.nvidia import GPU, NVLinks, Topology, find_gpus, find_links, find_topology
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import Expected
@@ -62,6 +62,8 @@ class NodeFacts:
     engines: Mapping[str, Mapping[str, str] | Absent]
     ray_processes: tuple[str, ...]
     """Of a Ray that this process is no part of: "raylet 1234 of user"."""
+    gloo_interface: str
+    """Over which ranks on this node would meet; empty: where its host name leads."""
     settings: tuple[Setting, ...]
     """Network variables that train ranks on this node would get."""
 
@@ -76,6 +78,7 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
     gpus, topology, ports, gpudirect, interfaces = find_gpus(), find_topology(), find_ports(), find_gpudirect(), find_interfaces()
     hardware = Hardware(gpus=gpus, topology=topology, ports=ports, gpudirect=gpudirect, interfaces=interfaces)
     memory = psutil.virtual_memory()
+    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ)
     limits = {which: tuple(map(_limit, resource.getrlimit(which))) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)}
     return NodeFacts(
         name=name,
@@ -97,7 +100,8 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
         versions=trainer_versions(),
         engines={engine: engine_versions(python, (engine, "torch", "transformers")) for engine, python in expected.engines.items()},
         ray_processes=tuple(_other_ray()),
-        settings=network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ),
+        gloo_interface={**os.environ, **variables(settings)}.get("GLOO_SOCKET_IFNAME", ""),
+        settings=settings,
     )
 
 

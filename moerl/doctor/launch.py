@@ -117,9 +117,7 @@ def on_ray(address: str, port: int, expected: Expected, seconds: float) -> Itera
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     try:
         alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
-        hosts = [node["NodeManagerHostname"] for node in alive]
-        # Two nodes of Ray can be on one host.
-        names = tuple(host if hosts.count(host) == 1 else f"{host}/{node['NodeID'][:6]}" for host, node in zip(hosts, alive, strict=True))
+        names = _names([node["NodeName"] for node in alive])
         host = ray.util.get_node_ip_address()
         task, running = ray.remote(max_retries=0)(examine), []
         for index, (name, node) in enumerate(zip(names, alive, strict=True)):
@@ -141,6 +139,11 @@ def on_ray(address: str, port: int, expected: Expected, seconds: float) -> Itera
         ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
     finally:
         ray.shutdown()
+
+
+def _names(given: list[str]) -> tuple[str, ...]:
+    """A node of Ray that was given no name has its address for one, which two nodes on one machine share."""
+    return tuple(name if given.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(given))
 
 
 @contextmanager

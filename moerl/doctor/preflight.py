@@ -2,8 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +24,7 @@ _LOG_WIDTH = 140
 def preflight(config: RunConfig, *, nodes: int | None = None, gpus_per_node: int | None = None, seconds: float = SECONDS) -> Diagnosis:
     """Before a run starts: PreflightError names every failure, ConfigError what cannot be examined at all.
 
-    Call it on the driver: in the first task of a step with one task per node, with RAY_ADDRESS, or alone on a machine.
+    Call it on the driver: with RAY_ADDRESS, in the first task of a step with one task per node, or alone on a machine.
     """
     diagnosis = examine_nodes(expected_of(config, nodes=nodes, gpus_per_node=gpus_per_node), seconds=seconds, measures=True)
     assert diagnosis is not None, "tasks of a step other than the first run `moerl doctor`"
@@ -36,13 +35,17 @@ def preflight(config: RunConfig, *, nodes: int | None = None, gpus_per_node: int
 
 
 def examine_nodes(expected: Expected, *, seconds: float, measures: bool) -> Diagnosis | None:
-    """None in a Slurm step's other tasks, which have done what the first one asked."""
-    slurm = slurm_step(os.environ)
+    """None in a Slurm step's other tasks, which have done what the first one asked.
+
+    A job that has brought up its Ray is examined through it: RAY_ADDRESS counts more than the step around it.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    slurm = slurm_step(os.environ) if address is None else None
     if slurm is not None and slurm.index > 0:
         join_slurm(slurm, expected, seconds)
         return None
     store = open_store(seconds)
-    with _launched(slurm, store.port, expected, seconds) as launched:
+    with _launched(address, slurm, store.port, expected, seconds) as launched:
         return diagnose(store, launched, expected, seconds=seconds, measures=measures)
 
 
@@ -62,12 +65,7 @@ def report(diagnosis: Diagnosis, *, json_file: Path | None, with_fixes: bool) ->
     return exit_code
 
 
-@contextmanager
-def _launched(slurm: Slurm | None, port: int, expected: Expected, seconds: float) -> Iterator[Launched]:
-    address = os.environ.get("RAY_ADDRESS")
-    if slurm is not None:
-        way = on_slurm(slurm, port, expected, seconds)
-    else:
-        way = on_this_machine(port, expected, seconds) if address is None else on_ray(address, port, expected, seconds)
-    with way as launched:
-        yield launched
+def _launched(address: str | None, slurm: Slurm | None, port: int, expected: Expected, seconds: float) -> AbstractContextManager[Launched]:
+    if address is not None:
+        return on_ray(address, port, expected, seconds)
+    return on_this_machine(port, expected, seconds) if slurm is None else on_slurm(slurm, port, expected, seconds)

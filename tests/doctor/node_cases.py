@@ -41,6 +41,7 @@ def h100_node(name: str = "n0", **changes: object) -> NodeFacts:
         },
         engines={},
         ray_processes=(),
+        gloo_interface="",
         settings=(),
     )  # fmt: skip
     return replace(facts, **changes)

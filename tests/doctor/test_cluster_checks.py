@@ -86,6 +86,12 @@ def test_a_node_that_takes_its_own_name_for_loopback_fails_although_others_reach
     assert failed(reach_checks([NODES[0], wrong], {"n0": ("n1", ""), "n1": ("n0", "")})) == [("n1", "reached by name")]
 
 
+def test_a_name_that_nobody_reaches_is_a_warning_where_gloo_is_told_an_interface():
+    told = replace(NODES[1], gloo_interface="bond0")
+    findings = list(reach_checks([NODES[0], told], {"n0": ("n1", ""), "n1": ("n0", "n1: timed out")}))
+    assert (findings[1].verdict, findings[1].found) == ("warn", "not from n0: n1: timed out; gloo uses bond0")
+
+
 def test_nodes_on_one_machine_may_share_loopback():
     both = [cpu_node(name, own_addresses=("127.0.0.1",), boot_id="one") for name in ("n0", "n1")]
     assert not failed(reach_checks(both, {"n0": ("n1", ""), "n1": ("n0", "")}))

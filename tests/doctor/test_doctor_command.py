@@ -66,7 +66,7 @@ def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(fak
     assert not list(tmp_path.glob(".doctor-*"))
 
 
-def test_a_ray_cluster_is_examined_on_each_of_its_nodes(tmp_path):
+def test_a_ray_cluster_is_examined_on_each_of_its_nodes_also_inside_a_slurm_step(tmp_path):
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False})
@@ -75,7 +75,9 @@ def test_a_ray_cluster_is_examined_on_each_of_its_nodes(tmp_path):
         cluster.wait_for_nodes()
         processes = [started for node in cluster.list_all_nodes() for started in node.all_processes.values()]
         own = {one.process.pid for started in processes for one in started}
-        code, _, errors = ended(doctor("--json", tmp_path / "doctor.json", "--nodes", 2, RAY_ADDRESS=cluster.address))
+        code, _, errors = ended(
+            doctor("--json", tmp_path / "doctor.json", "--nodes", 2, **STEP, SLURM_PROCID="0", RAY_ADDRESS=cluster.address)
+        )
     finally:
         cluster.shutdown()
     found = json.loads((tmp_path / "doctor.json").read_text())
