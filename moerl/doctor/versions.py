@@ -69,7 +69,8 @@ def engine_versions(python: str, names: Sequence[str]) -> dict[str, str] | Absen
     try:
         done = subprocess.run([python, "-c", _LIST, *names], capture_output=True, text=True, timeout=_SECONDS, check=True)
     except subprocess.CalledProcessError as error:
-        return Absent(reason=f"{python}: {error.stderr.strip().splitlines()[-1:]}", is_fault=True)
+        said = error.stderr.strip().splitlines()
+        return Absent(reason=f"{python}: {said[-1] if said else f'ended with code {error.returncode}'}", is_fault=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Absent(reason=f"{python}: {error}", is_fault=True)
     return json.loads(done.stdout)
