@@ -101,6 +101,8 @@ class MegatronTrainGroup:
         actor = ray.remote(**options, **share)(TrainWorker)
         self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
         settings, deadline = self._settings(), config.train.start_seconds
+        network = await self._all("use_network", config.network, deadline=deadline)
+        logger.info("rank 0's network settings: %s", network[0] or "none")
         host = await self._rank0("address", deadline=deadline)
         port = await self._rank0("open_store", deadline=deadline)
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
