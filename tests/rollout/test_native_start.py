@@ -32,5 +32,5 @@ def test_a_model_and_arguments_that_vllm_cannot_take_are_refused_together(run, c
 
 def test_a_sleep_that_frees_nothing_says_so(caplog):
     with caplog.at_level(logging.INFO):
-        asyncio.run(VLLMCore(engine=None, sleeps=False).sleep())
+        asyncio.run(VLLMCore(engine=None, needs=(), sleeps=False).sleep())
     assert "frees no memory" in caplog.text and "enable_sleep_mode" in caplog.text

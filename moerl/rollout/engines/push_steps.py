@@ -1,18 +1,17 @@
 """The steps of a push in the process that holds an engine's model. They come through the engine's own channel, as a name and the JSON of
 moerl.rollout.wire."""
 
+from dataclasses import replace
+
 from moerl.rollout import wire
-from moerl.types import WeightError
 from moerl.weights.receive import WeightSession
 
 
-def run_step(session: WeightSession, step: str, body: str, *, num_workers: int) -> None:
-    """`step`: connect, begin, install or finish. `num_workers`: processes of this server that hold parts of the model."""
+def run_step(session: WeightSession, step: str, body: str, *, process: int) -> None:
+    """`step`: connect, begin, install or finish. `process`: number of this one among those of its server that hold parts of the model."""
     if step == "connect":
         offer = wire.OFFER.validate_json(body)
-        if offer.transport == "gloo" and num_workers > 1:
-            raise WeightError("weights.transport = gloo: reaches one process of a server only; a server with several workers needs shm")
-        session.connect(offer)
+        session.connect(replace(offer, reader=offer.reader + process, rank=offer.rank + process))
     elif step == "begin":
         session.begin(wire.MANIFEST.validate_json(body))
     elif step == "install":

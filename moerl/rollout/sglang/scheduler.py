@@ -1,12 +1,14 @@
 """In the process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moerl.push_types import Needs
+from moerl.rollout.engines.expert_share import needs_of_processes
 from moerl.rollout.engines.installed import InstalledBytes
 from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
@@ -37,6 +39,11 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     run_scheduler_process(server_args, *args, **kwargs)
 
 
+def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
+    """Of all processes of a server, from the `names` of its model's tensors."""
+    return needs_of_processes(names, num_processes=server_args.tp_size, expert_parallel=server_args.ep_size)
+
+
 def _has_no_body(record: logging.LogRecord) -> bool:
     """SGLang logs the arguments of a call in full, here every tensor of a push."""
     return not (record.funcName == "handle_rpc_request" and record.levelno == logging.INFO)
@@ -56,7 +63,7 @@ def _weights(scheduler: Any, step: str, body: str) -> None:
         model = scheduler.moerl_model = _Model(scheduler)
     if step == "begin":
         model.installed.begin()
-    run_step(model.session, step, body, num_workers=scheduler.tp_group.world_size)
+    run_step(model.session, step, body, process=scheduler.tp_rank)
     if step == "finish":
         model.installed.check_reached(model.parameters())
 
@@ -70,7 +77,9 @@ class _Model:
         self._module: torch.nn.Module = runner.model
         self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
         self.installed = InstalledBytes(runner.model.load_weights)
-        self.session = WeightSession(checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype), self._load)
+        specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
+        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_rank]
+        self.session = WeightSession(specs, self._load, needs=needs)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._module.named_parameters()

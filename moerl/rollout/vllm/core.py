@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from moerl.config.model_shape import read_config
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.process import Options
+from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.vllm import cpu
+from moerl.rollout.vllm.processes import needs_of
 from moerl.types import EngineError, Problem, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,9 @@ def start(options: Options) -> "VLLMCore":
     parser = _parser()
     line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
     args = AsyncEngineArgs.from_cli_args(parser.parse_args(line))
-    return VLLMCore(AsyncLLM.from_engine_args(args), sleeps=bool(args.enable_sleep_mode))
+    engine = AsyncLLM.from_engine_args(args)
+    needs = needs_of(engine.vllm_config.parallel_config, checkpoint_specs(options.model, torch.float32))
+    return VLLMCore(engine, needs, sleeps=bool(args.enable_sleep_mode))
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
@@ -103,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
 class VLLMCore:
     """Implements Core. vLLM's own pause is asked for in mode keep only."""
 
-    def __init__(self, engine: Any, *, sleeps: bool):
-        self._engine, self._sleeps = engine, sleeps
+    def __init__(self, engine: Any, needs: Needs, *, sleeps: bool):
+        self._engine, self._needs, self._sleeps = engine, needs, sleeps
         self._session_is_open = False
         self._added: dict[str, asyncio.Future[None]] = {}
         """Requests in flight; done when vLLM knows them."""
@@ -152,6 +156,9 @@ class VLLMCore:
     async def wake(self) -> None:
         if self._sleeps:
             await self._engine.wake_up()
+
+    def needs(self) -> Needs:
+        return self._needs
 
     async def connect(self, offer: TransportOffer) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

@@ -12,6 +12,7 @@ from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.vllm import sampling
 from moerl.rollout.vllm.installed import LayerwiseBytes
+from moerl.rollout.vllm.processes import needs_of, process_number
 from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
 from moerl.weights.receive import WeightSession
 
@@ -48,7 +49,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._on_cpu = device.type == "cpu"
         self._installed = LayerwiseBytes(model.load_weights)
         expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
-        self._session = WeightSession(expected, self._installed)
+        needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
+        self._session = WeightSession(expected, self._installed, needs=needs)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._run_step("connect", init_info.offer)
@@ -71,7 +73,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._session.close()
 
     def _run_step(self, step: str, body: str) -> None:
-        run_step(self._session, step, body, num_workers=self.parallel_config.world_size)
+        run_step(self._session, step, body, process=process_number(self.parallel_config))
 
     def _finish(self) -> None:
         check_reached(self.model)
