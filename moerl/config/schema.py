@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moerl.config.placement import PlacementConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
@@ -164,7 +165,8 @@ class RolloutConfig(Strict):
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
-    host: str = "127.0.0.1"
+    host: str | None = None
+    """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
@@ -261,6 +263,7 @@ class RunConfig(Strict):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"
     seed: int = 0

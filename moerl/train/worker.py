@@ -4,7 +4,6 @@ Every method but `host`, `open_store`, `write_checkpoint` and rank 0's own verbs
 """
 
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from ray.util import get_node_ip_address
 
 import megatron_patches
 from moerl.algorithms.base import Objective
@@ -32,14 +32,18 @@ SAVE_THREAD = "save"
 
 
 class TrainWorker:
-    def __init__(self, rank: int, num_ranks: int):
+    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
+        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._origins: dict[str, Origin] = {}
         torch.set_num_threads(1)
 
     def host(self) -> str:
-        return socket.gethostname()
+        """The address at which other nodes reach this one."""
+        return get_node_ip_address()
 
     def open_store(self) -> int:
         """Rank 0: the port of the store at which the ranks meet. Bound here, so that nobody can take it in between."""
@@ -61,11 +65,14 @@ class TrainWorker:
         megatron_patches.assert_active()
         return megatron_patches.active_names()
 
-    def wake(self) -> None:
-        self._engine.wake()
+    def wake(self) -> int:
+        return self._engine.wake()
 
-    def sleep(self) -> None:
-        self._engine.sleep()
+    def shed(self) -> int:
+        return self._engine.shed()
+
+    def sleep(self) -> int:
+        return self._engine.sleep()
 
     def logprobs(self, batch: TrainBatch, records_routes: bool) -> np.ndarray:
         return self._engine.logprobs(batch, records_routes=records_routes)
