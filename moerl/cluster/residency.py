@@ -82,9 +82,8 @@ class Residency:
         if self._entering is not None:
             raise ResidencyError(f"{self.state} -> {after}: the move from {self.state} to {self._entering} has not ended, or failed")
         if self.state not in FOLLOWS[after]:
-            raise ResidencyError(
-                f"{self.state} -> {after}: the trainer's GPUs are in state {self.state}, and {after} follows {' or '.join(FOLLOWS[after])} only"
-            )
+            only = f"{after} follows {' or '.join(FOLLOWS[after])} only"
+            raise ResidencyError(f"{self.state} -> {after}: the trainer's GPUs are in state {self.state}, and {only}")
         self._entering = after
         yield
         logger.info("%s -> %s", self.state, after)

@@ -28,7 +28,7 @@ class HTTPEngine:
         self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float,
         process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess,
     ):  # fmt: skip
-        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: how to start it, and where."""
+        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: starts it somewhere."""
         self.name = f"{host}:{port}"
         self.host = host
         self._process = process(command, label=self.name, log_path=log_path, start_seconds=start_seconds)

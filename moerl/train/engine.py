@@ -75,8 +75,7 @@ class MegatronEngine:
         """What scoring and export do not need leaves the device, until a verb needs it; bytes that left."""
         return self._residency.shed()
 
-    def sleep(self) -> int:
-        """Afterwards every verb but `wake` is refused. Bytes that left."""
+    def sleep(self) -> int:  # afterwards every verb but wake is refused
         return self._residency.sleep()
 
     def _move(self, before: State, after: State) -> None:

@@ -1,5 +1,7 @@
 """The bytes of a tensor, and their xxh3_128 digest. Copies nothing for a contiguous CPU tensor."""
 
+import ctypes
+
 import torch
 import xxhash
 
@@ -11,4 +13,6 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3_128 of the tensor's row-major bytes as 32 hex digits. Shape and dtype are not part of it."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy().data)
+    data = tensor_bytes(tensor)
+    # Not by .numpy(): torch then refuses to resize the storage, and a parameter's must leave its GPU (moerl/train/blocks.py).
+    return xxhash.xxh3_128_hexdigest((ctypes.c_ubyte * len(data)).from_address(data.data_ptr()) if len(data) else b"")

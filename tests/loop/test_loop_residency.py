@@ -17,7 +17,8 @@ from moerl.types import EngineError, ResidencyError
 
 STEP = [
     ("server", "pause abort"), ("server", "sleep weights cache"), ("trainer", "wake"), ("trainer", "update"),
-    ("trainer", "shed"), ("server", "wake weights"), ("server", "pushed"), ("trainer", "sleep"), ("server", "wake cache"), ("server", "resume"),
+    ("trainer", "shed"), ("server", "wake weights"), ("server", "pushed"),
+    ("trainer", "sleep"), ("server", "wake cache"), ("server", "resume"),
 ]  # fmt: skip
 CANARY = [
     ("server", "pause abort"), ("server", "sleep cache"), ("trainer", "wake"), ("trainer", "logprobs"),
@@ -92,7 +93,7 @@ def colocated(config, engines, *, num_shared):
 
 async def until(is_true):
     async with asyncio.timeout(SECONDS):
-        while not is_true():
+        while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
