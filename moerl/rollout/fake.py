@@ -259,9 +259,9 @@ class FakeReceiver:
 
     async def begin(self, manifest: Manifest) -> None:
         engine = self._engine
+        if reason := push_refusal(engine._asleep):
+            raise WeightError(f"{engine.name}: {reason}")
         async with self._stale_on_error():
-            if reason := push_refusal(engine._asleep):
-                raise WeightError(reason)
             engine._stale = f"the push of version {manifest.version} is in progress"
             engine._pushing, engine._version = True, None
             await asyncio.to_thread(engine._session.begin, manifest)
