@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PlacementConfig(Strict):
     mode: Literal["separate", "colocated", "group_colocated"] = "separate"
     """separate: rollout servers have GPUs of their own. colocated: all of them are on the trainer's; the two have these in turn, hence
-    max_staleness=0. group_colocated: the first num_shared servers are on the trainer's GPUs and sleep while it trains, the others have their
-    own and go on, also with requests the first ones had begun. What shares GPUs needs train.offload=all."""
+    max_staleness=0. group_colocated: the first num_shared servers are on the trainer's GPUs and sleep while it trains; the others have
+    their own and go on, also with requests the first ones had begun. What shares GPUs needs train.offload=all."""
     num_shared: Positive | None = None
     """Servers on the trainer's GPUs, for group_colocated: at least 1, and not all of them."""
     nodes: Positive = 1
