@@ -15,6 +15,7 @@ from typing import Any
 
 from moerl.algorithms.base import Algorithm
 from moerl.cluster.residency import Residency
+from moerl.cluster.stop import Stop
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.observe.guards import check_finite, check_first_step
@@ -25,7 +26,7 @@ from moerl.rollout.runner import GroupRunner
 from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
-from moerl.types import MoerlError, StepStats, TrainBatch
+from moerl.types import MoerlError, RunStopped, StepStats, TrainBatch
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
-    residency: Residency, observe: Observer,
+    residency: Residency, observe: Observer, stop: Stop,
 ) -> None:  # fmt: skip
-    """Train from the newest checkpoint, or from the start, to `num_steps`."""
+    """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     with observe.phase("load"):
         first_version, state = await train.load()
         if state:
@@ -43,28 +44,43 @@ async def run(
     with observe.phase("push"):
         await weights.push(first_version)
     buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)
+    cursor = buffer.oldest_untrained_ticket
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
-            with observe.phase("rollout"):
-                groups = await weights.serve_while(buffer.take(config.groups_per_step))
+            try:
+                with observe.phase("rollout"):
+                    groups = await stop.unless(weights.serve_while(buffer.take(config.groups_per_step)))
+            except RunStopped:
+                if step > first_version and not _is_saved(config, step):
+                    await residency.train()
+                    await _save(step, cursor, prompts, train, observe)
+                raise
             with observe.phase("switch"):
                 await residency.train()
             batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
             with observe.phase("update"):
                 stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
             _check(config, stats, step=step, is_first=step == first_version)
-            version, num_dropped = step + 1, buffer.num_drawn_by_last_take - len(groups)
+            version, cursor, num_dropped = step + 1, buffer.oldest_untrained_ticket, buffer.num_drawn_by_last_take - len(groups)
             observe.step(
                 version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
                 moves=residency.moves(),
             )  # fmt: skip
-            if version == config.num_steps or (config.save_every and version % config.save_every == 0):
-                with observe.phase("save"):  # before the push: the trainer gives up what a checkpoint needs
-                    await train.save(version, {"drawn": buffer.oldest_untrained_ticket, "num_rows": prompts.num_rows})
+            if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs
+                await _save(version, cursor, prompts, train, observe)
             with observe.phase("push"):
                 await weights.push(version)
             buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
+
+
+def _is_saved(config: RunConfig, version: int) -> bool:
+    return version == config.num_steps or (config.save_every > 0 and version % config.save_every == 0)
+
+
+async def _save(version: int, cursor: int, prompts: PromptSource, train: TrainGroup, observe: Observer) -> None:
+    with observe.phase("save"):
+        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
 
 
 @asynccontextmanager

@@ -15,9 +15,12 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.network import applied, find_settings
+from moerl.cluster.ray_address import reached_at
 from moerl.cluster.reaper import reaping_ray
 from moerl.cluster.residency import Residency
 from moerl.cluster.seats import Seats, find_seats
+from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
 from moerl.config.model_shape import read_config
 from moerl.config.placement import num_shared
@@ -40,23 +43,24 @@ from moerl.weights.publish import WeightPublisher
 _NUM_CANARY_PROMPTS = 4
 
 
-def train(config: RunConfig) -> Path:
+def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     """Run to the end, or from where the newest checkpoint left off; the path of its report. `config` is one that was checked.
 
-    Raises MoerlError, and asyncio.CancelledError at SIGTERM; leaves no process and no shared memory.
+    `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
+    which after such an end is RunStopped; leaves no process and no shared memory.
     """
     with _claimed(config):
         with Observer(config) as observe:
-            asyncio.run(_train(config, observe))
+            asyncio.run(_train(config, observe, ends_at))
         return write_report(config.run_dir)
 
 
-async def _train(config: RunConfig, observe: Observer) -> None:
+async def _train(config: RunConfig, observe: Observer, ends_at: float | None) -> None:
     model_dir = _model_dir(config)
     tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
     prompts = _prompts(config, tokenizer)
-    with _local_ray():
-        _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process
+    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
+        _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         seats = find_seats(config)
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, seats, observe)
@@ -65,7 +69,7 @@ async def _train(config: RunConfig, observe: Observer) -> None:
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
             weights = WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
-            await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe)
+            await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)
 
 
 @asynccontextmanager
@@ -87,6 +91,8 @@ async def _processes(
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks)
     residency = Residency(group, pool, num_shared=num_shared(config))
     async with AsyncExitStack() as stack:
+        # For the servers, which this process starts; ranks look at the node that Ray chose for them.
+        stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
         for part in (pool, rewards, group):
             stack.push_async_callback(part.close)
         with observe.phase("start"):
@@ -173,8 +179,8 @@ def _local_ray() -> Iterator[None]:
             ray.shutdown()
 
 
-def _cancel_on(signal_number: signal.Signals) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    with contextlib.suppress(NotImplementedError):  # not the main thread: its owner stops it
-        asyncio.get_running_loop().add_signal_handler(signal_number, task.cancel)
+def _heed_signals(stop: Stop) -> None:
+    """SIGUSR1 is what schedulers send ahead of the end (Slurm: --signal=B:USR1@300)."""
+    for number, exit_code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR1, CONTINUE)):
+        with contextlib.suppress(NotImplementedError):  # not the main thread: its owner stops it
+            asyncio.get_running_loop().add_signal_handler(number, stop.ask, number.name, exit_code)

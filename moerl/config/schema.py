@@ -11,6 +11,7 @@ from pydantic import Field
 
 from moerl.config.placement import PlacementConfig
 from moerl.config.schema_train import TrainConfig
+from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
@@ -220,6 +221,9 @@ class CheckpointConfig(Strict):
     async_save: bool = True
     """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
     disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
+    reserve_seconds: Seconds = 120.0
+    """Kept for the last checkpoint where the end of the allocation is known (moerl train --ends-at): no step begins that would not be over
+    by then, if it takes as long as the longest so far."""
 
 
 # -- observation and the run -----------------------------------------------------------------------------------
@@ -234,6 +238,21 @@ class ObserveConfig(Strict):
     dump_every: NotNegative = 10
     """Steps between sample dumps; the first and the last step are always dumped; 0 switches dumps off."""
     dump_groups: Positive = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig(Strict):
+    """What NCCL and gloo are told of the links between nodes; `moerl doctor` prints it with reasons."""
+
+    detect: bool = True
+    """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
+    environment already has wins. Without GPUs nothing is set."""
+    interface: str | None = None
+    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). None: on nodes with GPUs the one
+    that other nodes reach, elsewhere the libraries' choice."""
+    variables: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
+    detection and environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +283,8 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"
     seed: int = 0

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
 from moerl.rollout.limits import Limits
@@ -252,6 +252,9 @@ class FakeReceiver:
 
     def __init__(self, engine: FakeEngine):
         self._engine = engine
+
+    async def needs(self) -> Needs:
+        return (self._engine._session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:
         async with self._stale_on_error():

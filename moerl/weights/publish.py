@@ -58,13 +58,14 @@ class WeightPublisher:
         working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
         try:
             await asyncio.wait({working, reviving}, return_when=asyncio.FIRST_COMPLETED)
-            if reviving.done():
-                reviving.result()
-            async with self._pushing:  # a push that has begun is brought to its end
+            async with self._pushing:
+                if reviving.done():
+                    reviving.result()
                 return working.result()
         finally:
-            for task in (working, reviving):
-                task.cancel()
+            working.cancel()
+            async with self._pushing:  # a push that has begun is brought to its end: whatever comes next needs the trainer
+                reviving.cancel()
             await asyncio.gather(working, reviving, return_exceptions=True)
 
     async def _revive(self) -> None:
@@ -105,7 +106,7 @@ class WeightPublisher:
         wanted = [(member.engine.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
             receivers = {member.engine.name: member.engine.receiver() for member in members}
-            self._sync, self._connected_to = WeightSync(self._train, receivers, transport=self._transport), wanted
+            self._sync, self._connected_to = WeightSync(self._train.weight_source, receivers, transport=self._transport), wanted
         return self._sync
 
     def _canary_is_due(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.residency import Residency
+from moerl.cluster.stop import Stop
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
@@ -133,10 +134,11 @@ class InProcessRun:
 
     def __init__(
         self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None,
-        num_shared: int = 0,
+        num_shared: int = 0, ends_at: float | None = None,
     ):  # fmt: skip
         """`num_shared`: the first so many engines are on the trainer's GPUs."""
         self.config, self.num_shared = config, num_shared
+        self._ends_at = ends_at
         self.engines = list(engines) if engines else [new_engine()]
         self.events: list[tuple[str, int]] = []
         """("drawn", ticket), ("updated", version), ("pushed", version), in time."""
@@ -147,6 +149,7 @@ class InProcessRun:
 
     async def play(self) -> None:
         config = self.config
+        self.stop = Stop(1.0, ends_at=self._ends_at)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = character_tokenizer(MAX_CONTEXT)
         prompts = PromptSource(
@@ -176,7 +179,7 @@ class InProcessRun:
                 await residency.make_room()
                 with RecordingObserver(config) as observer:
                     observer.groups = self.groups
-                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, residency, observer)
+                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, residency, observer, self.stop)
         finally:
             await pool.close()
             await self.trainer.close()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.engine import Part
 from moerl.types import FinishReason, SamplingParams, VersionSpan
 
@@ -40,6 +40,9 @@ class Core(Protocol):
         """As RolloutEngine.sleep, of parts that are awake; no request needs them then."""
 
     async def wake(self, parts: tuple[Part, ...]) -> int: ...
+
+    def needs(self) -> Needs:
+        """Of WeightReceiver."""
 
     async def connect(self, offer: TransportOffer) -> None: ...
 

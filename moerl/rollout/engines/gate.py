@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, Literal, TypeVar
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.engines.core import Core, Sampled
@@ -69,6 +69,9 @@ class Gate:
 
     def wake(self, parts: tuple[Part, ...]) -> "Future[int]":
         return self._submit(self._wake(parts))
+
+    def needs(self) -> Needs:
+        return self._core.needs()
 
     def connect(self, offer: TransportOffer) -> None:
         """Blocks until the sender has joined."""

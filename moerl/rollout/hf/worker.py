@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.hf.scheduler import Request, Scheduler
@@ -91,6 +91,9 @@ class Worker:
             reason=self._stale,
             asleep=tuple(sorted(self._asleep)),
         )
+
+    def needs(self) -> Needs:
+        return (self._session.needs,)
 
     def connect(self, offer: TransportOffer) -> None:
         """Blocks until the sender has joined; call it from a thread that may wait. The model is not touched."""
