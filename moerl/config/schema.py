@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moerl.config.placement import PlacementConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
@@ -165,7 +166,8 @@ class RolloutConfig(Strict):
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
-    host: str = "127.0.0.1"
+    host: str | None = None
+    """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
@@ -280,6 +282,7 @@ class RunConfig(Strict):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None

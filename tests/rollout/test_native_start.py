@@ -1,7 +1,6 @@
 """How servers of other engines refuse to start, before they load a model."""
 
 import asyncio
-import logging
 import socket
 
 import pytest
@@ -30,7 +29,35 @@ def test_a_model_and_arguments_that_vllm_cannot_take_are_refused_together(run, c
         run(engine.start())
 
 
-def test_a_sleep_that_frees_nothing_says_so(caplog):
-    with caplog.at_level(logging.INFO):
-        asyncio.run(VLLMCore(engine=None, needs=(), sleeps=False).sleep())
-    assert "frees no memory" in caplog.text and "enable_sleep_mode" in caplog.text
+class RecordingVLLM:
+    """Notes how it is asked to sleep and wake."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def sleep(self, level):
+        self.calls.append(f"sleep level {level}")
+
+    async def wake_up(self, tags):
+        self.calls.append(f"wake {tags}")
+
+
+def test_vllm_sleeps_as_a_whole_and_keeps_or_gets_back_what_a_push_needs():
+    async def scenario():
+        engine = RecordingVLLM()
+        core = VLLMCore(engine=engine, needs=(), sleeps=True)
+        await core.sleep(("weights", "cache"))
+        await core.wake(("weights",))
+        await core.wake(("cache",))
+        await core.sleep(("cache",))
+        return engine.calls
+
+    assert asyncio.run(scenario()) == [
+        "sleep level 1", "wake ['weights']", "wake ['kv_cache']", "sleep level 1", "wake ['weights']"
+    ]  # fmt: skip
+
+
+def test_vllm_without_sleep_mode_moves_nothing():
+    engine = RecordingVLLM()
+    assert asyncio.run(VLLMCore(engine=engine, needs=(), sleeps=False).sleep(("weights", "cache"))) == 0
+    assert engine.calls == []

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.rollout.engine import Part
 from moerl.types import FinishReason, SamplingParams, VersionSpan
 
 
@@ -45,10 +46,10 @@ class Core(Protocol):
 
     async def release(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Nothing runs then. No-op where there is no memory to give back."""
+    async def sleep(self, parts: tuple[Part, ...]) -> int:
+        """As RolloutEngine.sleep, of parts that are awake; no request needs them then."""
 
-    async def wake(self) -> None: ...
+    async def wake(self, parts: tuple[Part, ...]) -> int: ...
 
     def needs(self) -> Needs:
         """Of WeightReceiver."""

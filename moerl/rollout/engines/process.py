@@ -37,6 +37,8 @@ class Options:
     max_running: int
     prefill_chunk: int
     returns_routes: bool
+    shares_gpus: bool
+    """It must be able to give its memory back."""
     engine_args: Mapping[str, Any]
 
 
@@ -61,6 +63,7 @@ def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], C
         max_running=parsed.max_running,
         prefill_chunk=parsed.prefill_chunk,
         returns_routes=parsed.returns_routes,
+        shares_gpus=parsed.shares_gpus,
         engine_args=arguments,
     )
     try:
@@ -96,5 +99,6 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
+    parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
     parser.add_argument("--engine-args", default="{}", help="JSON: the engine's own arguments by name")
     return parser.parse_args(line)

@@ -14,6 +14,7 @@ import torch
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
+from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.process import Options
@@ -40,6 +41,8 @@ OWN_ARGUMENTS = {
     "enable_return_routed_experts": "train.router_replay=rollout",
     "custom_weight_loader": "leave it out",
     "weight_version": "leave it out",
+    "enable_memory_saver": "placement.mode=colocated",
+    "enable_weights_cpu_backup": "placement.mode=colocated",
     "quantization": "leave it out: a push brings weights in rollout.dtype",
 }
 """What moerl sets or relies on, and what to write instead."""
@@ -84,7 +87,9 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "enable_return_routed_experts": options.returns_routes,
     }
-    if not _has_gpu():
+    if _has_gpu():
+        own |= {"enable_memory_saver": options.shares_gpus, "enable_weights_cpu_backup": options.shares_gpus}
+    else:
         own |= cpu.ARGUMENTS | {"max_total_tokens": options.max_running * (options.max_context + _SPARE_POSITIONS)}
     return own
 
@@ -99,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = QuietParser(add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     return parser
+
+
+_TAGS: Mapping[Part, tuple[str, ...]] = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
+"""SGLang's names of memory (sglang/srt/constants.py)."""
 
 
 class SGLangCore:
@@ -147,13 +156,11 @@ class SGLangCore:
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
-    async def sleep(self) -> None:
-        if self._engine.server_args.enable_memory_saver:
-            await self._occupation("release")
+    async def sleep(self, parts: tuple[Part, ...]) -> int:
+        return await self._occupation("release", parts)
 
-    async def wake(self) -> None:
-        if self._engine.server_args.enable_memory_saver:
-            await self._occupation("resume")
+    async def wake(self, parts: tuple[Part, ...]) -> int:
+        return await self._occupation("resume", parts)
 
     def needs(self) -> Needs:
         return self._needs
@@ -204,11 +211,22 @@ class SGLangCore:
         if not success:
             raise WeightError(f"SGLang's {name}: {message}")
 
-    async def _occupation(self, action: str) -> None:
+    async def _occupation(self, action: str, parts: tuple[Part, ...]) -> int:
+        """Bytes that move; 0 where SGLang runs without its memory saver, which needs a GPU."""
         from sglang.srt.managers import io_struct
 
-        body = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")()
+        if not self._engine.server_args.enable_memory_saver:
+            return 0
+        body = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")(tags=[tag for part in parts for tag in _TAGS[part]])
         await getattr(self._manager, f"{action}_memory_occupation")(body, None)
+        return await self._bytes_of(parts)
+
+    async def _bytes_of(self, parts: tuple[Part, ...]) -> int:
+        """On all GPUs, as the first of each group of tensor-parallel ranks measured its own when it started."""
+        args = self._engine.server_args
+        measured = [state["memory_usage"] for state in await self._manager.get_internal_state()]
+        gigabytes = sum(usage["weight" if part == "weights" else "kvcache"] for usage in measured for part in parts)
+        return int(gigabytes * 2**30) * args.tp_size * args.pp_size // len(measured)
 
     def _sampled(self, answer: Mapping[str, Any], sampling: SamplingParams) -> Sampled:
         meta = answer["meta_info"]

@@ -12,6 +12,7 @@ import torch
 from moerl.config.model_shape import read_config
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
+from moerl.rollout.engine import PARTS, Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.process import Options
@@ -36,6 +37,7 @@ OWN_ARGUMENTS = {
     "logprobs_mode": "leave it out: log-probs are those of the sampling temperature",
     "weight_transfer_config": "leave it out",
     "worker_extension_cls": "leave it out",
+    "enable_sleep_mode": "placement.mode=colocated",
     "quantization": "leave it out: a push brings weights in rollout.dtype",
     "hf_overrides": "leave it out: config.json is the model's",
     "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
@@ -84,7 +86,9 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     }
     if overrides := _HF_OVERRIDES.get(model["model_type"]):
         own["hf_overrides"] = overrides
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        own["enable_sleep_mode"] = options.shares_gpus
+    else:
         num_positions = options.max_running * options.max_context
         gib = cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
         os.environ.update(cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
@@ -102,6 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False, allow_abbrev=False)
     AsyncEngineArgs.add_cli_args(parser)
     return parser
+
+
+_TAGS: Mapping[Part, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names of memory (vllm/v1/worker/gpu_worker.py)."""
 
 
 class VLLMCore:
@@ -147,15 +155,17 @@ class VLLMCore:
     async def release(self) -> None:
         await self._engine.resume_generation()
 
-    async def sleep(self) -> None:
-        if not self._sleeps:
-            logger.info("sleep frees no memory: vLLM was started without rollout.engine_args.enable_sleep_mode, which needs a GPU")
-            return
-        await self._engine.sleep(level=1)
-
-    async def wake(self) -> None:
+    async def sleep(self, parts: tuple[Part, ...]) -> int:
+        """0 in any case: vLLM does not say how many bytes. Without sleep mode, which needs a GPU, nothing moves."""
         if self._sleeps:
-            await self._engine.wake_up()
+            await self._engine.sleep(level=1)  # of both parts: vLLM wakes them one by one and puts them to sleep together
+            await self.wake(tuple(part for part in PARTS if part not in parts))
+        return 0
+
+    async def wake(self, parts: tuple[Part, ...]) -> int:
+        if self._sleeps and parts:
+            await self._engine.wake_up(tags=[_TAGS[part] for part in parts])
+        return 0
 
     def needs(self) -> Needs:
         return self._needs
