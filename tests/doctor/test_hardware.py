@@ -52,6 +52,16 @@ def test_gpus_behind_pcie_have_no_nvlink_and_no_adapter_where_there_is_none():
     assert topology.to_adapter("GPU0") is None
 
 
+def test_bridges_between_some_gpus_are_not_nvlink_between_all():
+    bridged = """        GPU0    GPU1    GPU2    GPU3    CPU Affinity
+GPU0     X      NV4     SYS     SYS     0-31
+GPU1    NV4      X      SYS     SYS     0-31
+GPU2    SYS     SYS      X      NV4     32-63
+GPU3    SYS     SYS     NV4      X      32-63
+"""
+    assert not parse_topology(bridged).has_nvlink
+
+
 def test_ports_have_state_layer_and_the_rate_of_all_lanes():
     ports = parse_ports(output("ibv_devinfo.txt"))
     assert len(ports) == 10
@@ -109,6 +119,15 @@ def test_a_tool_that_hangs_is_a_fault(fake_tools, monkeypatch):
     monkeypatch.setattr("moerl.cluster.tools._SECONDS", 0.2)
     fake_tools(ibv_devinfo="exec sleep 60")
     assert run_tool("ibv_devinfo") == Absent(reason="ibv_devinfo did not end within 0.2 s", is_fault=True)
+
+
+def test_a_tool_that_cannot_be_started_is_a_fault(fake_tools):
+    (fake_tools() / "ibv_devinfo").write_text("#!/no/such/shell\n")
+    (fake_tools() / "ibv_devinfo").chmod(0o755)
+    found = run_tool("ibv_devinfo")
+    assert isinstance(found, Absent)
+    assert found.is_fault
+    assert "cannot be run" in found.reason
 
 
 def host(root, *, module=False, driver=None, release="5.15.0-105-generic"):
