@@ -141,6 +141,32 @@ def host(root, *, module=False, driver=None, release="5.15.0-105-generic"):
     return root
 
 
+def adapter(root, name, **ports):
+    for number, (state, rate, layer) in ports.items():
+        folder = root / "sys/class/infiniband" / name / "ports" / number.removeprefix("port")
+        folder.mkdir(parents=True)
+        for file, text in (("state", state), ("rate", rate), ("link_layer", layer)):
+            (folder / file).write_text(f"{text}\n")
+
+
+def test_a_container_without_ibv_devinfo_has_what_the_kernel_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(OUTPUTS))
+    adapter(tmp_path, "mlx5_1", port1=("1: DOWN", "10 Gb/sec (4X SDR)", "InfiniBand"))
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"), port2=("4: ACTIVE", "2.5 Gb/sec", "Ethernet"))
+    found = find_ports(tmp_path)
+    assert [(port.name, port.state, port.link_layer, port.gbit) for port in found] == [
+        ("mlx5_0:1", "ACTIVE", "InfiniBand", 400.0),
+        ("mlx5_0:2", "ACTIVE", "Ethernet", 2.5),
+        ("mlx5_1:1", "DOWN", "InfiniBand", 10.0),
+    ]
+
+
+def test_a_tool_that_fails_is_not_replaced_by_the_kernel(tmp_path, fake_tools):
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"))
+    fake_tools(ibv_devinfo="echo 'Failed to open device' >&2; exit 1")
+    assert find_ports(tmp_path) == Absent(reason="ibv_devinfo ended with code 1: Failed to open device", is_fault=True)
+
+
 CLOSED, OPEN = "NVIDIA UNIX x86_64 Kernel Module", "NVIDIA UNIX Open Kernel Module for x86_64"
 
 
