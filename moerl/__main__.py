@@ -50,6 +50,34 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 
 
 @app.command()
+def launch(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and submit nothing.")] = False,
+) -> None:
+    """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
+    from moerl.check import load_checked
+    from moerl.cluster.launch import submit
+    from moerl.cluster.script import render_train
+
+    config = load_checked(overrides, config_dir, starts=not dry_run)
+    arguments = (overrides if overrides is not None else [], config_dir)
+    typer.echo(render_train(config, *arguments) if dry_run else submit(config, *arguments), nl=not dry_run)
+
+
+@app.command()
+def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+    """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
+    from moerl.cluster.node import run_node
+    from moerl.config.load import load
+
+    arguments = overrides if overrides is not None else []
+    config = load(arguments, config_dir)
+    options = [] if config_dir is None else [f"--config-dir={config_dir}"]
+    raise typer.Exit(run_node(config, [*options, *arguments]))
+
+
+@app.command()
 def plan(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,

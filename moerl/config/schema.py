@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moerl.config.schema_train import TrainConfig
+from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
@@ -279,6 +280,7 @@ class RunConfig(Strict):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"

@@ -1,7 +1,7 @@
 """One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
 
-Every method but `host`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the controller
-calls it on all.
+Every method but `host`, `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+controller calls it on all.
 """
 
 import os
@@ -44,7 +44,12 @@ class TrainWorker:
         torch.set_num_threads(1)
 
     def host(self) -> str:
+        """Its name: who has the same one shares memory."""
         return socket.gethostname()
+
+    def address(self) -> str:
+        """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
+        return ray.util.get_node_ip_address()
 
     def use_network(self, network: NetworkConfig) -> dict[str, str]:
         """Set what libraries are told of this node's links, before one of them asks; returns it."""
@@ -140,7 +145,7 @@ class TrainWorker:
             transport,
             job,
             self._engine.pushed.read,
-            host=self.host(),
+            host=self.address(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,
         )
