@@ -1,4 +1,4 @@
-"""What ibv_devinfo or the kernel says of RDMA adapters, and whether GPUs and adapters can exchange memory without the host. Parsing is pure."""
+"""What ibv_devinfo or the kernel says of RDMA adapters, and whether these read GPU memory without the host. Parsing is pure."""
 
 import re
 from dataclasses import dataclass
