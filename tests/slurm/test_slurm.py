@@ -43,7 +43,7 @@ def foreign_ray(cluster: TwoNodes):
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=1"]
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:  # short, for its sockets
         place = ("--node-ip-address=127.0.0.1", f"--temp-dir={directory}")
-        process = cluster.start(*command, *place, node="n0", env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+        process = cluster.start(*command, *place, node="n0", env={**os.environ, "TMPDIR": directory})
         cluster.wait_for("a foreign Ray", lambda: Path(directory, "ray_current_cluster").exists(), 120)
         yield process
         for found in cluster.processes("n0"):
@@ -130,9 +130,8 @@ def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
 
 def test_an_allocation_with_too_few_gpus_is_refused_before_anything_starts(jobs: Jobs, nvidia_smi):
     nvidia_smi(n0=["H100"] * 4, n1=["H100"] * 4, used={})
-    jobs.submit(on=ON_GPUS)
-    script = next(jobs.output_dir.glob("*/slurm/job.sbatch"))
-    log = jobs.output_dir / "one.out"
+    script, log = jobs.output_dir.parent / "job.sbatch", jobs.output_dir.parent / "job.out"
+    script.write_text(jobs.launch("--dry-run", on=ON_GPUS).stdout)
     done = jobs.cluster.run("sbatch", "--wait", "--nodes=1", f"--output={log}", script)
     assert done.returncode == 1
     said = "the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 4: 1 node (n0) of 4"
