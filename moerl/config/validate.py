@@ -14,6 +14,7 @@ from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
+from moerl.config.network import network_problems
 from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
@@ -293,6 +294,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _bridge,
     _fp8,
     _slurm,
+    lambda config: network_problems(config.network),
 )
 
 
