@@ -202,7 +202,7 @@ class RolloutConfig(Strict):
 class WeightsConfig(Strict):
     transport: Literal["auto", "shm", "gloo", "disk"] = "auto"
     """shm: memory shared on one host. gloo: over the network. disk: through files in the run's directory, which trainer and servers must
-    share; slow, for servers that no network group reaches. auto: shm for a server on this host, else gloo."""
+    share; slow, for servers that no network group reaches. auto: shm if ranks and servers are on one host, else gloo."""
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20

@@ -94,7 +94,9 @@ class WeightPublisher:
         """Connected to just these processes."""
         if self._transport is None:
             hosts = [self._config.rollout.host] * self._config.rollout.num_servers
-            self._transport = resolve_transport(self._config.weights.transport, source_host=await self._train.host(), receiver_hosts=hosts)
+            self._transport = resolve_transport(
+                self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
+            )
         wanted = [(member.engine.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
             receivers = {member.engine.name: member.engine.receiver() for member in members}
