@@ -116,7 +116,7 @@ class _Node:
 
     async def _lead(self, arguments: Sequence[str]) -> int:
         """What the driver's exit code was; QUEUE_AGAIN for a run that is to be continued."""
-        async with hold_meeting(self._meeting_file, self._config.slurm.interface) as meeting, _watching() as watch:
+        async with hold_meeting(self._meeting_file, self._config.network.interface) as meeting, _watching() as watch:
             guests = await meeting.gather(self._place.names[1:], self._seconds)
             watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
             try:
