@@ -204,7 +204,7 @@ class RolloutConfig(Strict):
 class WeightsConfig(Strict):
     transport: Literal["auto", "shm", "gloo", "disk"] = "auto"
     """shm: memory shared on one host. gloo: over the network. disk: through files in the run's directory, which trainer and servers must
-    share; slow, for servers that no network group reaches. auto: shm for a server on this host, else gloo."""
+    share; slow, for servers that no network group reaches. auto: shm if ranks and servers are on one host, else gloo."""
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20
@@ -248,8 +248,8 @@ class NetworkConfig(Strict):
     """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
     environment already has wins. Without GPUs nothing is set."""
     interface: str | None = None
-    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). None: on nodes with GPUs the one
-    that other nodes reach, elsewhere the libraries' choice."""
+    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and Ray in a job of moerl launch.
+    None: in such a job, and on nodes with GPUs, the one that other nodes reach; elsewhere the libraries' choice."""
     variables: dict[str, str | int] = field(default_factory=dict)
     """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
     detection and environment."""

@@ -54,8 +54,6 @@ class SlurmConfig(Strict):
     pass_environment: tuple[str, ...] = ()
     """Names of variables whose values the job takes from where it is submitted, e.g. WANDB_API_KEY. Beyond these, HOME, USER, LANG and PATH
     the job inherits nothing."""
-    interface: str | None = None
-    """Network interface for Ray and the process groups, e.g. bond0. None: the one over which the nodes reach the first."""
     preflight: bool | None = None
     """Once Ray runs, moerl doctor examines the nodes and measures their links. If a node cannot carry the run, the job ends; its log says
     why, and doctor.json beside the nodes' logs. None: where nodes have GPUs."""
@@ -99,7 +97,7 @@ def slurm_problems(slurm: SlurmConfig, ranks: int) -> Iterator[Problem]:
 
 
 _WORDS = {
-    "partition": r"[\w.,+-]+", "account": r"[\w.@+-]+", "qos": r"[\w.+-]+", "interface": r"[\w.:@-]+", "exclude": r"[\w.,\[\]-]+",
+    "partition": r"[\w.,+-]+", "account": r"[\w.@+-]+", "qos": r"[\w.+-]+", "exclude": r"[\w.,\[\]-]+",
     "time": r"[\d:-]+|UNLIMITED", "constraint": r"[\w.&|*\[\]()+-]+",
 }  # fmt: skip
 """In an #SBATCH line a space or a quote would end the value."""

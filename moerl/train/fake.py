@@ -87,8 +87,8 @@ class FakeTrainGroup:
     async def close(self) -> None:
         self.weight_source.close()
 
-    async def host(self) -> str:
-        return "localhost"
+    async def hosts(self) -> list[str]:
+        return ["localhost"]
 
     def _export(self) -> dict[str, torch.Tensor]:
         with self._residency.running("export"):

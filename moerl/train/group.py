@@ -65,8 +65,8 @@ class TrainGroup(Protocol):
     async def close(self) -> None:
         """End every rank; safe to call twice."""
 
-    async def host(self) -> str:
-        """Of rank 0."""
+    async def hosts(self) -> list[str]:
+        """Addresses of the ranks, in their order."""
 
     @property
     def weight_source(self) -> WeightSource:
@@ -144,9 +144,8 @@ class MegatronTrainGroup:
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
         return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
 
-    async def host(self) -> str:
-        host: str = await self._rank0("host")
-        return host
+    async def hosts(self) -> list[str]:
+        return await self._all("address")
 
     @property
     def weight_source(self) -> WeightSource:

@@ -1,11 +1,10 @@
 """One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
 
-Every method but `host`, `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
 controller calls it on all.
 """
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,10 +44,6 @@ class TrainWorker:
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
         torch.set_num_threads(1)
-
-    def host(self) -> str:
-        """Its name: who has the same one shares memory."""
-        return socket.gethostname()
 
     def address(self) -> str:
         """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""

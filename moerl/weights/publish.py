@@ -102,7 +102,9 @@ class WeightPublisher:
         """Connected to just these processes."""
         if self._transport is None:
             hosts = [member.engine.host for member in self._pool.fleet.members]
-            self._transport = resolve_transport(self._config.weights.transport, source_host=await self._train.host(), receiver_hosts=hosts)
+            self._transport = resolve_transport(
+                self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
+            )
         wanted = [(member.engine.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
             receivers = {member.engine.name: member.engine.receiver() for member in members}

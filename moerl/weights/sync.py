@@ -166,12 +166,14 @@ class WeightSync:
         return {name: task.result() for name, task in tasks.items()}
 
 
-def resolve_transport(transport: Literal["auto", "shm", "gloo", "disk"], *, source_host: str, receiver_hosts: Sequence[str]) -> Transport:
-    """auto: shm if every receiver runs on the trainer's host, else gloo. Raises WeightError for a host name that does not resolve."""
+def resolve_transport(
+    transport: Literal["auto", "shm", "gloo", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
+) -> Transport:
+    """auto: shm if every trainer rank and every receiver run on one host, else gloo. WeightError for a host name that does not resolve."""
     if transport != "auto":
         return transport
-    source = _addresses(source_host)
-    return "shm" if all(source & _addresses(host) for host in receiver_hosts) else "gloo"
+    common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
+    return "shm" if common else "gloo"
 
 
 def _addresses(host: str) -> set[str]:
