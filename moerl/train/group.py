@@ -97,10 +97,13 @@ class MegatronTrainGroup:
         resources = ray.cluster_resources()
         # Where there are fewer cores than ranks they share them; Ray would never start the last ones.
         share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
-        actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1}, **share)(TrainWorker)
+        options = {"max_restarts": 0, "concurrency_groups": {SAVE_THREAD: 1}, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(**options, **share)(TrainWorker)
         self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
         settings, deadline = self._settings(), config.train.start_seconds
-        host = await self._rank0("host", deadline=deadline)
+        network = await self._all("use_network", config.network, deadline=deadline)
+        logger.info("rank 0's network settings: %s", network[0] or "none")
+        host = await self._rank0("address", deadline=deadline)
         port = await self._rank0("open_store", deadline=deadline)
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
