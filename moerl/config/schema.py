@@ -208,7 +208,7 @@ class WeightsConfig(Strict):
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20
-    """A tensor larger than this travels alone."""
+    """Each training rank that sends has two buffers of this size. Larger tensors are cut by rows; an expert's larger one travels alone."""
     canary_every: NotNegative = 10
     """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4

@@ -63,7 +63,7 @@ def _weights(scheduler: Any, step: str, body: str) -> None:
         model = scheduler.moerl_model = _Model(scheduler)
     if step == "begin":
         model.installed.begin()
-    run_step(model.session, step, body, process=scheduler.tp_rank)
+    run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
     if step == "finish":
         model.installed.check_reached(model.parameters())
 
@@ -78,7 +78,7 @@ class _Model:
         self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
         self.installed = InstalledBytes(runner.model.load_weights)
         specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
-        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_rank]
+        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
         self.session = WeightSession(specs, self._load, needs=needs)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
