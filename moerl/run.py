@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.hang import HangReports
 from moerl.cluster.reaper import reaping_ray
 from moerl.config.load import to_yaml
 from moerl.config.model_shape import read_config
@@ -69,18 +70,19 @@ async def _processes(
     config: RunConfig, model_dir: Path, observe: Observer
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
-    rollout = config.rollout
+    rollout, hangs = config.rollout, HangReports(config.run_dir)
     pool = RolloutPool(
         build_engines(config, model_dir, config.run_dir / "logs"),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
         vocab_size=read_config(model_dir)["vocab_size"],
-        request_seconds=rollout.request_seconds,
+        request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
-        probe_seconds=rollout.probe_seconds,
+        probe_seconds=config.deadlines.probe_seconds,
+        hangs=hangs,
     )
     rewards = RewardPool(config.reward)
-    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints")
+    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", hangs=hangs)
     async with AsyncExitStack() as stack:
         for part in (pool, rewards, group):
             stack.push_async_callback(part.close)

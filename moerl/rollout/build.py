@@ -47,7 +47,7 @@ def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path,
     }
     command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
     log_path = log_dir / f"rollout-{index}.log"
-    return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
+    return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=config.deadlines.start_seconds)
 
 
 def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import TypeAdapter
 
+from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
@@ -34,6 +35,13 @@ class HTTPEngine:
     def pid(self) -> int | None:
         """Of the server process; None before start."""
         return self._process.pid
+
+    @property
+    def party(self) -> Party:
+        return self._process.party
+
+    def kill(self) -> None:
+        self._process.kill()
 
     async def start(self) -> None:
         port = await self._process.start()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, TensorSpec, Transport
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import read_state
@@ -86,6 +87,10 @@ class FakeTrainGroup:
     async def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+
+    @property
+    def parties(self) -> list[Party]:
+        return []
 
     async def host(self) -> str:
         return "localhost"

@@ -12,19 +12,17 @@ import numpy as np
 import ray
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.hang import HangReports
+from moerl.cluster.party import Party
 from moerl.config.schema import RunConfig
 from moerl.push_types import Bucket, Manifest, Transport
+from moerl.train.calls import RankCalls, forget, has_failed, is_echo
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.saving import CheckpointSaver
-from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
+from moerl.types import SavedCheckpoint, StepStats, TrainBatch
 
 logger = logging.getLogger(__name__)
-
-_SETTLE_SECONDS = 5.0
-"""After the first failure, how long the other ranks get to report theirs: the first to notice is often not the cause."""
-_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed")
-"""What gloo and NCCL say on ranks that only lost a peer."""
 
 
 class TrainGroup(Protocol):
@@ -62,6 +60,10 @@ class TrainGroup(Protocol):
     async def close(self) -> None:
         """End every rank; safe to call twice."""
 
+    @property
+    def parties(self) -> list[Party]:
+        """Its ranks, for the report about a phase that hangs."""
+
     # weights.sync.WeightSource
 
     async def host(self) -> str: ...
@@ -76,9 +78,12 @@ class TrainGroup(Protocol):
 class MegatronTrainGroup:
     """Ray actors running moerl.train.worker.TrainWorker, one per rank. Ray must be initialised."""
 
-    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path):
+    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path, hangs: HangReports | None = None):
+        """`hangs`: None: those of the run's directory; the same object for all who wait for the ranks tells one hang from two."""
+        self._hangs = HangReports(config.run_dir) if hangs is None else hangs
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
+        self._calls: RankCalls | None = None
         self._joining_export: asyncio.Task[list[Any]] | None = None
         self._saver = CheckpointSaver(
             self._checkpoint_dir,
@@ -99,10 +104,12 @@ class MegatronTrainGroup:
         share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
         actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1}, **share)(TrainWorker)
         self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
-        settings, deadline = self._settings(), config.train.start_seconds
-        host = await self._rank0("host", deadline=deadline)
-        port = await self._rank0("open_store", deadline=deadline)
-        patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
+        run_dir = config.run_dir.resolve()
+        self._calls = RankCalls(self._workers, config.deadlines, self._hangs)
+        self._calls.know(await self._all("place", run_dir / "logs"))
+        host, port = await self._rank0("host"), await self._rank0("open_store")
+        # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.
+        patches = await self._all("start", self._settings(), config.seed, host, port, 2 * config.deadlines.longest_seconds)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
     @asynccontextmanager
@@ -151,7 +158,13 @@ class MegatronTrainGroup:
             self._joining_export.cancel()
         for worker in self._workers:
             ray.kill(worker)
-        self._workers = []
+        if self._calls is not None:
+            await self._calls.end()
+        self._workers, self._calls = [], None
+
+    @property
+    def parties(self) -> list[Party]:
+        return [] if self._calls is None else self._calls.parties
 
     # -- WeightSource ------------------------------------------------------------------------------------------
 
@@ -171,15 +184,16 @@ class MegatronTrainGroup:
     async def next_bucket(self, index: int) -> Bucket | None:
         """Rank 0 packs while the others take part in the export; it may wait for one of them that has failed."""
         if index == 0:
-            self._joining_export = asyncio.create_task(self._call("join_export", self._workers[1:], (), first_rank=1))
+            others = range(1, self._config.train.layout.ranks)
+            self._joining_export = asyncio.create_task(self._on_ranks("join_export", others))
         assert self._joining_export is not None, "bucket 0 begins a push"
         packing, joining = asyncio.create_task(self._rank0("next_bucket", index)), self._joining_export
-        while not packing.done() and not _failed(joining):
+        while not packing.done() and not has_failed(joining):
             await asyncio.wait([task for task in (packing, joining) if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-        if _failed(packing) or _failed(joining):
-            await asyncio.wait([packing, joining], timeout=_SETTLE_SECONDS)
-            _cancel([packing, joining])
-            raise min((error for task in (packing, joining) if task.done() and (error := task.exception())), key=_is_echo)
+        if has_failed(packing) or has_failed(joining):
+            await asyncio.wait([packing, joining], timeout=self._config.deadlines.settle_seconds)
+            forget([packing, joining])
+            raise min((error for task in (packing, joining) if task.done() and (error := task.exception())), key=is_echo)
         bucket: Bucket | None = packing.result()
         if bucket is None:
             await joining
@@ -209,65 +223,12 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
         )
 
-    async def _rank0(self, verb: str, *args: Any, deadline: float | None = None) -> Any:
-        return (await self._call(verb, self._workers[:1], args, deadline=deadline))[0]
+    async def _rank0(self, verb: str, *args: Any) -> Any:
+        return (await self._on_ranks(verb, [0], *args))[0]
 
-    async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
-        return await self._call(verb, self._workers, args, deadline=deadline)
+    async def _all(self, verb: str, *args: Any) -> list[Any]:
+        return await self._on_ranks(verb, range(self._config.train.layout.ranks), *args)
 
-    async def _call(
-        self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0
-    ) -> list[Any]:
-        """Every worker's answer. On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
-        if not workers:
-            return []
-        seconds = self._config.train.phase_seconds if deadline is None else deadline
-        calls = [asyncio.ensure_future(_await(getattr(worker, verb).remote(*args))) for worker in workers]
-        try:
-            _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
-            _cancel(calls)
-            raise
-        if any(map(_failed, calls)):
-            if pending:
-                await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
-            failures = {rank: e for rank, call in enumerate(calls, first_rank) if call.done() and (e := call.exception())}
-            _cancel(calls)
-            raise _cause(verb, failures)
-        if pending:
-            silent = [rank for rank, call in enumerate(calls, first_rank) if not call.done()]
-            _cancel(calls)
-            raise TrainError(f"{verb}: ranks {silent} of {len(self._workers)} did not answer within {seconds:g} s")
-        return [call.result() for call in calls]
-
-
-async def _await(reference: Any) -> Any:
-    return await reference
-
-
-def _cancel(calls: Sequence[asyncio.Future[Any]]) -> None:
-    """Nobody waits for them any more: what they may yet fail with is no news."""
-    for call in calls:
-        call.cancel()
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _failed(task: asyncio.Future[Any]) -> bool:
-    return task.done() and task.exception() is not None
-
-
-def _is_echo(error: BaseException) -> bool:
-    return any(echo in str(error) for echo in _ECHOES)
-
-
-def _cause(verb: str, failures: Mapping[int, BaseException]) -> BaseException:
-    """The failure that is not an echo of another; a MoerlError of a rank as it is."""
-    rank, error = min(failures.items(), key=lambda item: (_is_echo(item[1]), item[0]))
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, MoerlError):
-        return cause
-    others = [other for other in failures if other != rank]
-    also = f"\nranks {others} failed after it" if others else ""
-    wrapped = TrainError(f"rank {rank} failed in {verb}:\n{error}{also}")
-    wrapped.__cause__ = error
-    return wrapped
+    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+        assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
+        return await self._calls.on_ranks(verb, ranks, *args)

@@ -3,6 +3,7 @@
 Every method but `host`, `open_store`, `write_checkpoint` and rank 0's own verbs is collective: the controller calls it on all ranks.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -17,26 +18,43 @@ import torch.distributed as dist
 
 import megatron_patches
 from moerl.algorithms.base import Objective
+from moerl.cluster.examine import num_memory_kills
+from moerl.cluster.party import ProcessId
+from moerl.cluster.process_log import write_to
+from moerl.cluster.stacks import answer_stack_requests
 from moerl.config.schema import WeightsConfig
 from moerl.push_types import Bucket, Manifest, Origin, TensorSpec, Transport
+from moerl.train.calls import RankPlace
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
+from moerl.train.rank_progress import keep_record, open_record
 from moerl.types import StepStats, TrainBatch
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
 
+logger = logging.getLogger(__name__)
 
 SAVE_THREAD = "save"
 """Ray's concurrency group of what runs beside training: the verbs of the thread that writes checkpoints."""
 
 
+@keep_record(beside=SAVE_THREAD)
 class TrainWorker:
     def __init__(self, rank: int, num_ranks: int):
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._origins: dict[str, Origin] = {}
         torch.set_num_threads(1)
+
+    def place(self, log_dir: Path) -> RankPlace:
+        """From here on the process can be looked at from outside, and what it writes goes to a log of its own."""
+        answer_stack_requests()
+        open_record()
+        log = write_to(log_dir / f"rank-{self._rank}.log")
+        host, node_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
+        logger.info("rank %d of %d on %s, process %d", self._rank, self._num_ranks, host, os.getpid())
+        return RankPlace(host=host, node_id=node_id, process=ProcessId.of(os.getpid()), log=log, num_memory_kills=num_memory_kills())
 
     def host(self) -> str:
         return socket.gethostname()
