@@ -42,7 +42,7 @@ def doing(found: Seen) -> str:
         group = lines.get(line.second)
         where = f" of {group.text}, number {group.first}," if group is not None else ""
         parts.append(f"{'inside' if line.first else 'newest communication'} {line.text}{where} for {_age(line, found)}")
-    if (line := lines.get(WAIT)) is not None and line.first:
+    if (line := lines.get(WAIT)) is not None and line.first and not (COLLECTIVE in lines and lines[COLLECTIVE].first):
         parts.append(f"waits for a communication that was begun before, for {_age(line, found)}")
     return "; ".join(parts)
 

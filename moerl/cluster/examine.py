@@ -1,7 +1,6 @@
 """What can be seen of processes from outside, on their node: state, memory, stacks, progress; and of the node: GPUs, kills for memory."""
 
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -58,12 +57,11 @@ def examine(processes: Sequence[ProcessId]) -> NodeReport:
 
 
 def kill(processes: Sequence[ProcessId]) -> None:
-    """SIGKILL, which also ends a stopped process; returns when they are gone. On the node of the processes."""
-    alive = [process for wanted in processes if (process := _find(wanted)) is not None]
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=5.0)
+    """By SIGKILL, which also ends a stopped process. On the node of the processes."""
+    for wanted in processes:
+        if (process := _find(wanted)) is not None:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def num_memory_kills() -> int | None:
@@ -117,7 +115,7 @@ def _examine(process: psutil.Process, py_spy: str | None) -> Examined:
     state, memory = process.status(), process.memory_info().rss
     return Examined(
         pid=process.pid,
-        command=" ".join(process.cmdline()),
+        command=" ".join(process.cmdline()).strip(),
         state=state,
         rss_bytes=memory,
         stacks=stacks_of(process.pid, py_spy=py_spy),

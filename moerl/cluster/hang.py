@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from moerl.cluster.blame import Seen, blame, doing
 from moerl.cluster.examine import Examined, NodeReport, examine
-from moerl.cluster.nodes import on_node
+from moerl.cluster.on_node import on_node
 from moerl.cluster.party import Party
 from moerl.types import HangError, Origin
 
@@ -119,7 +119,7 @@ def _conclusion(
         pid = f", process {party.process.pid}" if party.process is not None else ""
         yield f"* {name} on node {party.node}{pid}: {reason}" + (f"\n    {what}" if what else "")
     if others := [name for name in silent if name not in reasons]:
-        yield f"{', '.join(others)} did not answer either; they wait"
+        yield f"no answer either from {', '.join(others)}"
 
 
 def _whole(findings: Mapping[str, _Finding], nodes: Mapping[str, tuple[NodeReport, int] | str]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError
 
 from moerl.cluster.examine import kill, num_memory_kills
 from moerl.cluster.hang import HangReports
-from moerl.cluster.nodes import on_node
+from moerl.cluster.on_node import on_node
 from moerl.cluster.party import Party, ProcessId
 from moerl.cluster.tracebacks import headline
 from moerl.config.schema_deadlines import DeadlineConfig, Phase
@@ -153,7 +153,7 @@ class RankCalls:
         return Origin(who=f"rank {rank} of {len(self._workers)}", node=node, doing=verb, log=log, details=details)
 
     async def _reason(self, rank: int, error: BaseException) -> list[str]:
-        if not isinstance(error, RayActorError):
+        if not isinstance(error, RayActorError) or error.actor_init_failed:
             return headline(str(error))
         place = self._places[rank] if self._places else None
         if place is None:

@@ -3,22 +3,32 @@
 import asyncio
 import itertools
 import os
+import re
 import signal
+import socket
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from moerl.algorithms.sft import SFT
+from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
 from moerl.config.layout import Layout
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
 from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
+from moerl.train import checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import HangError, ResidencyError, TrainError
+from moerl.types import CheckpointError, HangError, ResidencyError, TrainError
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
+DEADLINES = DeadlineConfig()
+LONG_BATCH = sft_batch([((1, 2, 3), tuple(range(4, 30)))] * 60)
+"""Of many micro-batches."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +59,7 @@ def run_with(cluster, checkpoints, tmp_path):
         weights=WeightsConfig(bucket_bytes=20_000),
     )
 
-    def run(scenario, deadlines=DeadlineConfig(), **changes):
+    def run(scenario, deadlines=DEADLINES, **changes):
         changed = replace(config, train=replace(config.train, **changes), deadlines=deadlines)
         group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path / "checkpoints")
 
@@ -58,7 +68,10 @@ def run_with(cluster, checkpoints, tmp_path):
                 await group.start()
                 await scenario(group, [await worker.process_id.remote() for worker in group._workers])
             finally:
+                processes = [place.process for place in group._calls._places]
                 await group.close()
+                _, alive = psutil.wait_procs([psutil.Process(each.pid) for each in processes if psutil.pid_exists(each.pid)], timeout=20)
+                assert not alive
 
         asyncio.run(whole())
 
@@ -76,22 +89,106 @@ def test_a_rank_that_dies_during_a_push_is_named_although_another_one_sends(run_
         await group.listen("shm", 1)
         assert (await group.next_bucket(0)).index == 0
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in join_export, on node .*\n    its process \d+ died without a Python error\n"):
+        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in join_export, on node .*\n    its process \d+ died without"):
             await pack_the_rest(group)
 
     run_with(scenario)
 
 
-def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
+def report_of(error):
+    """The conclusion, and the section of each process by its name."""
+    path = str(error).splitlines()[-1].removeprefix("stacks and progress of all: ")
+    conclusion, *sections = Path(path).read_text().split("\n== ")
+    return conclusion, {section.split(" on node")[0]: section for section in sections}
+
+
+def freeze_when(pid, is_there):
+    """Stops the process once its own record, by line, says that it is where it should hang."""
+    end = time.monotonic() + 20
+    while not is_there(read_progress(pid)) and time.monotonic() < end:
+        os.sched_yield()
+    os.kill(pid, signal.SIGSTOP)
+
+
+def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with):
+    """All are silent."""
+
+    def in_second_micro_batch(lines):
+        work, micro_batch = lines[WORK], lines.get(MICRO_BATCH)
+        return work.text == "update" and micro_batch is not None and micro_batch.first >= 2
+
     async def scenario(group, pids):
-        stats = await group.update(BATCH, SFT(), lr=1e-3)
-        assert stats.num_tokens == 5
+        updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
+        await asyncio.to_thread(freeze_when, pids[1], in_second_micro_batch)
+        with pytest.raises(HangError) as caught:
+            await updating
+        first, second, third, *_ = str(caught.value).splitlines()
+        assert first == "update: rank 1 did not arrive within 3 s (deadlines.update_seconds)"
+        assert second.startswith(f"* rank 1 on node {socket.gethostname()}, process {pids[1]}: its process is stopped (state stopped")
+        assert re.search(
+            r"in update for \d\.\d s; micro-batch \d+ of \d+; (inside|newest communication) \w+ of \[0, 1\] \w+, number \d+", third
+        )
+        assert (caught.value.names, caught.value.origin.doing) == (("rank 1",), "update")
+        conclusion, sections = report_of(caught.value)
+        assert str(caught.value).startswith(conclusion.strip())
+        assert "stacks: py-spy" in sections["rank 1"]
+        assert re.search(r"MegatronEngine\._update \(/.*moerl/train/engine.py:\d+\)", sections["rank 1"])
+        assert re.search(r"in update for .*; inside \w+ of \[0, 1\]", sections["rank 0"])
+        assert f"rank 1 of 2 on {socket.gethostname()}" in sections["rank 1"], "the end of its log"
+        with pytest.raises(HangError):  # at once, whatever comes next
+            await group.logprobs(BATCH)
+
+    run_with(scenario, deadlines=DeadlineConfig(update_seconds=3))
+
+
+def test_a_rank_frozen_in_a_push_is_named_although_another_one_packs(run_with):
+    async def scenario(group, pids):
+        await group.listen("shm", 1)
+        assert (await group.next_bucket(0)).index == 0
         os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(HangError) as e:
-            await group.update(BATCH, SFT(), lr=1e-3)
-        print(str(e.value))
-        print(open(str(e.value).splitlines()[-1].split(": ")[1]).read())
-    run_with(scenario, deadlines=DeadlineConfig(update_seconds=2))
+        with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 2 s \(deadlines.push_seconds\)\n") as caught:
+            await pack_the_rest(group)
+        _, sections = report_of(caught.value)
+        assert "MegatronEngine.export" in sections["rank 1"]
+
+    run_with(scenario, deadlines=DeadlineConfig(push_seconds=2))
+
+
+def test_a_rank_frozen_in_the_staging_of_a_save_is_named(run_with):
+    async def scenario(group, pids):
+        await group.update(BATCH, SFT(), lr=1e-3)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(HangError, match=r"^save: rank 1 did not arrive within 2 s \(deadlines.save_seconds\)\n") as caught:
+            await group.save(1, {})
+        _, sections = report_of(caught.value)
+        assert "TrainWorker.stage_checkpoint" in sections["rank 0"]
+        assert "stacks: py-spy" in sections["rank 1"]
+
+    run_with(scenario, deadlines=DeadlineConfig(save_seconds=2))
+
+
+def test_a_rank_whose_file_system_hangs_while_it_writes_a_checkpoint_is_named(run_with, monkeypatch):
+    """Opening a pipe that nobody reads blocks for ever, like a file of a storage that is gone."""
+
+    def begin(root, version):
+        directory = upstream(root, version)
+        os.mkfifo(directory / "__1_0.distcp")
+        return directory
+
+    upstream = checkpoint.begin
+    monkeypatch.setattr(checkpoint, "begin", begin)
+
+    async def scenario(group, pids):
+        await group.update(BATCH, SFT(), lr=1e-3)
+        await group.save(1, {})
+        with pytest.raises(CheckpointError, match=r"could not be written.*\nsave: rank 1 did not arrive within 2 s") as caught:
+            await group.saved(wait=True)
+        assert isinstance(caught.value.__cause__, HangError)
+        conclusion, sections = report_of(caught.value)
+        assert "after stage_checkpoint for" in conclusion and "beside it in write_checkpoint for" in conclusion
+        assert re.search(r"ShardWriter.write \(/.*shard_writer.py:\d+\)", sections["rank 1"])
+
+    run_with(scenario, deadlines=DeadlineConfig(save_seconds=2))
 
 
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
