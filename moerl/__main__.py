@@ -138,7 +138,8 @@ def main() -> None:
     except asyncio.CancelledError:  # at SIGTERM, once everything is closed
         sys.exit(128 + signal.SIGTERM)
     except MoerlError as error:
-        sys.stderr.write(f"moerl: {error}\n")
+        # Notes: the closing lines of a run's failure.
+        sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
         sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else 1)
 
 

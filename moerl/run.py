@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -17,11 +18,13 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.hang import HangReports
 from moerl.cluster.reaper import reaping_ray
+from moerl.cluster.stacks import answer_stack_requests
 from moerl.config.load import to_yaml
 from moerl.config.model_shape import read_config
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
+from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
@@ -32,7 +35,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.sft import warm_start
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ConfigError, MoerlError, Problem
+from moerl.types import ConfigError, HangError, MoerlError, Problem
 from moerl.weights.publish import WeightPublisher
 
 _NUM_CANARY_PROMPTS = 4
@@ -43,10 +46,23 @@ def train(config: RunConfig) -> Path:
 
     Raises MoerlError, and asyncio.CancelledError at SIGTERM; leaves no process and no shared memory.
     """
+    answer_stack_requests()
     with _claimed(config):
-        with Observer(config) as observe:
-            asyncio.run(_train(config, observe))
-        return write_report(config.run_dir)
+        hang: HangError | None = None
+        for num_restarts in itertools.count():
+            try:
+                with Observer(config) as observe:
+                    if hang is not None:
+                        observe.notice(
+                            f"restart {num_restarts} of {config.deadlines.max_restarts}, from the newest checkpoint, after a hang"
+                        )
+                    asyncio.run(_train(config, observe))
+                return write_report(config.run_dir)
+            except MoerlError as error:
+                hang = next((each for each in chain_of(error) if isinstance(each, HangError)), None)
+                if hang is None or config.deadlines.on_hang == "stop" or num_restarts == config.deadlines.max_restarts:
+                    raise
+        raise AssertionError("the loop ends by itself")
 
 
 async def _train(config: RunConfig, observe: Observer) -> None:

@@ -1,5 +1,6 @@
 """What can be seen of processes from outside, on their node: state, memory, stacks, progress; and of the node: GPUs, kills for memory."""
 
+import re
 import shutil
 import socket
 import subprocess
@@ -64,15 +65,19 @@ def kill(processes: Sequence[ProcessId]) -> None:
                 process.kill()
 
 
-def num_memory_kills() -> int | None:
-    """Of the memory cgroup of this process, since it was made; None where that cannot be read."""
-    for group in _memory_cgroups():
-        for name in ("memory.events", "memory.oom_control"):
-            with suppress(OSError, ValueError):
-                lines = dict(line.split(maxsplit=1) for line in (group / name).read_text().splitlines())
-                if "oom_kill" in lines:
-                    return int(lines["oom_kill"])
-    return None
+def memory_counter() -> Path | None:
+    """The file that counts how often the kernel killed a process of this one's cgroup for memory; None where there is none."""
+    files = (group / name for group in _memory_cgroups() for name in ("memory.events", "memory.oom_control"))
+    return next((file for file in files if memory_kills(file) is not None), None)
+
+
+def memory_kills(counter: Path) -> int | None:
+    """So far, by a file of `memory_counter` on this node; None if it cannot be read (any more)."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
 
 
 def _memory_cgroups() -> Iterator[Path]:

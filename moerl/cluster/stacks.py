@@ -6,6 +6,7 @@ system forbids it, the process is sent STACK_SIGNAL, at which faulthandler write
 
 import ctypes
 import faulthandler
+import functools
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ class Stacks:
     """Which of the two wrote `text`, and why not the better one; or why there is none."""
 
 
+@functools.cache
 def answer_stack_requests() -> None:
     """In each process of a run, once: other processes of the same user may read its stacks, in both ways."""
     # Without it Yama (kernel.yama.ptrace_scope = 1) lets only a parent read; an error says that there is no Yama.

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from moerl.cluster.examine import kill, num_memory_kills
+from moerl.cluster.examine import kill, memory_kills
 from moerl.cluster.hang import HangReports
 from moerl.cluster.on_node import on_node
 from moerl.cluster.party import Party, ProcessId
@@ -50,8 +50,10 @@ class RankPlace:
     node_id: str
     process: ProcessId
     log: Path
-    num_memory_kills: int | None
-    """On its node, when it started."""
+    memory_counter: Path | None
+    """Of its cgroup, see moerl.cluster.examine.memory_counter."""
+    memory_kills: int | None
+    """When it started."""
 
 
 class RankCalls:
@@ -162,15 +164,17 @@ class RankCalls:
 
 
 async def _memory(place: RankPlace) -> list[str]:
+    if place.memory_counter is None or place.memory_kills is None:
+        return []
     try:
-        now = await on_node(place.node_id, num_memory_kills, seconds=_KILL_SECONDS)
+        now = await on_node(place.node_id, memory_kills, place.memory_counter, seconds=_KILL_SECONDS)
     except (RayError, OSError) as error:
-        return [f"    its node does not answer either: {error}"]
-    if now is None or place.num_memory_kills is None:
-        return ["    whether the kernel killed it for memory cannot be read on its node"]
-    if now > place.num_memory_kills:
-        return [f"    the kernel killed {now - place.num_memory_kills} processes there for memory since the run began: probably this one"]
-    return ["    the kernel killed no process there for memory"]
+        return [f"    its node does not answer: {error}"]
+    if now is None or now == place.memory_kills:
+        return []
+    return [
+        f"    the kernel killed {now - place.memory_kills} processes there for lack of memory, probably this one"
+    ]
 
 
 def _crash(log: Path) -> list[str]:

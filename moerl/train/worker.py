@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import megatron_patches
 from moerl.algorithms.base import Objective
-from moerl.cluster.examine import num_memory_kills
+from moerl.cluster.examine import memory_counter, memory_kills
 from moerl.cluster.party import ProcessId
 from moerl.cluster.process_log import write_to
 from moerl.cluster.stacks import answer_stack_requests
@@ -54,7 +54,15 @@ class TrainWorker:
         log = write_to(log_dir / f"rank-{self._rank}.log")
         host, node_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
         logger.info("rank %d of %d on %s, process %d", self._rank, self._num_ranks, host, os.getpid())
-        return RankPlace(host=host, node_id=node_id, process=ProcessId.of(os.getpid()), log=log, num_memory_kills=num_memory_kills())
+        counter = memory_counter()
+        return RankPlace(
+            host=host,
+            node_id=node_id,
+            process=ProcessId.of(os.getpid()),
+            log=log,
+            memory_counter=counter,
+            memory_kills=None if counter is None else memory_kills(counter),
+        )
 
     def host(self) -> str:
         return socket.gethostname()
