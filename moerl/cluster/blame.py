@@ -39,7 +39,7 @@ def doing(found: Seen) -> str:
     if (line := lines.get(MICRO_BATCH)) is not None and line.written >= lines[WORK].written:
         parts.append(f"micro-batch {line.first} of {line.second}")
     if (line := lines.get(COLLECTIVE)) is not None:
-        group = lines.get(line.second)
+        group = lines.get(line.second) if line.second >= FIRST_GROUP else None
         where = f" of {group.text}, number {group.first}," if group is not None else ""
         parts.append(f"{'inside' if line.first else 'newest communication'} {line.text}{where} for {_age(line, found)}")
     if (line := lines.get(WAIT)) is not None and line.first and not (COLLECTIVE in lines and lines[COLLECTIVE].first):

@@ -172,9 +172,7 @@ async def _memory(place: RankPlace) -> list[str]:
         return [f"    its node does not answer: {error}"]
     if now is None or now == place.memory_kills:
         return []
-    return [
-        f"    the kernel killed {now - place.memory_kills} processes there for lack of memory, probably this one"
-    ]
+    return [f"    the kernel killed {now - place.memory_kills} processes there for lack of memory, probably this one"]
 
 
 def _crash(log: Path) -> list[str]:

@@ -20,7 +20,7 @@ from moerl.config.layout import Layout
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
 from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.train import checkpoint
+from moerl.train import calls, checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import CheckpointError, HangError, ResidencyError, TrainError
@@ -89,8 +89,9 @@ def test_a_rank_that_dies_during_a_push_is_named_although_another_one_sends(run_
         await group.listen("shm", 1)
         assert (await group.next_bucket(0)).index == 0
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in join_export, on node .*\n    its process \d+ died without"):
+        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in join_export, on node .*\n    its process \d+ died without") as caught:
             await pack_the_rest(group)
+        assert "memory" not in str(caught.value)
 
     run_with(scenario)
 
@@ -102,12 +103,12 @@ def report_of(error):
     return conclusion, {section.split(" on node")[0]: section for section in sections}
 
 
-def freeze_when(pid, is_there):
-    """Stops the process once its own record, by line, says that it is where it should hang."""
+def signal_when(number, pid, is_there):
+    """Once the process's own record, by line, says that it is where the signal should find it."""
     end = time.monotonic() + 20
     while not is_there(read_progress(pid)) and time.monotonic() < end:
         os.sched_yield()
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(pid, number)
 
 
 def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with):
@@ -119,7 +120,7 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
 
     async def scenario(group, pids):
         updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
-        await asyncio.to_thread(freeze_when, pids[1], in_second_micro_batch)
+        await asyncio.to_thread(signal_when, signal.SIGSTOP, pids[1], in_second_micro_batch)
         with pytest.raises(HangError) as caught:
             await updating
         first, second, third, *_ = str(caught.value).splitlines()
@@ -189,6 +190,53 @@ def test_a_rank_whose_file_system_hangs_while_it_writes_a_checkpoint_is_named(ru
         assert re.search(r"ShardWriter.write \(/.*shard_writer.py:\d+\)", sections["rank 1"])
 
     run_with(scenario, deadlines=DeadlineConfig(save_seconds=2))
+
+
+def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_own_frames_first(run_with):
+    class Failing(SFT):
+        def token_loss(self, *args, **kwargs):
+            import torch.distributed
+
+            if torch.distributed.get_rank() == 1:
+                raise ZeroDivisionError("rank 1 alone")
+            return super().token_loss(*args, **kwargs)
+
+    async def scenario(group, pids):
+        with pytest.raises(TrainError) as caught:
+            await group.update(BATCH, Failing(), lr=1e-3)
+        first, error, innermost, next_one, *_ = str(caught.value).splitlines()
+        assert first == f"rank 1 of 2 failed in update, on node {socket.gethostname()}"
+        assert error == "    ZeroDivisionError: rank 1 alone"
+        assert innermost.startswith(f"      at {__file__}:")
+        assert "in token_loss: raise ZeroDivisionError" in innermost
+        assert next_one.startswith("      at moerl/train/loss.py:")
+        origin = caught.value.origin
+        assert (origin.who, origin.doing) == ("rank 1 of 2", "update")
+        assert "micro_batch_loss" in origin.details
+        assert Path(origin.log).name == "rank-1.log"
+
+    run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
+
+
+def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_is_recognised(run_with, monkeypatch):
+    """The kernel's counter is one more than it was when the rank started."""
+    upstream = calls.memory_kills
+    monkeypatch.setattr(calls, "memory_kills", lambda counter: upstream(counter) + 1)
+
+    async def scenario(group, pids):
+        updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
+        await asyncio.to_thread(signal_when, signal.SIGKILL, pids[1], lambda lines: MICRO_BATCH in lines)
+        with pytest.raises(TrainError) as caught:
+            await updating
+        first, died, cause, *rest = str(caught.value).splitlines()
+        assert first == f"rank 1 of 2 failed in update, on node {socket.gethostname()}"
+        assert died == f"    its process {pids[1]} died without a Python error"
+        assert cause == "    it wrote no crash into its log: it was killed from outside, as by signal 9"
+        assert rest[0] == "    the kernel killed 1 processes there for lack of memory, probably this one"
+        assert rest[-1] == "after it failed: rank 0"
+        assert "rank 0 (it lost a peer):" in caught.value.origin.details
+
+    run_with(scenario)
 
 
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
