@@ -297,6 +297,8 @@ class MoerlError(Exception):
 
     origin: Origin | None = None
     """None: this process, where it was raised."""
+    exit_code: int = 1
+    """Of a run that ends with it."""
 
     def began_in(self, origin: Origin) -> Self:
         """Sets `origin`; for `raise Error(...).began_in(...)`."""
@@ -369,6 +371,14 @@ class DynamicSamplingError(MoerlError, RuntimeError):
 
 class GuardError(MoerlError, AssertionError):
     """A run-time check of the trainer against the engine failed."""
+
+
+class RunStopped(MoerlError):
+    """A run that was asked to end did, with its last step saved: nothing failed."""
+
+    def __init__(self, reason: str, exit_code: int):
+        super().__init__(f"stopped: {reason}; the same command continues the run")
+        self.exit_code = exit_code
 
 
 class ReportError(MoerlError, RuntimeError):

@@ -37,10 +37,12 @@ class DeadlineConfig(Strict):
     """Staging, and writing, of one checkpoint; also of the weights that end a supervised warm start."""
     settle_seconds: Seconds = 5.0
     """After the first failure, how long the other ranks or servers get to report theirs: the first to be noticed is often not the cause."""
-    on_hang: Literal["stop", "restart"] = "stop"
-    """restart: everything is ended, and the run goes on from its newest checkpoint, as the same command would."""
+    on_hang: Literal["stop", "restart", "requeue"] = "stop"
+    """When a phase has missed its deadline, and everything of the run is ended. stop: exit code 1. restart: the run goes on from its newest
+    checkpoint, with new processes, as the same command would. requeue: exit code 75, which asks who started the run to start it again,
+    perhaps on other nodes."""
     max_restarts: NotNegative = 3
-    """Of the whole run after a hang, in one process."""
+    """Of on_hang=restart, in one process of the run."""
 
     def of(self, phase: Phase) -> float:
         """In seconds."""
