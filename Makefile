@@ -19,7 +19,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines lint format clean
+.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines test-slurm lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ engines: ## make or update SGLang's own environment, for CPU where there is no G
 
 test-engines: venv engines ## the tests that start SGLang, one server at a time
 	$(BIN)/python -m pytest -q -m engine tests/rollout tests/run $(ARGS)
+
+test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs Debian's slurm-wlm and munge)
+	@bash scripts/slurm.sh
+	$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .

@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.hang import HangReports
+from moerl.cluster.network import applied, find_settings
+from moerl.cluster.ray_address import reached_at
 from moerl.cluster.reaper import reaping_ray
 from moerl.cluster.stacks import answer_stack_requests
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
@@ -103,7 +105,11 @@ async def _processes(
     )
     rewards = RewardPool(config.reward)
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", hangs=hangs)
+    hangs.include_in_pushes(lambda: [member.engine.party for member in pool.fleet.members])
+    hangs.include_in_pushes(lambda: group.parties)
     async with AsyncExitStack() as stack:
+        # For the servers, which this process starts; ranks look at the node that Ray chose for them.
+        stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
         for part in (pool, rewards, group):
             stack.push_async_callback(part.close)
         with observe.phase("start"):

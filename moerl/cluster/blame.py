@@ -25,8 +25,9 @@ class Seen:
 
 
 def blame(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:
-    """Of the `silent` ones those that the others wait for, with the reason."""
-    broken = {name: reason for name in silent if (reason := _breakage(seen[name].state))}
+    """Those that the `silent` ones wait for, with the reason: mostly one of them, or one that is stopped or gone."""
+    looked_at = [name for name, found in seen.items() if name in silent or found.state in (*_STOPPED, *_ENDED)]
+    broken = {name: reason for name in looked_at if (reason := _breakage(seen[name].state))}
     return broken or _behind(seen, silent) or _alone(seen, silent)
 
 

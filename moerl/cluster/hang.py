@@ -9,7 +9,7 @@ HangError that comes back.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -42,13 +42,20 @@ class _Finding:
 class HangReports:
     def __init__(self, run_dir: Path):
         self._directory = run_dir / "hangs"
+        self._in_pushes: list[Callable[[], Sequence[Party]]] = []
         self._newest: dict[str, tuple[float, frozenset[str], asyncio.Task[HangError]]] = {}
+
+    def include_in_pushes(self, parties: Callable[[], Sequence[Party]]) -> None:
+        """Both sides of a push may wait for one of the other: reports about pushes look at these too."""
+        self._in_pushes.append(parties)
 
     async def report(self, phase: str, deadline: str, *, parties: Sequence[Party], silent: Sequence[str]) -> HangError:
         """Examines all `parties`, of which the `silent` ones, by their names, did not arrive. `deadline`: its value and its setting."""
         begun, names, task = self._newest.get(phase, (0.0, frozenset(), None))
         if task is None or not names >= set(silent) or time.monotonic() - begun > _SAME_SECONDS:
-            task = asyncio.create_task(self._report(phase, deadline, parties, silent))
+            others = [party for source in self._in_pushes for party in source()] if phase == "push" else []
+            all_parties = list({party.name: party for party in (*others, *parties)}.values())
+            task = asyncio.create_task(self._report(phase, deadline, all_parties, silent))
             self._newest[phase] = (time.monotonic(), frozenset(silent), task)
         return await asyncio.shield(task)
 

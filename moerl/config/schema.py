@@ -11,6 +11,7 @@ from pydantic import Field
 
 from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import TrainConfig
+from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
@@ -233,6 +234,21 @@ class ObserveConfig(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkConfig(Strict):
+    """What NCCL and gloo are told of the links between nodes; `moerl doctor` prints it with reasons."""
+
+    detect: bool = True
+    """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
+    environment already has wins. Without GPUs nothing is set."""
+    interface: str | None = None
+    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). None: on nodes with GPUs the one
+    that other nodes reach, elsewhere the libraries' choice."""
+    variables: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
+    detection and environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTConfig(Strict):
     """Supervised warm start on the data set's own answers, before the first rollout."""
 
@@ -260,6 +276,8 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"
     seed: int = 0

@@ -14,10 +14,12 @@ from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
+from moerl.config.network import network_problems
 from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
+from moerl.config.slurm import slurm_problems
 from moerl.types import Problem
 
 
@@ -267,6 +269,10 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     yield from fp8_problems(config.train, _hf_config(config.model))
 
 
+def _slurm(config: RunConfig) -> Iterator[Problem]:
+    yield from slurm_problems(config.slurm, config.train.layout.ranks)
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run,
     _staleness,
@@ -287,6 +293,8 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _mtp,
     _bridge,
     _fp8,
+    _slurm,
+    lambda config: network_problems(config.network),
 )
 
 

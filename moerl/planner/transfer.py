@@ -11,11 +11,9 @@ from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
 from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
+from moerl.weights.fleet_plan import part_bytes
 from moerl.weights.plan import Plan, RolloutLayout, faults, plan_transfers
 from moerl.weights.schedule import bound_seconds, schedule
-
-_PART_BYTES = 32 * 2**20
-"""Of tensors that every GPU reads: a hundred parts and more for each GPU of a node in the models this is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,8 @@ def transfer_report(config: RunConfig, network: Network) -> str:
         raise ConfigError(problems)
     tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
-    plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=_PART_BYTES)
+    size = part_bytes(config.weights.bucket_bytes)
+    plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=size)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     return "".join(f"{line}\n" for line in _lines(plan, network))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from moerl.cluster.party import Party
-from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.limits import Limits
 from moerl.types import Completion, EngineError, EngineUnavailable, FinishReason, SamplingParams, VersionSpan, WeightError
@@ -248,6 +248,9 @@ class FakeReceiver:
 
     def __init__(self, engine: FakeEngine):
         self._engine = engine
+
+    async def needs(self) -> Needs:
+        return (self._engine._session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:
         async with self._stale_on_error():

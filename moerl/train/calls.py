@@ -5,7 +5,6 @@ call that still waits ends with the same error.
 """
 
 import asyncio
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,13 +32,12 @@ Calls = dict[int, asyncio.Task[Any]]
 
 _KILL_SECONDS = 20.0
 _PHASES: Mapping[str, Phase] = {
-    "place": "start", "host": "start", "open_store": "start", "start": "start", "load": "load", "faults_of_checkpoint": "load",
+    "place": "start", "host": "start", "address": "start", "use_network": "start", "open_store": "start", "start": "start",
+    "load": "load", "faults_of_checkpoint": "load",
     "wake": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "update": "update",
     "stage_checkpoint": "save", "write_checkpoint": "save", "finish_checkpoint": "save", "export_hf": "save",
 }  # fmt: skip
 """Of a call; all others belong to a push."""
-_DURING_OTHERS = ("join_export",)
-"""Lasts for as long as other calls bring something: its deadline begins anew when one of them has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,6 @@ class RankCalls:
         self._places: list[RankPlace] = []
         self._hung: asyncio.Future[HangError] = asyncio.get_running_loop().create_future()
         self._open: list[Calls] = []
-        self._last_end = 0.0
 
     def know(self, places: Sequence[RankPlace]) -> None:
         """From here on reports can look at the ranks."""
@@ -98,7 +95,6 @@ class RankCalls:
         finally:
             self._open.remove(calls)
             forget(calls.values())
-        self._last_end = time.monotonic()
         return [call.result() for call in calls.values()]
 
     async def end(self) -> None:
@@ -113,15 +109,13 @@ class RankCalls:
 
     async def _wait(self, verb: str, calls: Calls) -> None:
         """Until all have ended or one has failed. HangError if they have not at the deadline, or other calls have not at theirs."""
-        phase, begun = _PHASES.get(verb, "push"), time.monotonic()
+        phase = _PHASES.get(verb, "push")
         ending = asyncio.ensure_future(asyncio.wait(list(calls.values()), return_when=asyncio.FIRST_EXCEPTION))
         try:
             while not ending.done() and not self._hung.done():
-                since = max(begun, self._last_end) if verb in _DURING_OTHERS else begun
-                left = since + self._deadlines.of(phase) - time.monotonic()
-                if left <= 0:
+                await asyncio.wait((ending, self._hung), timeout=self._deadlines.of(phase), return_when=asyncio.FIRST_COMPLETED)
+                if not ending.done() and not self._hung.done():
                     await self._find_hung(phase)
-                await asyncio.wait((ending, self._hung), timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ending.cancel()
         if not ending.done():
@@ -131,7 +125,8 @@ class RankCalls:
         silent = sorted({rank for calls in self._open for rank, call in calls.items() if not call.done()})
         deadline = f"{self._deadlines.of(phase):g} s (deadlines.{phase}_seconds)"
         error = await self._hangs.report(phase, deadline, parties=self.parties, silent=[f"rank {rank}" for rank in silent])
-        if not self._hung.done():
+        # In a push ranks wait for a server that hangs: who pushes to it ends it, and the push begins anew.
+        if not self._hung.done() and any(party.name in error.names for party in self.parties):
             self._hung.set_result(error)
 
     async def _cause(self, verb: str, failures: Mapping[int, BaseException]) -> BaseException:

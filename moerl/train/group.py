@@ -1,6 +1,5 @@
 """All ranks of one model, seen from the driver: verbs that run on every rank, one cause when a rank fails."""
 
-import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,12 +14,13 @@ from moerl.algorithms.base import Objective
 from moerl.cluster.hang import HangReports
 from moerl.cluster.party import Party
 from moerl.config.schema import RunConfig
-from moerl.push_types import Bucket, Manifest, Transport
-from moerl.train.calls import RankCalls, forget, has_failed, is_echo
+from moerl.train.calls import RankCalls
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
+from moerl.train.push_source import MegatronSource
 from moerl.train.saving import CheckpointSaver
 from moerl.types import SavedCheckpoint, StepStats, TrainBatch
+from moerl.weights.sync import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +60,16 @@ class TrainGroup(Protocol):
     async def close(self) -> None:
         """End every rank; safe to call twice."""
 
+    async def host(self) -> str:
+        """Of rank 0."""
+
     @property
     def parties(self) -> list[Party]:
         """Its ranks, for the report about a phase that hangs."""
 
-    # weights.sync.WeightSource
-
-    async def host(self) -> str: ...
-    async def manifest(self, version: int) -> Manifest: ...
-    async def listen(self, transport: Transport, num_receivers: int) -> str: ...
-    async def connect(self) -> None: ...
-    async def next_bucket(self, index: int) -> Bucket | None: ...
-    async def transmit(self, bucket: Bucket) -> None: ...
-    async def abandon(self) -> None: ...
+    @property
+    def weight_source(self) -> WeightSource:
+        """What a push is fed from."""
 
 
 class MegatronTrainGroup:
@@ -84,7 +81,9 @@ class MegatronTrainGroup:
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
         self._calls: RankCalls | None = None
-        self._joining_export: asyncio.Task[list[Any]] | None = None
+        self._source = MegatronSource(
+            config.weights, directory=self._checkpoint_dir.parent / "push", all_ranks=self._all, one_rank=self._one_rank
+        )
         self._saver = CheckpointSaver(
             self._checkpoint_dir,
             model=json.loads((self._model_dir / "config.json").read_text()),
@@ -102,12 +101,15 @@ class MegatronTrainGroup:
         resources = ray.cluster_resources()
         # Where there are fewer cores than ranks they share them; Ray would never start the last ones.
         share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
-        actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1}, **share)(TrainWorker)
+        options = {"max_restarts": 0, "concurrency_groups": {SAVE_THREAD: 1}, "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(**options, **share)(TrainWorker)
         self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
         run_dir = config.run_dir.resolve()
         self._calls = RankCalls(self._workers, config.deadlines, self._hangs)
         self._calls.know(await self._all("place", run_dir / "logs"))
-        host, port = await self._rank0("host"), await self._rank0("open_store")
+        network = await self._all("use_network", config.network)
+        logger.info("rank 0's network settings: %s", network[0] or "none")
+        host, port = await self._rank0("address"), await self._rank0("open_store")
         # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.
         patches = await self._all("start", self._settings(), config.seed, host, port, 2 * config.deadlines.longest_seconds)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
@@ -148,14 +150,20 @@ class MegatronTrainGroup:
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
         return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
 
+    async def host(self) -> str:
+        host: str = await self._rank0("host")
+        return host
+
+    @property
+    def weight_source(self) -> WeightSource:
+        return self._source
+
     async def export_hf(self, directory: Path) -> None:
         """The weights as safetensors of at most about 5 GB each, with their index, into an absolute path."""
         await self._all("export_hf", directory, 5 * 10**9)
 
     async def close(self) -> None:
         self._saver.close()
-        if self._joining_export is not None:
-            self._joining_export.cancel()
         for worker in self._workers:
             ray.kill(worker)
         if self._calls is not None:
@@ -165,47 +173,6 @@ class MegatronTrainGroup:
     @property
     def parties(self) -> list[Party]:
         return [] if self._calls is None else self._calls.parties
-
-    # -- WeightSource ------------------------------------------------------------------------------------------
-
-    async def host(self) -> str:
-        return await self._rank0("host")
-
-    async def manifest(self, version: int) -> Manifest:
-        return (await self._all("manifest", version))[0]
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        directory = self._checkpoint_dir.parent / "push"
-        return await self._rank0("listen", transport, num_receivers, self._config.weights, await self.host(), directory)
-
-    async def connect(self) -> None:
-        await self._rank0("connect")
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        """Rank 0 packs while the others take part in the export; it may wait for one of them that has failed."""
-        if index == 0:
-            others = range(1, self._config.train.layout.ranks)
-            self._joining_export = asyncio.create_task(self._on_ranks("join_export", others))
-        assert self._joining_export is not None, "bucket 0 begins a push"
-        packing, joining = asyncio.create_task(self._rank0("next_bucket", index)), self._joining_export
-        while not packing.done() and not has_failed(joining):
-            await asyncio.wait([task for task in (packing, joining) if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-        if has_failed(packing) or has_failed(joining):
-            await asyncio.wait([packing, joining], timeout=self._config.deadlines.settle_seconds)
-            forget([packing, joining])
-            raise min((error for task in (packing, joining) if task.done() and (error := task.exception())), key=is_echo)
-        bucket: Bucket | None = packing.result()
-        if bucket is None:
-            await joining
-        return bucket
-
-    async def transmit(self, bucket: Bucket) -> None:
-        await self._rank0("transmit", bucket)
-
-    async def abandon(self) -> None:
-        """An export is a collective, so that every rank runs it to its end."""
-        assert self._joining_export is not None, "bucket 0 begins a push"
-        await asyncio.gather(self._rank0("drop_export"), self._joining_export)
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -225,6 +192,9 @@ class MegatronTrainGroup:
 
     async def _rank0(self, verb: str, *args: Any) -> Any:
         return (await self._on_ranks(verb, [0], *args))[0]
+
+    async def _one_rank(self, rank: int, verb: str, *args: Any) -> Any:
+        return (await self._on_ranks(verb, [rank], *args))[0]
 
     async def _all(self, verb: str, *args: Any) -> list[Any]:
         return await self._on_ranks(verb, range(self._config.train.layout.ranks), *args)

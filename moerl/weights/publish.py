@@ -117,7 +117,7 @@ class WeightPublisher:
             receivers = {member.engine.name: member.engine.receiver() for member in members}
             deadlines = self._config.deadlines
             self._sync = WeightSync(
-                self._train,
+                self._train.weight_source,
                 receivers,
                 transport=self._transport,
                 deadline_seconds=deadlines.push_seconds,
@@ -132,9 +132,8 @@ class WeightPublisher:
         servers = {member.engine.party.name: member for member in members}
         names = [name for name, member in servers.items() if member.engine.name in silent]
         ranks = [party.name for party in self._train.parties] if SOURCE in silent else []
-        parties = [*(member.engine.party for member in members), *self._train.parties]
         deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
-        error = await hangs.report("push", deadline, parties=parties, silent=[*names, *ranks])
+        error = await hangs.report("push", deadline, parties=[member.engine.party for member in members], silent=[*names, *ranks])
         if all(name in servers for name in error.names):
             for name in error.names:
                 servers[name].engine.kill()

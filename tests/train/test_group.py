@@ -1,7 +1,6 @@
 """What the driver hears when ranks fail: real ranks as Ray actors, killed and stopped."""
 
 import asyncio
-import itertools
 import os
 import re
 import signal
@@ -17,13 +16,25 @@ import ray
 from moerl.algorithms.sft import SFT
 from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
 from moerl.config.layout import Layout
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
+from moerl.config.schema import (
+    GRPOConfig,
+    ModelConfig,
+    NetworkConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    TinyData,
+    WeightsConfig,
+)
 from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train import calls, checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import CheckpointError, HangError, ResidencyError, TrainError
+from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
+from moerl.weights.deliveries import stored_specs
+from moerl.weights.fleet_plan import plan_deliveries
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 DEADLINES = DeadlineConfig()
@@ -57,10 +68,12 @@ def run_with(cluster, checkpoints, tmp_path):
         rollout=RolloutConfig(max_response_tokens=8),
         output_dir=str(tmp_path / "runs"),
         weights=WeightsConfig(bucket_bytes=20_000),
+        network=NetworkConfig(variables={"NCCL_DEBUG": "WARN"}),
     )
 
-    def run(scenario, deadlines=DEADLINES, **changes):
-        changed = replace(config, train=replace(config.train, **changes), deadlines=deadlines)
+    def run(scenario, *, deadlines=DEADLINES, interface="lo", **changes):
+        network = replace(config.network, interface=interface)
+        changed = replace(config, train=replace(config.train, **changes), network=network, deadlines=deadlines)
         group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path / "checkpoints")
 
         async def whole():
@@ -78,22 +91,55 @@ def run_with(cluster, checkpoints, tmp_path):
     return run
 
 
-async def pack_the_rest(group):
-    for index in itertools.count(1):
-        if await group.next_bucket(index) is None:
-            return
+async def start_push(group):
+    """The ranks know what they send, and have digested it; their jobs."""
+    source = group.weight_source
+    outline = await source.outline()
+    names = tuple(spec.name for spec in stored_specs(outline.tensors))
+    found = plan_deliveries(outline, {"server": (names,)})
+    await source.listen("shm", found.jobs)
+    await source.digests()
+    return found.jobs
 
 
-def test_a_rank_that_dies_during_a_push_is_named_although_another_one_sends(run_with):
+async def pack_all(group, jobs):
+    for rank, job in jobs.items():
+        for bucket in job:
+            assert (await group.weight_source.pack(rank, bucket.index)).num_bytes == bucket.num_bytes
+    await group.weight_source.finish()
+
+
+def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collective(run_with):
     async def scenario(group, pids):
-        await group.listen("shm", 1)
-        assert (await group.next_bucket(0)).index == 0
+        jobs = await start_push(group)
+        assert set(jobs) == {0, 1}
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in join_export, on node .*\n    its process \d+ died without") as caught:
-            await pack_the_rest(group)
+        assert (await group.weight_source.pack(0, 0)).index == 0
+        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in pack, on node .*\n    its process \d+ died without") as caught:
+            await group.weight_source.pack(1, 0)
         assert "memory" not in str(caught.value)
+        assert (await group.weight_source.pack(0, 1)).index == 1
 
     run_with(scenario)
+
+
+def test_ranks_meet_over_the_network_that_the_run_names(run_with):
+    async def scenario(group, pids):
+        # What they were told at the start is in their environment, which is kept; variables of the run are set in any case.
+        assert await group._all("use_network", group._config.network) == [{"NCCL_DEBUG": "WARN"}] * 2
+        assert await group._all("use_network", NetworkConfig(interface="lo")) == [{}] * 2
+        stats = await group.update(BATCH, SFT(), lr=1e-3)
+        assert stats.num_tokens == 5
+
+    run_with(scenario)
+
+
+def test_an_interface_that_a_node_does_not_have_is_refused_before_ranks_meet(run_with):
+    async def scenario(group, pids):
+        raise AssertionError("it must not start")
+
+    with pytest.raises(ConfigError, match=r"network\.interface = 'nope0': is not an interface of"):
+        run_with(scenario, interface="nope0")
 
 
 def report_of(error):
@@ -144,13 +190,14 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
 
 def test_a_rank_frozen_in_a_push_is_named_although_another_one_packs(run_with):
     async def scenario(group, pids):
-        await group.listen("shm", 1)
-        assert (await group.next_bucket(0)).index == 0
+        jobs = await start_push(group)
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 2 s \(deadlines.push_seconds\)\n") as caught:
-            await pack_the_rest(group)
-        _, sections = report_of(caught.value)
-        assert "MegatronEngine.export" in sections["rank 1"]
+            await asyncio.gather(*(group.weight_source.pack(rank, 0) for rank in jobs))
+        conclusion, sections = report_of(caught.value)
+        assert "no answer either" not in conclusion, "no rank waits for another in a push"
+        assert "after digest_push for" in sections["rank 1"]
+        assert "stacks: py-spy" in sections["rank 1"]
 
     run_with(scenario, deadlines=DeadlineConfig(push_seconds=2))
 
@@ -247,9 +294,7 @@ def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
             await group.update(BATCH, SFT(), lr=1e-3)
         async with group.awake():
             stats = await group.update(BATCH, SFT(), lr=1e-3)
-            await group.listen("shm", 1)
-            assert (await group.next_bucket(0)).index == 0
-            await pack_the_rest(group)
+            await pack_all(group, await start_push(group))
             await group.save(1, {})
         async with group.awake():
             assert await group.load() == (1, {"version": 1})
