@@ -37,6 +37,11 @@ class Place:
     def name(self) -> str:
         return self.names[self.index]
 
+    @property
+    def is_first_try(self) -> bool:
+        """Of the job, which was not queued again yet."""
+        return self.job.endswith("-0")
+
 
 def place_of(environment: Mapping[str, str]) -> Place:
     """Raises MoerlError outside of a Slurm step."""

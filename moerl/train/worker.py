@@ -1,6 +1,6 @@
 """One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
 
-Every method but `host`, `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
 controller calls it on all.
 """
 
@@ -46,7 +46,10 @@ SAVE_THREAD = "save"
 
 @keep_record(beside=SAVE_THREAD)
 class TrainWorker:
-    def __init__(self, rank: int, num_ranks: int):
+    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
+        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
@@ -68,10 +71,6 @@ class TrainWorker:
             memory_counter=counter,
             memory_kills=None if counter is None else memory_kills(counter),
         )
-
-    def host(self) -> str:
-        """Its name: who has the same one shares memory."""
-        return socket.gethostname()
 
     def address(self) -> str:
         """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
@@ -103,11 +102,14 @@ class TrainWorker:
         megatron_patches.assert_active()
         return megatron_patches.active_names()
 
-    def wake(self) -> None:
-        self._engine.wake()
+    def wake(self) -> int:
+        return self._engine.wake()
 
-    def sleep(self) -> None:
-        self._engine.sleep()
+    def shed(self) -> int:
+        return self._engine.shed()
+
+    def sleep(self) -> int:
+        return self._engine.sleep()
 
     def logprobs(self, batch: TrainBatch, records_routes: bool) -> np.ndarray:
         return self._engine.logprobs(batch, records_routes=records_routes)

@@ -119,8 +119,8 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        streams = Streams(self._source.pack, self._install, settle_seconds=self._settle_seconds)
-        buckets = await streams.run({rank: len(job) for rank, job in self._deliveries.jobs.items()})
+        streams = Streams(self._deliveries.jobs, self._source.pack, self._install, settle_seconds=self._settle_seconds)
+        buckets = await streams.run()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         await self._source.finish()
         self._connected = True
@@ -178,12 +178,14 @@ class WeightSync:
         return {name: task.result() for name, task in tasks.items()}
 
 
-def resolve_transport(transport: Literal["auto", "shm", "gloo", "disk"], *, source_host: str, receiver_hosts: Sequence[str]) -> Transport:
-    """auto: shm if every receiver runs on the trainer's host, else gloo. Raises WeightError for a host name that does not resolve."""
+def resolve_transport(
+    transport: Literal["auto", "shm", "gloo", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
+) -> Transport:
+    """auto: shm if every trainer rank and every receiver run on one host, else gloo. WeightError for a host name that does not resolve."""
     if transport != "auto":
         return transport
-    source = _addresses(source_host)
-    return "shm" if all(source & _addresses(host) for host in receiver_hosts) else "gloo"
+    common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
+    return "shm" if common else "gloo"
 
 
 def _addresses(host: str) -> set[str]:

@@ -103,7 +103,7 @@ def test_values_reach_the_job_as_they_are(tmp_path: Path):
     assert {*overrides, greeting} <= set(printed)
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (143, False)])
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (203, True), (143, False)])
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
 def test_a_run_that_saved_is_queued_again_unless_it_was_cancelled(tmp_path: Path, code: int, requeued: bool, state: str):
     programs = {"srun": f"exit {code}", "squeue": f"echo {state}", "scontrol": 'echo "$@"'}
