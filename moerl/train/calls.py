@@ -34,7 +34,7 @@ _KILL_SECONDS = 20.0
 _PHASES: Mapping[str, Phase] = {
     "place": "start", "host": "start", "address": "start", "use_network": "start", "open_store": "start", "start": "start",
     "load": "load", "faults_of_checkpoint": "load",
-    "wake": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "update": "update",
+    "wake": "wake", "shed": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "update": "update",
     "stage_checkpoint": "save", "write_checkpoint": "save", "finish_checkpoint": "save", "export_hf": "save",
 }  # fmt: skip
 """Of a call; all others belong to a push."""

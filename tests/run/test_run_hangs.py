@@ -20,6 +20,11 @@ def train(output_dir, *overrides):
     return rows(output_dir, SYNC)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("undisturbed"))
+
+
 @pytest.fixture
 def freeze_rank_1(monkeypatch):
     """At the second update of the test; every process of the run at that moment."""
@@ -53,9 +58,8 @@ def test_a_run_whose_rank_hangs_goes_on_from_its_newest_checkpoint(tmp_path, fre
 
 
 @pytest.mark.slow
-def test_a_restart_after_a_hang_changes_no_bit(tmp_path, freeze_rank_1):
-    found = train(tmp_path / "hangs", "deadlines.on_hang=restart")
-    assert found == train(tmp_path / "undisturbed")
+def test_a_restart_after_a_hang_changes_no_bit(undisturbed, tmp_path, freeze_rank_1):
+    assert train(tmp_path, "deadlines.on_hang=restart") == undisturbed
 
 
 @pytest.mark.slow
@@ -74,14 +78,13 @@ def test_a_run_that_may_not_restart_ends_with_the_report_and_leaves_nothing(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
-def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_push(tmp_path, strike, transport):
+def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_push(undisturbed, tmp_path, strike, transport):
     """Long before its probes would tell."""
-    undisturbed = train(tmp_path / "undisturbed", "rollout.num_servers=2")
     struck = strike("push", signal.SIGSTOP)
     options = ("rollout.num_servers=2", f"weights.transport={transport}", "deadlines.push_seconds=5", "weights.bucket_bytes=100000")
-    found = train(tmp_path / "frozen", *options)
+    found = train(tmp_path, *options)
     assert found[-1].pop("fleet/restarts") == 1.0
-    report = reports(tmp_path / "frozen")["push"]
+    report = reports(tmp_path)["push"]
     name = report.splitlines()[1].removeprefix("* ").split(" on node ")[0]
     assert f"push: {name} did not arrive within 5 s at bucket 1 (deadlines.push_seconds)" in report
     assert name.startswith("server 127.0.0.1:")
