@@ -25,6 +25,7 @@ from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meet
 from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
 from moerl.config.schema import RunConfig
+from moerl.config.slurm import has_preflight
 from moerl.train.checkpoint import newest
 from moerl.types import MoerlError, RunStopped
 
@@ -122,6 +123,8 @@ class _Node:
             try:
                 ray = self._ray(common_address(guests) if guests else _LOOPBACK, meeting.token)
                 cluster = await self._start_cluster(ray, guests, watch)
+                if has_preflight(self._config.slurm):
+                    await self._preflight(arguments, cluster, watch)
                 return await self._train(arguments, cluster, watch)
             finally:
                 for guest in guests:
@@ -161,6 +164,23 @@ class _Node:
             raise MoerlError(f"{self._place.name}: Ray did not start within slurm.start_seconds; see {self._log}") from error
         watch.append(asyncio.ensure_future(end))
         return address
+
+    async def _preflight(self, arguments: Sequence[str], cluster: str, watch: Watch) -> None:
+        """MoerlError if a node cannot carry the run; the doctor has said on standard output which, and why."""
+        found = self._log.parent / "doctor.json"
+        counts = [f"--nodes={len(self._place.names)}", f"--gpus-per-node={self._config.slurm.gpus_per_node}"]
+        command = [sys.executable, "-m", "moerl", "doctor", *counts, f"--json={found}", "--fix", *arguments]
+        doctor = await asyncio.create_subprocess_exec(*command, env={**os.environ, "RAY_ADDRESS": cluster}, preexec_fn=end_with_parent)
+        try:
+            code = await _unless(doctor.wait(), watch)
+        finally:
+            if doctor.returncode is None:
+                doctor.kill()
+                await doctor.wait()
+        if code:
+            raise MoerlError(
+                f"moerl doctor ended with {code}: what failed is above and in {found}; slurm.preflight=false trains without it"
+            )
 
     async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
         # Slurm >= 23.02 says when it takes the nodes away.

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moerl.config.placement import PlacementConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
@@ -159,18 +160,19 @@ AlgorithmConfig = Annotated[GRPOConfig | DAPOConfig, Field(discriminator="name")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Strict):
-    engine: Literal["hf", "sglang", "fake"] = "hf"
-    """hf: transformers, as moerl runs it. sglang: in an environment of its own, which `make engines` builds for CPU. fake: random tokens,
-    without a model."""
+    engine: Literal["hf", "vllm", "sglang", "fake"] = "hf"
+    """hf: transformers, as moerl runs it. vllm, sglang: in an environment of their own, which `make engines` builds for CPU. fake: random
+    tokens, without a model."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
+    """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
-    host: str = "127.0.0.1"
+    host: str | None = None
+    """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
-    """Interpreter of the server's environment, which must have this moerl. None: this one; for sglang that of .venv-sglang in the
-    checkout."""
+    """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
+    .venv-sglang in the checkout."""
     max_response_tokens: Positive
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""
@@ -206,7 +208,7 @@ class WeightsConfig(Strict):
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20
-    """A tensor larger than this travels alone."""
+    """Each training rank that sends has two buffers of this size. Larger tensors are cut by rows; an expert's larger one travels alone."""
     canary_every: NotNegative = 10
     """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
@@ -280,6 +282,7 @@ class RunConfig(Strict):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None

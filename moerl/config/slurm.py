@@ -54,6 +54,9 @@ class SlurmConfig(Strict):
     pass_environment: tuple[str, ...] = ()
     """Names of variables whose values the job takes from where it is submitted, e.g. WANDB_API_KEY. Beyond these, HOME, USER, LANG and PATH
     the job inherits nothing."""
+    preflight: bool | None = None
+    """Once Ray runs, moerl doctor examines the nodes and measures their links. If a node cannot carry the run, the job ends; its log says
+    why, and doctor.json beside the nodes' logs. None: where nodes have GPUs."""
     start_seconds: Seconds = 600.0
     """From the first process to every node ready; a node that is missing then is named."""
     end_seconds: Annotated[int, Field(ge=30)] = 300
@@ -70,6 +73,10 @@ def num_nodes(slurm: SlurmConfig, ranks: int) -> int:
     if slurm.nodes is not None:
         return slurm.nodes
     return -(-num_gpus(ranks) // slurm.gpus_per_node) if slurm.gpus_per_node else 1
+
+
+def has_preflight(slurm: SlurmConfig) -> bool:
+    return slurm.preflight if slurm.preflight is not None else slurm.gpus_per_node > 0
 
 
 def slurm_problems(slurm: SlurmConfig, ranks: int) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from moerl.config.memory import memory_problems
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.network import network_problems
+from moerl.config.placement import placement_problems
 from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
@@ -295,6 +296,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _fp8,
     _slurm,
     lambda config: network_problems(config.network),
+    placement_problems,
 )
 
 

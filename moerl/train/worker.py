@@ -36,7 +36,10 @@ SAVE_THREAD = "save"
 
 
 class TrainWorker:
-    def __init__(self, rank: int, num_ranks: int):
+    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
+        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
@@ -72,11 +75,14 @@ class TrainWorker:
         megatron_patches.assert_active()
         return megatron_patches.active_names()
 
-    def wake(self) -> None:
-        self._engine.wake()
+    def wake(self) -> int:
+        return self._engine.wake()
 
-    def sleep(self) -> None:
-        self._engine.sleep()
+    def shed(self) -> int:
+        return self._engine.shed()
+
+    def sleep(self) -> int:
+        return self._engine.sleep()
 
     def logprobs(self, batch: TrainBatch, records_routes: bool) -> np.ndarray:
         return self._engine.logprobs(batch, records_routes=records_routes)

@@ -113,8 +113,8 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        streams = Streams(self._source.pack, self._install, settle_seconds=self._settle_seconds)
-        buckets = await streams.run({rank: len(job) for rank, job in self._deliveries.jobs.items()})
+        streams = Streams(self._deliveries.jobs, self._source.pack, self._install, settle_seconds=self._settle_seconds)
+        buckets = await streams.run()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         await self._source.finish()
         self._connected = True

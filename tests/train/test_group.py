@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import ray
+from awake import awake
 
 from moerl.algorithms.sft import SFT
 from moerl.config.layout import Layout
@@ -140,15 +141,15 @@ def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
 
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
     async def scenario(group, pids):
-        async with group.awake():
+        async with awake(group):
             assert await group.load() == (0, {})
         with pytest.raises(ResidencyError, match=r"^update: the trainer is asleep; legal now: wake$"):
             await group.update(BATCH, SFT(), lr=1e-3)
-        async with group.awake():
+        async with awake(group):
             stats = await group.update(BATCH, SFT(), lr=1e-3)
             await pack_all(group, await start_push(group))
             await group.save(1, {})
-        async with group.awake():
+        async with awake(group):
             assert await group.load() == (1, {"version": 1})
         assert set(stats.memory.device_bytes["asleep"].values()) == {0}
         assert stats.memory.transition_seconds["scoring_to_training"] > 0
