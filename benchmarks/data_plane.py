@@ -51,12 +51,13 @@ from moerl.rollout.collectors import RayCollectors
 from moerl.rollout.http_engine import HTTPEngine, new_session
 from moerl.rollout.pool import RolloutPool
 from moerl.rollout.runner import GroupRunner
+from moerl.route_types import RouteShape
 from moerl.train.balance import Planner
 from moerl.train.batch import build_batch
 from moerl.train.packing import pack
 from moerl.train.share import Share, shares
 from moerl.train.stored_batch import no_routes
-from moerl.types import Completion, FinishReason, Prompt, RouteShape, SamplingParams, Score, TrainBatch, VersionSpan
+from moerl.types import Completion, FinishReason, Prompt, SamplingParams, Score, TrainBatch, VersionSpan
 
 VOCAB, NUM_EXPERTS, WAYS = 150_000, 128, ("objects", "puts", "collectors")
 

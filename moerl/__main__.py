@@ -163,6 +163,40 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="That there must be.", show_default=False)] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="That every node must have.", show_default=False)] = None,
+    gb_per_second: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Between two nodes, one way; the sum of InfiniBand rates if not given.", show_default=False),
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Whose disk is looked at; the recipe's if not given.", show_default=False)] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="The findings, to write there.", show_default=False)
+    ] = None,
+    with_fixes: Annotated[bool, typer.Option("--fix", help="Print the commands that mend what is wrong; none is run.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure the bandwidth between nodes and GPUs.")] = True,
+    deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for the nodes to answer, and again to measure.")] = 180.0,
+) -> None:
+    """Examine every node that a run would use; exit code 1 if one cannot carry it. With a recipe: by what that run needs.
+
+    On this machine; on all nodes of a Ray cluster with RAY_ADDRESS; on all nodes of a job as `srun --ntasks-per-node=1 moerl doctor`.
+    """
+    from moerl.config.load import load
+    from moerl.doctor.expected import expected_of
+    from moerl.doctor.preflight import examine_nodes
+    from moerl.doctor.preflight import report as print_report
+
+    config = load(overrides, config_dir) if overrides else None
+    expected = expected_of(config, nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=run_dir)
+    diagnosis = examine_nodes(expected, seconds=deadline, measures=measure)
+    if diagnosis is not None:
+        raise typer.Exit(print_report(diagnosis, json_file=json_file, with_fixes=with_fixes))
+
+
 def main() -> None:
     """Exit codes: 0 done, 2 the configuration, the data or a checkpoint cannot be used, 75 stopped and saved, 130 SIGINT, 143 SIGTERM,
     1 any other failure."""
@@ -172,8 +206,9 @@ def main() -> None:
         sys.stderr.write(f"moerl: {stopped}\n")
         sys.exit(stopped.exit_code)
     except MoerlError as error:
-        sys.stderr.write(f"moerl: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else 1)
+        # Notes: the closing lines of a run's failure.
+        sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
+        sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else error.exit_code)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import signal
@@ -16,13 +17,21 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.hang import HangReports
+from moerl.cluster.network import applied, find_settings
+from moerl.cluster.ray_address import reached_at
 from moerl.cluster.reaper import reaping_ray
+from moerl.cluster.residency import Residency
+from moerl.cluster.seats import Seats, find_seats
+from moerl.cluster.stacks import answer_stack_requests
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
 from moerl.config.object_store import shortage
+from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
+from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
@@ -33,7 +42,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.sft import warm_start
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ConfigError, MoerlError, Problem
+from moerl.types import ConfigError, HangError, MoerlError, Problem
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -47,9 +56,24 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
     which after such an end is RunStopped; leaves no process and no shared memory.
     """
+    answer_stack_requests()
     with _claimed(config):
-        with Observer(config) as observe:
-            asyncio.run(_train(config, observe, ends_at))
+        for num_restarts in itertools.count():
+            try:
+                with Observer(config) as observe:
+                    if num_restarts > 0:
+                        observe.notice(
+                            f"restart {num_restarts} of {config.deadlines.max_restarts} after a hang, from the newest checkpoint"
+                        )
+                    asyncio.run(_train(config, observe, ends_at))
+                break
+            except MoerlError as error:
+                if not any(isinstance(each, HangError) for each in chain_of(error)):
+                    raise
+                if config.deadlines.on_hang == "requeue":
+                    error.exit_code = CONTINUE
+                if config.deadlines.on_hang != "restart" or num_restarts == config.deadlines.max_restarts:
+                    raise
         return write_report(config.run_dir)
 
 
@@ -60,42 +84,54 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
     with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         _check_store(config)
+        seats = find_seats(config)
         if config.sft is not None:
-            model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
-        async with _processes(config, model_dir, tokenizer, observe) as (pool, rewards, group):
+            model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, seats, observe)
+        async with _processes(config, model_dir, tokenizer, seats, observe) as (pool, rewards, group, residency):
             runner = GroupRunner(config, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer))
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
-            weights = WeightPublisher(config, train=group, pool=pool, canary_prompts=canary)
+            weights = WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
             try:
-                await loop.run(config, algorithm, prompts, runner, group, weights, observe, stop)
+                await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)
             finally:
                 observe.dump_last()
 
 
 @asynccontextmanager
 async def _processes(
-    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, observe: Observer
-) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
+    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: Seats, observe: Observer
+) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
-    rollout = config.rollout
+    rollout, hangs = config.rollout, HangReports(config.run_dir)
     pool = RolloutPool(
-        build_engines(config, model_dir, config.run_dir / "logs"),
+        build_engines(config, model_dir, config.run_dir / "logs", seats),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
         collector=build_collector(config, model_dir, tokenizer),
-        request_seconds=rollout.request_seconds,
+        request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
-        probe_seconds=rollout.probe_seconds,
+        probe_seconds=config.deadlines.probe_seconds,
+        hangs=hangs,
     )
     rewards = RewardPool(config.reward)
-    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints")
+    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs)
+    residency = Residency(group, pool, num_shared=num_shared(config))
+    hangs.include_in_pushes(lambda: [member.engine.party for member in pool.fleet.members])
+    hangs.include_in_pushes(lambda: group.parties)
     async with AsyncExitStack() as stack:
+        # For the servers, which this process starts; ranks look at the node that Ray chose for them.
+        stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
         for part in (pool, rewards, group):
             stack.push_async_callback(part.close)
         with observe.phase("start"):
-            await _together(pool.start(), rewards.start(), group.start())
-        yield pool, rewards, group
+            if num_shared(config):  # a server takes the memory it finds free
+                await _together(pool.start(), rewards.start())
+                await residency.make_room()
+                await group.start()
+            else:
+                await _together(pool.start(), rewards.start(), group.start())
+        yield pool, rewards, group, residency
 
 
 async def _together(*starts: Any) -> None:

@@ -5,7 +5,7 @@ Axis suffixes: `_T` tokens of one sequence or of a packed batch, `_G` samples of
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -50,35 +50,6 @@ class SamplingParams:
     """How many tokens at the end of the prompt this completion drew before it was ended: the random numbers that follow are used."""
     returns_routes: bool = False
     """The completion brings the experts its tokens went to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteShape:
-    """Of a model's routes: in every layer with experts each token goes to `top_k` of `num_experts`."""
-
-    num_layers: int
-    """Layers with experts, in order; the others have no route."""
-    top_k: int
-    num_experts: int
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The narrower of uint8 and uint16 that holds every expert and the mark of `is_unknown`.
-
-        With 256 experts, as DeepSeek-V3 has, 255 is both: a token's experts differ, so that two or more entries of 255 are the mark.
-        """
-        num_held = np.iinfo(np.uint8).max + (self.top_k > 1)
-        return np.dtype(np.uint8 if self.num_experts <= num_held else np.uint16)
-
-
-def unknown_route(dtype: np.dtype[Any]) -> int:
-    """What all entries of a token's route are when nobody recorded it."""
-    return int(np.iinfo(dtype).max)
-
-
-def is_unknown(routes: np.ndarray) -> np.ndarray:
-    """bool [..., layers] of routes [..., layers, top_k]"""
-    return (routes == unknown_route(routes.dtype)).all(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +146,6 @@ class TrainBatch:
 
     @property
     def response_lengths(self) -> np.ndarray:
-        """int64 [num_sequences]"""
         before_T = np.concatenate([[0], np.cumsum(self.response_mask_T)])
         return before_T[self.offsets[1:]] - before_T[self.offsets[:-1]]
 
@@ -186,14 +156,10 @@ class TrainBatch:
 
     @property
     def routes_shape(self) -> tuple[int, int] | None:
-        """(layers, top_k)"""
         return None if self.routes_T is None else (self.routes_T.shape[1], self.routes_T.shape[2])
 
     def without_routes(self) -> "TrainBatch":
         return replace(self, routes_T=None)
-
-    def laid_out(self, sequences: "np.ndarray | list[int]") -> "TrainBatch":
-        return self.select(sequences)
 
     def select(self, sequences: "np.ndarray | list[int]") -> "TrainBatch":
         """The named sequences, in that order."""
@@ -206,6 +172,8 @@ class TrainBatch:
         lengths = [s.stop - s.start for s in spans]
         return TrainBatch(**columns, offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))  # type: ignore[arg-type]
 
+    laid_out = select
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
@@ -217,6 +185,14 @@ class MemoryStats:
     """kind -> bytes of copies in host memory."""
     transition_seconds: dict[str, float]
     """"asleep_to_scoring" and so on -> seconds since the update before this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Of memory to or from GPUs that trainer and servers share; what several moves took, where they have one name."""
+
+    seconds: float
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,8 +283,33 @@ class Problem:
         return f"{self.path} = {self.value!r}: {self.rule}\n    why: {self.reason}\n    fix: {self.fix}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The process in which a failure began."""
+
+    who: str
+    """"rank 1 of 8", "rollout server 127.0.0.1:4000", "reward worker", "driver"."""
+    node: str
+    doing: str
+    """Its phase, or the call that failed."""
+    log: str = ""
+    """The file to open; empty if it has none."""
+    details: str = ""
+    """For the failure report alone: the whole traceback, and what failed after it."""
+
+
 class MoerlError(Exception):
     """Base of everything moerl raises for people."""
+
+    origin: Origin | None = None
+    """None: this process, where it was raised."""
+    exit_code: int = 1
+    """Of a run that ends with it."""
+
+    def began_in(self, origin: Origin) -> Self:
+        """Sets `origin`; for `raise Error(...).began_in(...)`."""
+        self.origin = origin
+        return self
 
 
 class ConfigError(MoerlError, ValueError):
@@ -343,8 +344,16 @@ class TrainError(MoerlError, RuntimeError):
     """A train rank failed; carries that rank's traceback."""
 
 
+class HangError(MoerlError, RuntimeError):
+    """A phase missed its deadline. Names the processes that did not arrive, and the report with the stacks of all."""
+
+    names: tuple[str, ...] = ()
+    """Of the processes."""
+
+
 class ResidencyError(TrainError):
-    """A call that the trainer's state does not allow: it sleeps, or another call is running."""
+    """A call that the trainer's state does not allow (it sleeps, or another call is running), or a move between states of shared GPUs that
+    do not follow each other."""
 
 
 class EngineError(MoerlError, RuntimeError):
@@ -373,6 +382,10 @@ class DynamicSamplingError(MoerlError, RuntimeError):
 
 class GuardError(MoerlError, AssertionError):
     """A run-time check of the trainer against the engine failed."""
+
+
+class PreflightError(MoerlError, RuntimeError):
+    """The nodes cannot carry a run; names every failure with node and fix."""
 
 
 class RunStopped(MoerlError):

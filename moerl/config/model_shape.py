@@ -8,7 +8,7 @@ from typing import Any
 
 from moerl.models import FAMILIES
 from moerl.models.family import num_mtp_layers
-from moerl.types import RouteShape
+from moerl.route_types import RouteShape
 
 
 @dataclass(frozen=True, kw_only=True)

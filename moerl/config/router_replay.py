@@ -6,13 +6,19 @@ from typing import TYPE_CHECKING
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.problems import problem
-from moerl.types import Problem, RouteShape
+from moerl.route_types import RouteShape
+from moerl.types import Problem
 
 if TYPE_CHECKING:
     from moerl.config.schema import RunConfig
 
 ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")
 """Those of rollout.engine that return the experts tokens went to."""
+
+_WITHOUT_ROUTES = {
+    "vllm": "vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first (0.32)",
+}
+"""Why, of the engines that do not."""
 
 _IN_THE_WAY = {
     "moe_router_fusion": "the fused router chooses experts itself and takes no routes",
@@ -35,7 +41,8 @@ def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
     if shape is not None and shape.routes is None:
         yield problem(path, mode, "must be off for a dense model", "there are no experts to choose", f"{path}=off")
     if mode == "rollout" and config.rollout.engine not in ENGINES_WITH_ROUTES:
-        reason = f"rollout.engine={config.rollout.engine} does not say which experts its tokens went to"
+        engine = config.rollout.engine
+        reason = _WITHOUT_ROUTES.get(engine, f"rollout.engine={engine} does not say which experts its tokens went to")
         fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
         yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
     for name, reason in _IN_THE_WAY.items():

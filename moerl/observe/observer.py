@@ -11,9 +11,9 @@ A resumed run needs nothing more: the first step it reports removes what an earl
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
 from rich.console import Console
@@ -21,16 +21,18 @@ from rich.console import Console
 from moerl.config.load import to_plain
 from moerl.config.schema import RewardConfig, RunConfig
 from moerl.observe.dumps import SampleDumps
+from moerl.observe.failure import FILE, write_failure
 from moerl.observe.logs import RunLog
 from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
-from moerl.types import Group, RunStopped, SavedCheckpoint, StepStats, StoreError
+from moerl.types import Group, Move, RunStopped, SavedCheckpoint, StepStats, StoreError
 
 log = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted"]
+_NO_MOVES: Mapping[str, Move] = MappingProxyType({})
 
 
 class Observer:
@@ -40,6 +42,8 @@ class Observer:
         self._full_reward = full_reward(config.reward)
         self._clock = PhaseClock()
         self._last_version: int | None = None
+        self._failed_in: str | None = None
+        (config.run_dir / FILE).unlink(missing_ok=True)
         self._checkpoint_metrics: dict[str, float] = {}
         self._status: Status | None = None
         self._dumps = SampleDumps(config.run_dir / "samples", every=config.observe.dump_every, num_groups=config.observe.dump_groups)
@@ -63,14 +67,18 @@ class Observer:
         try:
             with self._clock.phase(name):
                 yield
+        except BaseException:
+            self._failed_in = name
+            raise
         finally:
             self._show_phase(None)
 
     def step(
-        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0
-    ) -> dict[str, float]:
+        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0,
+        moves: Mapping[str, Move] = _NO_MOVES,
+    ) -> dict[str, float]:  # fmt: skip
         """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts` of servers and
-        `resumed` completions: so far."""
+        `resumed` completions: so far. `moves` of the GPUs' memory: since the step before."""
         if self._last_version is None:
             self._forget_after(version - 1)
         assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
@@ -84,6 +92,7 @@ class Observer:
             dropped_groups=dropped_groups,
             restarts=restarts,
             resumed=resumed,
+            moves=moves,
             full_reward=self._full_reward,
         )
         metrics |= self._checkpoint_metrics
@@ -140,6 +149,7 @@ class Observer:
         else:
             # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.
             log.info("the run failed", exc_info=error)
+            error.add_note(write_failure(self._run_dir, error, phase=self._failed_in, version=self._last_version))
             self.close("failed")
 
     def _close_writer(self, writer: MetricsWriter) -> None:

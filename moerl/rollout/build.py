@@ -2,10 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from moerl.cluster.seats import Seats
 from moerl.config.engines import interpreter
 from moerl.config.model_shape import read_config, shape_of_config
+from moerl.config.placement import num_shared
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.payloads import keep
@@ -13,13 +17,27 @@ from moerl.rollout.collect import Collector, Decoder, Intake, LocalCollector
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
+from moerl.rollout.remote_process import RemoteProcess
+from moerl.rollout.server_process import ServerProcess
 
 
-def build_engines(config: RunConfig, model_dir: Path, log_dir: Path) -> list[RolloutEngine]:
+@dataclass(frozen=True, kw_only=True)
+class _Home:
+    """Of one server."""
+
+    index: int
+    host: str = "127.0.0.1"
+    process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess
+
+
+def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, seats: Seats | None = None) -> list[RolloutEngine]:
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
-    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log."""
+    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `seats` None: all of them run on this node."""
     build = ENGINES[config.rollout.engine]
-    return [build(config, model_dir, log_dir, index) for index in range(config.rollout.num_servers)]
+    homes = [_Home(index=index) if seats is None else _home(config, seats, index) for index in range(config.rollout.num_servers)]
+    if config.rollout.host is not None:
+        homes = [replace(home, host=config.rollout.host) for home in homes]
+    return [build(config, model_dir, log_dir, home) for home in homes]
 
 
 def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Collector:
@@ -35,37 +53,51 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Col
     return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight)
 
 
-def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+def _home(config: RunConfig, seats: Seats, index: int) -> _Home:
+    seat = seats.servers[index]
+    environment = {} if seat.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)}
+    process: Callable[..., ServerProcess | RemoteProcess] = partial(ServerProcess, environment=environment)
+    if seat.node.id != seats.here:
+        process = partial(RemoteProcess, environment=environment, node_id=seat.node.id)
+    host = "127.0.0.1" if config.placement.nodes == 1 and seat.node.id == seats.here else seat.node.address
+    return _Home(index=index, host=host, process=process)
+
+
+def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
     extra = ["--deterministic"] if config.deterministic else []
-    return _start_by("moerl.rollout.hf", extra, config, model_dir, log_dir, index)
+    return _start_by("moerl.rollout.hf", extra, config, model_dir, log_dir, home)
 
 
-def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
-    """SGLang, in an environment of its own."""
+def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
+    """vLLM or SGLang, in an environment of its own."""
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
-    return _start_by(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, log_dir, index)
+    if home.index < num_shared(config):
+        extra.append("--shares-gpus")
+    return _start_by(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, log_dir, home)
 
 
-def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
     rollout = config.rollout
-    port = rollout.port + index if rollout.port else 0
+    port = rollout.port + home.index if rollout.port else 0
     options = {
-        "--model": model_dir,
+        "--model": model_dir.absolute(),
         "--dtype": config.rollout_dtype,
         "--max-context": config.model.max_context,
         "--max-running": rollout.max_running,
         "--prefill-chunk": rollout.prefill_chunk,
-        "--host": rollout.host,
+        "--host": home.host,
         "--port": port,
     }
     command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
-    log_path = log_dir / f"rollout-{index}.log"
-    return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
+    log_path = log_dir.absolute() / f"rollout-{home.index}.log"
+    return HTTPEngine(
+        command, host=home.host, port=port, log_path=log_path, start_seconds=config.deadlines.start_seconds, process=home.process
+    )  # fmt: skip
 
 
-def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
     # torch and transformers are imported for this engine only.
     import torch
 
@@ -74,15 +106,16 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -
 
     model = read_config(model_dir)
     return FakeEngine(
-        f"fake-{index}",
+        f"fake-{home.index}",
         limits=Limits(max_context=config.model.max_context, vocab_size=model["vocab_size"], routes=shape_of_config(model).routes),
         expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype)),
         max_running=config.rollout.max_running,
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, Path, Path, int], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[RunConfig, Path, Path, _Home], RolloutEngine]] = {
     "hf": _build_hf,
+    "vllm": _build_native,
     "sglang": _build_native,
     "fake": _build_fake,
 }

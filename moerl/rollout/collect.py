@@ -13,7 +13,8 @@ from moerl.payloads import Payload, Stored, StoredCompletion
 from moerl.rollout.completion_check import check_completion
 from moerl.rollout.partial import completed, joined, rest
 from moerl.rollout.routes import check_routes
-from moerl.types import Completion, RouteShape, SamplingParams
+from moerl.route_types import RouteShape
+from moerl.types import Completion, SamplingParams
 
 Generate = Callable[[tuple[int, ...], SamplingParams, str], Awaitable[Completion]]
 Keep = Callable[[Payload], Stored[Payload]]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moerl.cluster.hang import HangReports
 from moerl.rollout.engine import RolloutEngine
 from moerl.types import EngineError, EngineUnavailable
 
@@ -35,13 +36,20 @@ class Member:
     num_starts: int = 1
     gone: EngineError | None = None
     """Why it stays dead."""
+    is_lent: bool = False
+    """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
+    is_starting: bool = False
 
 
 class Fleet:
     """Owned by one event loop."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, max_restarts: int, probe_seconds: float):
-        """`max_restarts` of each server. `probe_seconds`: between two probes, and for one to be answered."""
+    def __init__(self, engines: Sequence[RolloutEngine], *, max_restarts: int, probe_seconds: float, hangs: HangReports | None = None):
+        """`max_restarts` of each server. `probe_seconds`: between two probes, and for one to be answered. `hangs`: where the stacks of a
+        server go before it is ended for its silence; None: nowhere."""
+        self._hangs = hangs
+        self.phase: Literal["rollout", "push"] = "rollout"
+        """What a server that hangs was to do."""
         self.members = tuple(Member(engine=engine) for engine in engines)
         self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
         self._watches: list[asyncio.Task[None]] = []
@@ -81,12 +89,25 @@ class Fleet:
 
     def refused(self, member: Member) -> None:
         """It says that it may not serve: no more requests before the next push."""
-        if member.state == "healthy":
+        if member.state == "healthy" and not member.is_lent:
             self._enter(member, "stale")
 
     def healthy(self) -> list[Member]:
         """Those that serve."""
-        return [member for member in self.members if member.state == "healthy"]
+        return [member for member in self.members if member.state == "healthy" and not member.is_lent]
+
+    async def lend(self, members: Collection[Member]) -> None:
+        """Until `take_back` they get no requests, and one that ends is not started again. Returns when none is being started."""
+        for member in members:
+            member.is_lent = True
+        self._tell()
+        while any(member.is_starting for member in members):
+            await self._changed.wait()
+
+    def take_back(self, members: Collection[Member]) -> None:
+        for member in members:
+            member.is_lent = False
+        self._tell()
 
     def check(self) -> None:
         """EngineError if none will ever serve again."""
@@ -155,7 +176,17 @@ class Fleet:
             if member.state != "suspect":
                 before = member.state
                 self._enter(member, "suspect")
-        return EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+        return await self._hung(member)
+
+    async def _hung(self, member: Member) -> EngineError:
+        error = EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+        if self._hangs is not None:
+            party, deadline = member.engine.party, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            hang = await self._hangs.report(self.phase, deadline, parties=[party], silent=[party.name])
+            error = EngineUnavailable(f"{error}\n{hang}")
+            error.__cause__, error.origin = hang, hang.origin
+        member.engine.kill()  # it would hear no SIGTERM
+        return error
 
     async def _answers(self, member: Member) -> bool:
         try:
@@ -170,11 +201,17 @@ class Fleet:
         self._enter(member, "restarting")
         member.num_starts += 1
         await member.engine.close()
+        while member.is_lent:  # a server takes its GPUs' memory when it starts
+            await self._changed.wait()
+        member.is_starting = True
         try:
             await member.engine.start()
         except EngineError as error:
             logger.warning("could not restart: %s", error)
             return
+        finally:
+            member.is_starting = False
+            self._tell()
         self._enter(member, "stale")
 
     # -- changes -----------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import TypeAdapter
 
+from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
+from moerl.rollout.remote_process import RemoteProcess
 from moerl.rollout.server_process import ServerProcess
 from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams, WeightError
 
@@ -27,26 +29,36 @@ class BrokenConnection(EngineUnavailable):
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.wire and reports like moerl.rollout.hf."""
 
-    def __init__(self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float):
-        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start."""
+    def __init__(
+        self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float,
+        process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess,
+    ):  # fmt: skip
+        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: starts it somewhere."""
         self.name = f"{host}:{port}"
-        self._host = host
-        self._process = ServerProcess(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
+        self.host = host
+        self._process = process(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def url(self) -> str:
         """Of a server that was started."""
-        return f"http://{_bracketed(self._host)}:{self.name.rpartition(':')[2]}"
+        return f"http://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
 
     @property
     def pid(self) -> int | None:
         """Of the server process; None before start."""
         return self._process.pid
 
+    @property
+    def party(self) -> Party:
+        return self._process.party
+
+    def kill(self) -> None:
+        self._process.kill()
+
     async def start(self) -> None:
         port = await self._process.start()
-        self.name = self._process.label = f"{self._host}:{port}"
+        self.name = self._process.label = f"{self.host}:{port}"
         self._session = new_session()
 
     async def ended(self) -> EngineUnavailable:
@@ -68,11 +80,15 @@ class HTTPEngine:
     async def resume(self) -> None:
         await self.call("POST", "/resume")
 
-    async def sleep(self) -> None:
-        await self.call("POST", "/sleep")
+    async def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
+        return await self._move("/sleep", parts)
 
-    async def wake(self) -> None:
-        await self.call("POST", "/wake")
+    async def wake(self, parts: tuple[Part, ...] = PARTS) -> int:
+        return await self._move("/wake", parts)
+
+    async def _move(self, path: str, parts: tuple[Part, ...]) -> int:
+        content = await self.call("POST", path, wire.PARTS, wire.PartsBody(parts=parts))
+        return _parse(self.name, wire.MOVED.validate_json, content).num_bytes
 
     async def health(self) -> EngineHealth:
         return _parse(self.name, wire.HEALTH.validate_json, await self.call("GET", "/health"))

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from moerl.types import RouteShape, SamplingParams
+from moerl.route_types import RouteShape
+from moerl.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,15 +7,19 @@ its completion is done, as pause(abort) does, goes on from the tokens it has (mo
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
+from moerl.cluster.hang import HangReports
+from moerl.cluster.party import Party, ProcessId
 from moerl.payloads import StoredCompletion
 from moerl.rollout.collect import Answer, Collector, Request
-from moerl.rollout.engine import EngineHealth, PauseMode, RolloutEngine
+from moerl.rollout.engine import EngineHealth, Part, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.places import Claim, Places
-from moerl.types import EngineError, EngineUnavailable, SamplingParams
+from moerl.types import EngineError, EngineUnavailable, HangError, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,13 +33,14 @@ class RolloutPool:
 
     def __init__(
         self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, collector: Collector, request_seconds: float,
-        max_restarts: int = 0, probe_seconds: float = 30.0,
+        max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None,
     ):  # fmt: skip
         """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
         completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
-        self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds)
+        self.hangs = hangs
+        self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
         self._places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
         self._request_seconds, self._collector = request_seconds, collector
         self._num_resumed = 0
@@ -63,16 +68,26 @@ class RolloutPool:
         """`session`: of requests whose prompts begin alike; None: of this one alone. EngineError if the server refuses it, if no server is
         left, or at the deadline; the server then drops the request."""
         claim = self._places.claim(request_id if session is None else session)
-        asked: list[str] = []
+        asked: list[Member] = []
         try:
             async with asyncio.timeout(self._request_seconds):
                 return await self._generate(Request(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked)
         except TimeoutError as error:
+            hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
             raise EngineError(
-                f"{asked[-1] if asked else 'no server was free'}: {request_id} took longer than rollout.request_seconds = "
+                f"{asked[-1].engine.name if asked else 'no server was free'}: {request_id} took longer than deadlines.completion_seconds = "
                 f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
-                "or raise the deadline"
-            ) from error
+                "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
+            ) from (error if hang is None else hang)
+
+    async def hang(self, deadline: str, members: Collection[Member]) -> HangError | None:
+        """The report about a rollout that is late for the sake of `members`, or, without any, of the driver."""
+        if self.hangs is None:
+            return None
+        driver = Party(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
+        parties = [*(member.engine.party for member in self.fleet.members), driver]
+        silent = [member.engine.party.name for member in members] if members else [driver.name]
+        return await self.hangs.report("rollout", deadline, parties=parties, silent=silent)
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
         """`members`: these servers only."""
@@ -82,11 +97,16 @@ class RolloutPool:
         """`members`: these servers only."""
         await self._all("resume", lambda engine: engine.resume(), members)
 
-    async def sleep(self) -> None:
-        await self._all("sleep", lambda engine: engine.sleep())
+    async def abort(self, members: Collection[Member] | None = None) -> None:
+        """Every request on them returns what it has, and goes on when a server is free."""
+        await self._all("abort", lambda engine: engine.abort(), members)
 
-    async def wake(self) -> None:
-        await self._all("wake", lambda engine: engine.wake())
+    async def sleep(self, parts: tuple[Part, ...], members: Collection[Member] | None = None) -> int:
+        """Bytes all of them gave back."""
+        return sum(await self._all("sleep", lambda engine: engine.sleep(parts), members))
+
+    async def wake(self, parts: tuple[Part, ...], members: Collection[Member] | None = None) -> int:
+        return sum(await self._all("wake", lambda engine: engine.wake(parts), members))
 
     async def close(self) -> None:
         await self.fleet.close()
@@ -101,13 +121,13 @@ class RolloutPool:
         healths = await self._all("health", lambda engine: engine.health(), members)
         return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
 
-    async def _generate(self, request: Request, claim: Claim, asked: list[str]) -> Answer:
-        """`asked` gets the names of the servers."""
+    async def _generate(self, request: Request, claim: Claim, asked: list[Member]) -> Answer:
+        """`asked` gets the servers."""
         so_far: StoredCompletion | None = None
         num_lost = 0
         while True:
             async with self._places.take(claim) as member:
-                asked.append(member.engine.name)
+                asked.append(member)
                 try:
                     answer = await self._collector.ask(member.engine, request, so_far)
                 except EngineUnavailable as error:

@@ -4,7 +4,8 @@ from itertools import combinations
 
 import numpy as np
 
-from moerl.types import Completion, EngineError, RouteShape, is_unknown, unknown_route
+from moerl.route_types import RouteShape, is_unknown, unknown_route
+from moerl.types import Completion, EngineError
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 
 from moerl.algorithms.base import Algorithm
 from moerl.payloads import StoredCompletion
+from moerl.route_types import RouteShape
 from moerl.train.stored_batch import StoredBatch
-from moerl.types import DataError, Group, RouteShape, TrainBatch
+from moerl.types import DataError, Group, TrainBatch
 
 
 def build_batch(groups: Sequence[Group], algorithm: Algorithm, routes: RouteShape | None = None) -> StoredBatch:

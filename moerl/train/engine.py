@@ -36,6 +36,7 @@ from moerl.train.optimizer import build_optimizer
 from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.pushed_tensors import PushedTensors
+from moerl.train.rank_progress import counted
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.routing_stats import RoutingCounts
@@ -70,13 +71,16 @@ class MegatronEngine:
 
     # -- where its memory is ---------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Collective, as `sleep`. ResidencyError, as from every verb below, if it is not asleep."""
-        self._residency.wake()
+    def wake(self) -> int:
+        """Bytes that came to the device. Collective, as the next two. ResidencyError, as from every verb below, if it is not asleep."""
+        return self._residency.wake()
 
-    def sleep(self) -> None:
-        """Afterwards every verb but `wake` is refused."""
-        self._residency.sleep()
+    def shed(self) -> int:
+        """What scoring and export do not need leaves the device, until a verb needs it; bytes that left."""
+        return self._residency.shed()
+
+    def sleep(self) -> int:  # afterwards every verb but wake is refused
+        return self._residency.sleep()
 
     def _move(self, before: State, after: State) -> None:
         if before == "asleep" and self._groups is not None:
@@ -272,7 +276,7 @@ class MegatronEngine:
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=partial(_forward, loss, partial(self._routed, trains=not forward_only)),
-                data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
+                data_iterator=[counted(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
                 model=self.model.wrapped,
                 num_microbatches=len(packed),
                 seq_length=1,  # without effect: variable_seq_lengths

@@ -4,8 +4,7 @@ For tests of everything around the trainer; checkpoints hold the driver's state 
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.party import Party
 from moerl.payloads import Here, Stored
 from moerl.push_types import TensorSpec
 from moerl.train import checkpoint
@@ -35,12 +35,14 @@ class FakeTrainGroup:
 
     async def start(self) -> None: ...
 
-    @asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
-        if self._residency.state == "asleep":
-            self._residency.wake()
-        yield
-        self._residency.sleep()
+    async def wake(self) -> int:
+        return self._residency.wake()
+
+    async def shed(self) -> int:
+        return self._residency.shed()
+
+    async def sleep(self) -> int:
+        return self._residency.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint.newest(self._checkpoint_dir)
@@ -89,8 +91,12 @@ class FakeTrainGroup:
     async def close(self) -> None:
         self.weight_source.close()
 
-    async def host(self) -> str:
-        return "localhost"
+    async def hosts(self) -> list[str]:
+        return ["localhost"]
+
+    @property
+    def parties(self) -> list[Party]:
+        return []
 
     def _export(self) -> dict[str, torch.Tensor]:
         with self._residency.running("export"):

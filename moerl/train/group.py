@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,23 +11,22 @@ import numpy as np
 import ray
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.hang import HangReports
+from moerl.cluster.party import Party
+from moerl.cluster.seats import Seat, find_seats, on_node
 from moerl.config.schema import RunConfig
 from moerl.payloads import Stored
+from moerl.train.calls import RankCalls
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.push_source import MegatronSource
 from moerl.train.saving import CheckpointSaver
 from moerl.train.share import shares
 from moerl.train.stored_batch import Batch, StoredBatch
-from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainError
+from moerl.types import SavedCheckpoint, StepStats
 from moerl.weights.sync import WeightSource
 
 logger = logging.getLogger(__name__)
-
-_SETTLE_SECONDS = 5.0
-"""After the first failure, how long the other ranks get to report theirs: the first to notice is often not the cause."""
-_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed")
-"""What gloo and NCCL say on ranks that only lost a peer."""
 
 
 class TrainGroup(Protocol):
@@ -37,11 +35,13 @@ class TrainGroup(Protocol):
     async def start(self) -> None:
         """It starts awake."""
 
-    def awake(self) -> AbstractAsyncContextManager[None]:
-        """What training needs is on the GPU inside; afterwards the trainer sleeps, and every verb but close raises ResidencyError.
+    async def wake(self) -> int:
+        """From sleep, after which every verb but wake and close raises ResidencyError. Bytes of all ranks that came to the GPUs."""
 
-        Not to be nested. A failure inside leaves the trainer as it is.
-        """
+    async def shed(self) -> int:
+        """Keep on the GPUs only what log-probs and a push need, until a verb needs more. Bytes of all ranks that left; so for sleep."""
+
+    async def sleep(self) -> int: ...
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         """(version, the state saved with it) of the newest checkpoint; (0, {}) without one."""
@@ -66,8 +66,12 @@ class TrainGroup(Protocol):
     async def close(self) -> None:
         """End every rank; safe to call twice."""
 
-    async def host(self) -> str:
-        """Of rank 0."""
+    async def hosts(self) -> list[str]:
+        """Addresses of the ranks, in their order."""
+
+    @property
+    def parties(self) -> list[Party]:
+        """Its ranks, for the report about a phase that hangs."""
 
     @property
     def weight_source(self) -> WeightSource:
@@ -77,9 +81,21 @@ class TrainGroup(Protocol):
 class MegatronTrainGroup:
     """Ray actors running moerl.train.worker.TrainWorker, one per rank. Ray must be initialised."""
 
-    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model_dir: Path,
+        checkpoint_dir: Path,
+        seats: Sequence[Seat] | None = None,
+        hangs: HangReports | None = None,
+    ):
+        """`seats` of the ranks. None: as the cluster has them when it starts. `hangs`: None: those of the run's directory; the same
+        object for all who wait for the ranks tells one hang from two."""
+        self._seats, self._hangs = seats, HangReports(config.run_dir) if hangs is None else hangs
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
+        self._calls: RankCalls | None = None
         self._source = MegatronSource(
             config.weights, directory=self._checkpoint_dir.parent / "push", all_ranks=self._all, one_rank=self._one_rank
         )
@@ -91,35 +107,34 @@ class MegatronTrainGroup:
             all_ranks=self._all,
             rank0=self._rank0,
         )
-        self._is_asleep = self._is_in_use = False
 
     async def start(self) -> None:
         from moerl.train.worker import SAVE_THREAD, TrainWorker
 
         config, num_ranks = self._config, self._config.train.layout.ranks
-        resources = ray.cluster_resources()
-        # Where there are fewer cores than ranks they share them; Ray would never start the last ones.
-        share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
-        options = {"max_restarts": 0, "concurrency_groups": {SAVE_THREAD: 1}, "scheduling_strategy": "SPREAD"}
-        actor = ray.remote(**options, **share)(TrainWorker)
-        self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
-        settings, deadline = self._settings(), config.train.start_seconds
-        host = await self._rank0("address", deadline=deadline)
-        port = await self._rank0("open_store", deadline=deadline)
-        patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
-        self._data_ranks = await self._all("data_rank", deadline=deadline)
-        self._planner = await self._rank0("planner", deadline=deadline)
+        seats = find_seats(config).ranks if self._seats is None else self._seats
+        actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1})(TrainWorker)
+        options = [_options(seat, seats) for seat in seats]
+        self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, seat.gpus) for rank, seat in enumerate(seats)]
+        self._calls = RankCalls(self._workers, config.deadlines, self._hangs)
+        self._calls.know(await self._all("place", config.run_dir.resolve() / "logs"))
+        network = await self._all("use_network", config.network)
+        logger.info("rank 0's network settings: %s", network[0] or "none")
+        host, port = await self._rank0("address"), await self._rank0("open_store")
+        # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.
+        patches = await self._all("start", self._settings(), config.seed, host, port, 2 * config.deadlines.longest_seconds)
+        self._data_ranks = await self._all("data_rank")
+        self._planner = await self._rank0("planner")
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
-    @asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
-        assert not self._is_in_use, "awake() inside awake(): the inner one would end with a trainer that sleeps"
-        if self._is_asleep:
-            await self._all("wake")
-        self._is_in_use, self._is_asleep = True, False
-        yield
-        await self._all("sleep")
-        self._is_in_use, self._is_asleep = False, True
+    async def wake(self) -> int:
+        return sum(await self._all("wake"))
+
+    async def shed(self) -> int:
+        return sum(await self._all("shed"))
+
+    async def sleep(self) -> int:
+        return sum(await self._all("sleep"))
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = newest(self._checkpoint_dir)
@@ -149,9 +164,8 @@ class MegatronTrainGroup:
         num_updates = self._config.train.updates_per_step
         return (await self._on_shares("update", batch, num_updates, objective, lr, num_updates))[0]
 
-    async def host(self) -> str:
-        host: str = await self._rank0("host")
-        return host
+    async def hosts(self) -> list[str]:
+        return await self._all("address")
 
     @property
     def weight_source(self) -> WeightSource:
@@ -165,7 +179,13 @@ class MegatronTrainGroup:
         self._saver.close()
         for worker in self._workers:
             ray.kill(worker)
-        self._workers = []
+        if self._calls is not None:
+            await self._calls.end()
+        self._workers, self._calls = [], None
+
+    @property
+    def parties(self) -> list[Party]:
+        return [] if self._calls is None else self._calls.parties
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -185,6 +205,7 @@ class MegatronTrainGroup:
 
     async def _on_shares(self, verb: str, batch: Batch, num_parts: int, *args: Any) -> list[Any]:
         """Every rank's answer to the verb about `batch`, which it processes in `num_parts` mini-batches; a rank gets its own share."""
+        assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
         if isinstance(batch, StoredBatch):
             # In a thread: planning thousands of sequences takes a while, and completions of later steps are arriving.
             parts = await asyncio.to_thread(shares, batch, self._planner, num_parts)
@@ -192,76 +213,24 @@ class MegatronTrainGroup:
             batches = [of_data_rank[rank] for rank in self._data_ranks]
         else:
             batches = [ray.put(batch)] * len(self._workers)
-        return await self._call(verb, self._workers, args, first_args=batches)
+        return await self._calls.on_ranks(verb, range(len(self._workers)), *args, first=batches)
 
-    async def _rank0(self, verb: str, *args: Any, deadline: float | None = None) -> Any:
-        return (await self._call(verb, self._workers[:1], args, deadline=deadline))[0]
+    async def _rank0(self, verb: str, *args: Any) -> Any:
+        return (await self._on_ranks(verb, [0], *args))[0]
 
     async def _one_rank(self, rank: int, verb: str, *args: Any) -> Any:
-        return (await self._call(verb, [self._workers[rank]], args, first_rank=rank))[0]
+        return (await self._on_ranks(verb, [rank], *args))[0]
 
-    async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
-        return await self._call(verb, self._workers, args, deadline=deadline)
+    async def _all(self, verb: str, *args: Any) -> list[Any]:
+        return await self._on_ranks(verb, range(self._config.train.layout.ranks), *args)
 
-    async def _call(
-        self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0,
-        first_args: Sequence[Any] | None = None,
-    ) -> list[Any]:  # fmt: skip
-        """Every worker's answer; `first_args`: of each an argument before `args`.
-
-        On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
-        if not workers:
-            return []
-        seconds = self._config.train.phase_seconds if deadline is None else deadline
-        own = [()] * len(workers) if first_args is None else [(first,) for first in first_args]
-        calls = [
-            asyncio.ensure_future(_await(getattr(worker, verb).remote(*first, *args))) for worker, first in zip(workers, own, strict=True)
-        ]
-        try:
-            _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
-            _cancel(calls)
-            raise
-        if any(map(_failed, calls)):
-            if pending:
-                await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
-            failures = {rank: e for rank, call in enumerate(calls, first_rank) if call.done() and (e := call.exception())}
-            _cancel(calls)
-            raise _cause(verb, failures)
-        if pending:
-            silent = [rank for rank, call in enumerate(calls, first_rank) if not call.done()]
-            _cancel(calls)
-            raise TrainError(f"{verb}: ranks {silent} of {len(self._workers)} did not answer within {seconds:g} s")
-        return [call.result() for call in calls]
+    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+        assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
+        return await self._calls.on_ranks(verb, ranks, *args)
 
 
-async def _await(reference: Any) -> Any:
-    return await reference
-
-
-def _cancel(calls: Sequence[asyncio.Future[Any]]) -> None:
-    """Nobody waits for them any more: what they may yet fail with is no news."""
-    for call in calls:
-        call.cancel()
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _failed(task: asyncio.Future[Any]) -> bool:
-    return task.done() and task.exception() is not None
-
-
-def _is_echo(error: BaseException) -> bool:
-    return any(echo in str(error) for echo in _ECHOES)
-
-
-def _cause(verb: str, failures: Mapping[int, BaseException]) -> BaseException:
-    """The failure that is not an echo of another; a MoerlError of a rank as it is."""
-    rank, error = min(failures.items(), key=lambda item: (_is_echo(item[1]), item[0]))
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, MoerlError):
-        return cause
-    others = [other for other in failures if other != rank]
-    also = f"\nranks {others} failed after it" if others else ""
-    wrapped = TrainError(f"rank {rank} failed in {verb}:\n{error}{also}")
-    wrapped.__cause__ = error
-    return wrapped
+def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:
+    """Ray's, for the rank at `seat`."""
+    # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
+    num_cpus = 1 if seat.node.num_cpus >= sum(other.node.id == seat.node.id for other in seats) else 0
+    return {"num_cpus": num_cpus, "num_gpus": 0 if seat.gpus is None else 1, "scheduling_strategy": on_node(seat.node)}

@@ -11,8 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from moerl.route_types import unknown_route
 from moerl.train.balance import round_up
-from moerl.types import TrainBatch, unknown_route
+from moerl.types import TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

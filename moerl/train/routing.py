@@ -26,11 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from moerl.config.layout import Layout
+from moerl.route_types import RouteShape, is_unknown
 from moerl.train.costs import mixture_layers
 from moerl.train.packing import PackedMicroBatch
 from moerl.train.routing_stats import AGREED, FOLLOWED, GIVEN, NUM_COUNTS, RoutingCounts
 from moerl.train.stored_batch import Batch
-from moerl.types import RouteShape, TrainError, is_unknown
+from moerl.types import TrainError
 
 
 @dataclass(slots=True, kw_only=True)

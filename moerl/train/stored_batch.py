@@ -8,7 +8,8 @@ from typing import Literal, Protocol, Self
 import numpy as np
 
 from moerl.payloads import Payload, Stored, fetch
-from moerl.types import RouteShape, TrainBatch, unknown_route
+from moerl.route_types import RouteShape, unknown_route
+from moerl.types import TrainBatch
 
 
 class Batch(Protocol):

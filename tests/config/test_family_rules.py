@@ -11,7 +11,8 @@ from moerl.config.load import load
 from moerl.config.model_shape import shape_of_config
 from moerl.models import FAMILIES
 from moerl.models.unknown import NOT_EXPRESSED, find_family
-from moerl.types import CheckpointError, ConfigError, Problem, RouteShape
+from moerl.route_types import RouteShape
+from moerl.types import CheckpointError, ConfigError, Problem
 
 _DECODER = {"rms_norm_eps": 1e-5, "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": False}
 _LLAMA3 = {

@@ -13,9 +13,9 @@ import moerl
 ROOT = Path(moerl.__file__).resolve().parent.parent
 
 LEVELS = [
-    {"push_types", "types", "payloads", "config"},
+    {"push_types", "types", "payloads", "route_types", "config"},
     {"algorithms", "models", "rewards"},
-    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert"},
+    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert", "doctor"},
     {"loop", "sft"},
     {"run", "check"},
     {"__main__"},

@@ -20,7 +20,8 @@ from moerl.rollout.collect import Intake, Request
 from moerl.rollout.collectors import RayCollectors
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.pool import RolloutPool
-from moerl.types import EngineError, EngineUnavailable, Group, Prompt, RouteShape, Sample, SamplingParams, Score, StoreError, VersionSpan
+from moerl.route_types import RouteShape
+from moerl.types import EngineError, EngineUnavailable, Group, Prompt, Sample, SamplingParams, Score, StoreError, VersionSpan
 
 PROMPT = (1, 2, 3)
 INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS))

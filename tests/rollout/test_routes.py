@@ -16,7 +16,8 @@ from moerl.rollout.hf.forward import Forward
 from moerl.rollout.hf.model import load_model
 from moerl.rollout.hf.scheduler import Request, Scheduler
 from moerl.rollout.routes import check_routes
-from moerl.types import Completion, EngineError, RouteShape, SamplingParams, VersionSpan, is_unknown
+from moerl.route_types import RouteShape, is_unknown
+from moerl.types import Completion, EngineError, SamplingParams, VersionSpan
 
 
 @pytest.fixture

@@ -11,9 +11,13 @@ from two_nodes import NODES, TwoNodes
 RECIPE = "recipe=grpo-tiny-moe-1n2g-sync"
 SMALL = (
     "model.scratch.num_layers=2", "model.scratch.hidden_size=32", "model.scratch.num_experts=4", "groups_per_step=4", "group_size=4",
-    "num_steps=4", "save_every=2", "rollout.max_running=16", "rollout.start_seconds=120", "train.start_seconds=120",
+    "num_steps=4", "save_every=2", "rollout.max_running=16", "deadlines.start_seconds=120",
 )  # fmt: skip
-ON_CPU = ("slurm.nodes=2", "slurm.gpus_per_node=0")
+ON_CPU = (
+    "slurm.nodes=2", "slurm.gpus_per_node=0",
+    "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all",
+)  # fmt: skip
+"""A train rank on each node, and the server with the first."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 

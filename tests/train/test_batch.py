@@ -8,8 +8,9 @@ import pytest
 from moerl.algorithms import build_algorithm
 from moerl.config.schema import DAPOConfig, GRPOConfig
 from moerl.payloads import stored_here
+from moerl.route_types import RouteShape
 from moerl.train.batch import build_batch, sft_batch
-from moerl.types import Completion, DataError, Group, Prompt, RouteShape, Sample, Score, VersionSpan
+from moerl.types import Completion, DataError, Group, Prompt, Sample, Score, VersionSpan
 
 GRPO = build_algorithm(GRPOConfig(), 8)
 

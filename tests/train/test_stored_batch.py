@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.payloads import Here, Payload, fetch
+from moerl.route_types import RouteShape
 from moerl.train.balance import Planner, split_mini_batches
 from moerl.train.loss import Denominators
 from moerl.train.share import Share, shares
 from moerl.train.stored_batch import StoredBatch
-from moerl.types import RouteShape
 
 SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)
 COLUMNS = ("token_ids_T", "response_mask_T", "rollout_logprobs_T", "advantages_T", "old_logprobs_T", "reference_logprobs_T", "routes_T")

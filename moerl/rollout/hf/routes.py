@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from moerl.models import FAMILIES
-from moerl.types import RouteShape
+from moerl.route_types import RouteShape
 
 
 class RouteRecorder:

@@ -3,7 +3,8 @@
 import numpy as np
 
 from moerl.rollout.hf.sampling import Draws, uniforms
-from moerl.types import Completion, FinishReason, RouteShape, SamplingParams, VersionSpan
+from moerl.route_types import RouteShape
+from moerl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 
 class SlotTable:

@@ -14,12 +14,14 @@ import torch
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
+from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
-from moerl.rollout.engines.core import Sampled
+from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.process import Options
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.sglang import cpu, scheduler
-from moerl.types import EngineError, Problem, RouteShape, SamplingParams, VersionSpan, WeightError
+from moerl.route_types import RouteShape
+from moerl.types import EngineError, Problem, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ OWN_ARGUMENTS = {
     "enable_return_routed_experts": "train.router_replay=rollout",
     "custom_weight_loader": "leave it out",
     "weight_version": "leave it out",
+    "enable_memory_saver": "placement.mode=colocated",
+    "enable_weights_cpu_backup": "placement.mode=colocated",
     "quantization": "leave it out: a push brings weights in rollout.dtype",
 }
 """What moerl sets or relies on, and what to write instead."""
@@ -50,7 +54,7 @@ _SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
 
 
-def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
+def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
     if wrong := version_problems("sglang", ["sglang"], SUPPORTED):
         return wrong
     return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="SGLang")
@@ -65,8 +69,9 @@ def start(options: Options) -> "SGLangCore":
 
     model = read_config(options.model)
     routes = shape_of_config(model).routes if options.returns_routes else None
-    line = as_command_line(_own_arguments(options) | dict(options.engine_args))
-    server_args = ServerArgs.from_cli_args(_parser().parse_args(line))
+    parser = _parser()
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    server_args = ServerArgs.from_cli_args(parser.parse_args(line))
     return SGLangCore(OurEngine(server_args=server_args), routes)
 
 
@@ -83,7 +88,9 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "enable_return_routed_experts": options.returns_routes,
     }
-    if not _has_gpu():
+    if _has_gpu():
+        own |= {"enable_memory_saver": options.shares_gpus, "enable_weights_cpu_backup": options.shares_gpus}
+    else:
         own |= cpu.ARGUMENTS | {"max_total_tokens": options.max_running * (options.max_context + _SPARE_POSITIONS)}
     return own
 
@@ -98,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = QuietParser(add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     return parser
+
+
+_TAGS: Mapping[Part, tuple[str, ...]] = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
+"""SGLang's names of memory (sglang/srt/constants.py)."""
 
 
 class SGLangCore:
@@ -146,13 +157,11 @@ class SGLangCore:
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
-    async def sleep(self) -> None:
-        if self._engine.server_args.enable_memory_saver:
-            await self._occupation("release")
+    async def sleep(self, parts: tuple[Part, ...]) -> int:
+        return await self._occupation("release", parts)
 
-    async def wake(self) -> None:
-        if self._engine.server_args.enable_memory_saver:
-            await self._occupation("resume")
+    async def wake(self, parts: tuple[Part, ...]) -> int:
+        return await self._occupation("resume", parts)
 
     def needs(self) -> Needs:
         return self._needs
@@ -203,11 +212,22 @@ class SGLangCore:
         if not success:
             raise WeightError(f"SGLang's {name}: {message}")
 
-    async def _occupation(self, action: str) -> None:
+    async def _occupation(self, action: str, parts: tuple[Part, ...]) -> int:
+        """Bytes that move; 0 where SGLang runs without its memory saver, which needs a GPU."""
         from sglang.srt.managers import io_struct
 
-        body = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")()
+        if not self._engine.server_args.enable_memory_saver:
+            return 0
+        body = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")(tags=[tag for part in parts for tag in _TAGS[part]])
         await getattr(self._manager, f"{action}_memory_occupation")(body, None)
+        return await self._bytes_of(parts)
+
+    async def _bytes_of(self, parts: tuple[Part, ...]) -> int:
+        """On all GPUs, as the first of each group of tensor-parallel ranks measured its own when it started."""
+        args = self._engine.server_args
+        measured = [state["memory_usage"] for state in await self._manager.get_internal_state()]
+        gigabytes = sum(usage["weight" if part == "weights" else "kvcache"] for usage in measured for part in parts)
+        return int(gigabytes * 2**30) * args.tp_size * args.pp_size // len(measured)
 
     def _sampled(self, answer: Mapping[str, Any], sampling: SamplingParams) -> Sampled:
         meta = answer["meta_info"]
@@ -215,11 +235,10 @@ class SGLangCore:
         if reason["type"] == "abort" and reason.get("err_type"):
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
         token_ids = tuple(answer["output_ids"])
-        spans = [(span["version"], span["end"] - span["start"]) for span in meta.get("weight_versions") or ()]
         return Sampled(
             token_ids=token_ids,
             logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
-            spans=tuple(VersionSpan(version=int(version), num_tokens=count) for version, count in spans if count),
+            spans=version_spans((span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()),
             finish_reason=reason["type"],
             routes=self._routes_of(meta) if sampling.returns_routes and token_ids else None,
         )
@@ -237,6 +256,6 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k else -1,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "sampling_seed": (sampling.seed ^ sampling.seed >> 64) & (2**63 - 1),
+        "sampling_seed": engine_seed(sampling.seed),
         "no_stop_trim": True,
     }
