@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_contract import LONG, PROMPT, ask, running
+from test_contract import PROMPT, ask, running
 from tiny_servers import ROUTES
 from transformers import AutoModelForCausalLM
 
@@ -46,15 +46,15 @@ def test_a_completion_has_the_routes_of_every_computed_token_if_they_are_asked_f
 @pytest.mark.parametrize("served", ["fake", "moe"], indirect=True)
 def test_an_aborted_completion_has_the_routes_of_its_tokens(run, served, kind):
     async def scenario():
-        whole = ask(served, "whole", max_tokens=LONG, returns_routes=True)
-        cut = ask(served, "cut", max_tokens=LONG, returns_routes=True)
+        whole = ask(served, "whole", max_tokens=served.long, returns_routes=True)
+        cut = ask(served, "cut", max_tokens=served.long, returns_routes=True)
         await running(served, 2)
         await ask(served, "other", max_tokens=3)
         await served.engine.abort(("cut",))
         return await whole, await cut
 
     whole, cut = run(scenario())
-    assert 0 < len(cut.token_ids) < LONG
+    assert 0 < len(cut.token_ids) < served.long
     check_routes(cut, num_prompt=len(PROMPT), shape=ROUTES[kind])
     np.testing.assert_array_equal(cut.routes, whole.routes[: len(cut.routes)])
 
