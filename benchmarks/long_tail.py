@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from pool import LONGEST, PROMPT, VOCAB, JumpingClock, Waiting
+from pool import LONGEST, PROMPT, JumpingClock, Waiting, collector
 
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.pool import RolloutPool
@@ -40,7 +40,7 @@ class Steps:
     def pool(self) -> RolloutPool:
         arguments = self.arguments
         engines = [Waiting(f"server-{index}", arguments.running, 1.0) for index in range(arguments.servers)]
-        pool = RolloutPool(engines, max_running=arguments.running, max_queued=2, vocab_size=VOCAB, request_seconds=1e9)  # type: ignore[arg-type]
+        pool = RolloutPool(engines, max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9)  # type: ignore[arg-type]
         pool.fleet.served(pool.fleet.members)
         return pool
 

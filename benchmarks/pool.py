@@ -27,7 +27,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moerl.payloads import Here
 from moerl.rollout import wire
+from moerl.rollout.collect import Intake, LocalCollector
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.pool import RolloutPool
 from moerl.types import Completion, SamplingParams, VersionSpan
@@ -89,6 +91,16 @@ def canned(request_id: str, num_tokens: int) -> Completion:
     )
 
 
+class NoText:
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return ""
+
+
+def collector() -> LocalCollector:
+    """Completions end here: what is measured is the pool, and the driver where it receives them itself."""
+    return LocalCollector(Intake(vocab_size=VOCAB, decoder=NoText()), keep=Here)
+
+
 def list_schedule(times: Sequence[float], num_slots: int) -> float:
     """Makespan when each slot takes the next of `times` as soon as it is free."""
     slots = [0.0] * num_slots
@@ -113,7 +125,7 @@ def simulate(arguments: argparse.Namespace, tokens: np.ndarray, *, queued: int, 
 
         async def scenario() -> tuple[float, float]:
             engines = [Waiting(f"server-{index}", arguments.running, arguments.latency) for index in range(arguments.servers)]
-            pool = RolloutPool(engines, max_running=arguments.running, max_queued=queued, vocab_size=VOCAB, request_seconds=1e9)  # type: ignore[arg-type]
+            pool = RolloutPool(engines, max_running=arguments.running, max_queued=queued, collector=collector(), request_seconds=1e9)  # type: ignore[arg-type]
             await generate_all(pool, tokens, arguments.group, sticky=sticky)
             prompts = sum(len(engine.sessions) for engine in engines)
             return asyncio.get_running_loop().time(), 1 - prompts / len(tokens)
@@ -146,13 +158,13 @@ class Connected(HTTPEngine):
     """To a server that runs already."""
 
     def __init__(self, port: int):
-        self.name = f"127.0.0.1:{port}"
-        self._session = aiohttp.ClientSession(base_url=f"http://127.0.0.1:{port}", connector=aiohttp.TCPConnector(limit=0))
+        self.name, self._host = f"127.0.0.1:{port}", "127.0.0.1"
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 
 async def http_seconds(ports: list[int], arguments: argparse.Namespace, num_tokens: int) -> float:
     engines = [Connected(port) for port in ports]
-    pool = RolloutPool(engines, max_running=arguments.running, max_queued=2, vocab_size=VOCAB, request_seconds=1e9)
+    pool = RolloutPool(engines, max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9)
     start = time.process_time()
     await generate_all(pool, [num_tokens] * arguments.requests, arguments.group, sticky=True)
     seconds = time.process_time() - start

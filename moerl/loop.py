@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from moerl.algorithms.base import Algorithm
@@ -26,7 +27,8 @@ from moerl.rollout.runner import GroupRunner
 from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
-from moerl.types import MoerlError, RunStopped, StepStats, TrainBatch
+from moerl.train.stored_batch import StoredBatch
+from moerl.types import Group, MoerlError, RunStopped, StepStats
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ async def run(
                 version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
                 moves=residency.moves(),
             )  # fmt: skip
+            del groups, batch  # with them go their samples in the object store
             if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs
                 await _save(version, cursor, prompts, train, observe)
             with observe.phase("push"):
@@ -103,11 +106,14 @@ async def _producing(
 ) -> AsyncIterator[None]:
     """Keep the buffer full in the background, one task per slot. A task that fails fails the next `take`."""
 
+    def settle(ticket: int, group: Group) -> None:
+        # A function of its own: a name of the loop below would hold the group, and its samples in the object store, until the next one.
+        (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+
     async def produce() -> None:
         while True:
             ticket = await buffer.reserve()
-            group = await runner.run(prompts.prompt_at(ticket))
-            (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+            settle(ticket, await runner.run(prompts.prompt_at(ticket)))
 
     def report(task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -133,20 +139,19 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -
     )
 
 
-async def _with_logprobs(config: RunConfig, batch: TrainBatch, train: TrainGroup, observe: Observer) -> TrainBatch:
-    """The log-probs the update needs beside the policy's own."""
-    columns = {}
+async def _with_logprobs(config: RunConfig, batch: StoredBatch, train: TrainGroup, observe: Observer) -> StoredBatch:
+    """The log-probs the update needs beside the policy's own, by reference."""
     if config.train.old_logprobs == "rollout":
-        columns["old_logprobs_T"] = batch.rollout_logprobs_T
+        batch = replace(batch, old_logprobs="rollout")
     if config.needs_old_logprobs or config.records_routes:
         with observe.phase("logprobs"):
-            logprobs_T = await train.logprobs(batch, records_routes=config.records_routes)
+            logprobs = await train.logprobs(batch, records_routes=config.records_routes)
         if config.needs_old_logprobs:
-            columns["old_logprobs_T"] = logprobs_T
+            batch = replace(batch, old_logprobs=logprobs)
     if config.uses_reference:
         with observe.phase("reference"):
-            columns["reference_logprobs_T"] = await train.reference_logprobs(batch)
-    return batch.with_logprobs(**columns)
+            batch = replace(batch, reference_logprobs=await train.reference_logprobs(batch))
+    return batch
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:

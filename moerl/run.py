@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +26,7 @@ from moerl.cluster.seats import Seats, find_seats
 from moerl.cluster.stacks import answer_stack_requests
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
-from moerl.config.model_shape import read_config
+from moerl.config.object_store import shortage
 from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
@@ -34,7 +35,7 @@ from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
-from moerl.rollout.build import build_engines
+from moerl.rollout.build import build_collector, build_engines
 from moerl.rollout.datasets import load_dataset
 from moerl.rollout.pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
@@ -43,6 +44,8 @@ from moerl.sft import warm_start
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import ConfigError, HangError, MoerlError, Problem
 from moerl.weights.publish import WeightPublisher
+
+logger = logging.getLogger(__name__)
 
 _NUM_CANARY_PROMPTS = 4
 
@@ -80,20 +83,24 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
     prompts = _prompts(config, tokenizer)
     with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
+        _check_store(config)
         seats = find_seats(config)
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, seats, observe)
-        async with _processes(config, model_dir, seats, observe) as (pool, rewards, group, residency):
-            runner = GroupRunner(config, pool=pool, rewards=rewards, tokenizer=tokenizer, stop_token_ids=_stop_tokens(model_dir, tokenizer))
+        async with _processes(config, model_dir, tokenizer, seats, observe) as (pool, rewards, group, residency):
+            runner = GroupRunner(config, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer))
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
             weights = WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
-            await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)
+            try:
+                await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)
+            finally:
+                observe.dump_last()
 
 
 @asynccontextmanager
 async def _processes(
-    config: RunConfig, model_dir: Path, seats: Seats, observe: Observer
+    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: Seats, observe: Observer
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
     rollout, hangs = config.rollout, HangReports(config.run_dir)
@@ -101,7 +108,7 @@ async def _processes(
         build_engines(config, model_dir, config.run_dir / "logs", seats),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
-        vocab_size=read_config(model_dir)["vocab_size"],
+        collector=build_collector(config, model_dir, tokenizer),
         request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=config.deadlines.probe_seconds,
@@ -199,6 +206,12 @@ def _local_ray() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _check_store(config: RunConfig) -> None:
+    said = shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))
+    if said is not None:
+        logger.warning("%s", said)
 
 
 def _heed_signals(stop: Stop) -> None:

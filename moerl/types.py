@@ -5,9 +5,12 @@ Axis suffixes: `_T` tokens of one sequence or of a packed batch, `_G` samples of
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from moerl.payloads import StoredCompletion
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -60,13 +63,22 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrower of uint8 and uint16 that holds every expert and, as its largest value, "unknown"."""
-        return np.dtype(np.uint8 if self.num_experts <= np.iinfo(np.uint8).max else np.uint16)
+        """The narrower of uint8 and uint16 that holds every expert and the mark of `is_unknown`.
+
+        With 256 experts, as DeepSeek-V3 has, 255 is both: a token's experts differ, so that two or more entries of 255 are the mark.
+        """
+        num_held = np.iinfo(np.uint8).max + (self.top_k > 1)
+        return np.dtype(np.uint8 if self.num_experts <= num_held else np.uint16)
 
 
 def unknown_route(dtype: np.dtype[Any]) -> int:
     """What all entries of a token's route are when nobody recorded it."""
     return int(np.iinfo(dtype).max)
+
+
+def is_unknown(routes: np.ndarray) -> np.ndarray:
+    """bool [..., layers] of routes [..., layers, top_k]"""
+    return (routes == unknown_route(routes.dtype)).all(axis=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +119,9 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One scored completion."""
+    """One scored completion. Its tokens, routes and text are in `completion.payload`."""
 
-    completion: Completion
-    text: str
+    completion: "StoredCompletion"
     score: Score
 
 
@@ -128,7 +139,7 @@ class Group:
 
     @property
     def lengths_G(self) -> np.ndarray:
-        return np.array([len(sample.completion.token_ids) for sample in self.samples], dtype=np.int64)
+        return np.array([sample.completion.num_tokens for sample in self.samples], dtype=np.int64)
 
     @property
     def oldest_version(self) -> int:
@@ -162,8 +173,27 @@ class TrainBatch:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def with_logprobs(self, **columns: np.ndarray) -> "TrainBatch":
-        return replace(self, **columns)
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 [num_sequences]"""
+        before_T = np.concatenate([[0], np.cumsum(self.response_mask_T)])
+        return before_T[self.offsets[1:]] - before_T[self.offsets[:-1]]
+
+    def num_responses_from(self, position: int) -> int:
+        """Response tokens with at least `position` tokens of their sequence before them."""
+        position_T = np.arange(len(self.token_ids_T)) - np.repeat(self.offsets[:-1], self.lengths)
+        return int((self.response_mask_T & (position_T >= position)).sum())
+
+    @property
+    def routes_shape(self) -> tuple[int, int] | None:
+        """(layers, top_k)"""
+        return None if self.routes_T is None else (self.routes_T.shape[1], self.routes_T.shape[2])
+
+    def without_routes(self) -> "TrainBatch":
+        return replace(self, routes_T=None)
+
+    def laid_out(self, sequences: "np.ndarray | list[int]") -> "TrainBatch":
+        return self.select(sequences)
 
     def select(self, sequences: "np.ndarray | list[int]") -> "TrainBatch":
         """The named sequences, in that order."""
@@ -364,6 +394,10 @@ class EngineError(MoerlError, RuntimeError):
 
 class EngineUnavailable(EngineError):
     """The server is gone, or may not serve now; another one can take the request, or the same one later."""
+
+
+class StoreError(MoerlError, RuntimeError):
+    """Ray's object store cannot hold, or has lost, what samples consist of."""
 
 
 class WeightError(MoerlError, RuntimeError):

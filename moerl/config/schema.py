@@ -182,6 +182,9 @@ class RolloutConfig(Strict):
     max_queued: NotNegative = 2
     """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
     is free first: one that waits on a server cannot go to an idler one any more."""
+    num_collectors: Positive = 1
+    """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them; a server
+    has one of them. One takes about 100 MB/s. Without effect for fake."""
     prefill_chunk: Positive = 64
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None

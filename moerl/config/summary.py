@@ -1,6 +1,7 @@
 """A run on one page: what follows from its settings as comments, then every setting as YAML."""
 
 from moerl.config.load import to_yaml
+from moerl.config.object_store import most_bytes, sample_bytes
 from moerl.config.schema import RunConfig
 
 
@@ -20,6 +21,7 @@ def _derived(config: RunConfig) -> list[str]:
         f"rollout servers {config.rollout.num_servers} ({config.rollout.engine}, {config.rollout_dtype})",
         f"one step        {config.groups_per_step} prompts * {config.group_size} = {samples} samples, {updates} update(s)",
         f"in flight       at most {slots} groups",
+        f"object store    at most {most_bytes(config) / 1e9:.3g} GB of samples, {sample_bytes(config) / 1e6:.3g} MB for the longest",
         f"old log-probs   {_old_logprobs(config)}",
         f"reference model {'a frozen copy of the initial weights' if config.uses_reference else 'none'}",
     ]

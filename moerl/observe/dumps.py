@@ -4,20 +4,21 @@ Where engines returned routes, step-000010.routes.npz beside it holds them, an a
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moerl.observe.records import replace_records
+from moerl.payloads import fetch
 from moerl.types import Group, Sample
 
 
 class SampleDumps:
     """Dumps the run's first and last step and every `every`-th; 0 dumps none.
 
-    The last step is the one before `close`: a run that fails leaves the samples it failed after.
+    The last step is the one before `dump_last`: a run that fails leaves the samples it failed after.
     """
 
     def __init__(self, directory: Path, *, every: int, num_groups: int):
@@ -42,15 +43,19 @@ class SampleDumps:
         else:
             self._not_dumped = (version, shown)
 
-    def close(self) -> None:
+    def dump_last(self) -> None:
+        """While what the samples refer to can still be fetched."""
         if self._not_dumped is not None:
-            self._dump(*self._not_dumped)
+            version, shown = self._not_dumped
+            self._not_dumped = None
+            self._dump(version, shown)
 
     def _dump(self, version: int, groups: Sequence[Group]) -> None:
         path = self._directory / f"step-{version:06d}.jsonl"
-        replace_records(path, sample_records(version, groups))
         completions = [sample.completion for group in groups for sample in group.samples]
-        routes = {completion.request_id: completion.routes for completion in completions if completion.routes is not None}
+        payloads = fetch([completion.payload for completion in completions])
+        replace_records(path, sample_records(version, groups, [payload.text for payload in payloads]))
+        routes = {c.request_id: p.routes for c, p in zip(completions, payloads, strict=True) if p.routes is not None}
         if routes:
             beside = path.with_suffix(".new.npz")
             np.savez_compressed(beside, **routes)  # type: ignore[arg-type]
@@ -68,14 +73,15 @@ def _routes_path(dump: Path) -> Path:
     return dump.with_suffix(".routes.npz")
 
 
-def sample_records(version: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    """One record per sample; one that could not be scored has an error and null for what is not known of it."""
+def sample_records(version: int, groups: Sequence[Group], texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """One record per sample; one that could not be scored has an error and null for what is not known of it. `texts` of the others."""
+    next_text = iter(texts)
     for group in groups:
         prompt = group.prompt
         about = {"step": version, "prompt_index": prompt.index, "data_source": prompt.data_source, "prompt": prompt.text}
         about["ground_truth"] = prompt.ground_truth
         for sample in group.samples:
-            yield {**about, **_sample_fields(sample)}
+            yield {**about, **_sample_fields(sample, next(next_text))}
         for error in group.errors:
             yield {**about, **dict.fromkeys(_UNKNOWN), "parts": {}, "versions": [], "error": error}
 
@@ -83,12 +89,12 @@ def sample_records(version: int, groups: Sequence[Group]) -> Iterator[dict[str, 
 _UNKNOWN = ("request_id", "response", "reward", "length", "finish_reason")
 
 
-def _sample_fields(sample: Sample) -> dict[str, Any]:
+def _sample_fields(sample: Sample, text: str) -> dict[str, Any]:
     return {
         "request_id": sample.completion.request_id,
-        "response": sample.text,
+        "response": text,
         "reward": sample.score.reward,
-        "length": len(sample.completion.token_ids),
+        "length": sample.completion.num_tokens,
         "finish_reason": sample.completion.finish_reason,
         "parts": dict(sample.score.parts),
         "versions": [[span.version, span.num_tokens] for span in sample.completion.spans],

@@ -78,6 +78,7 @@ METRICS = (
     Metric("tokens/response", "tokens", "none", SUM, "response tokens generated for the trained groups"),
     Metric("tokens/trained", "tokens", "none", SUM, "response tokens that carried loss"),
     Metric("tokens/per_second", "tokens/s", "up", MEAN, "tokens/response divided by time/step"),
+    Metric("data/payload_bytes", "bytes", "none", SUM, "tokens, log-probs, routes and text of the samples: what went by reference"),
     Metric("tokens/padding_fraction", "share", "down", MEAN, "micro-batch tokens that are padding"),
     Metric("balance/ranks", "ratio", "down", MEAN, "work of the busiest data-parallel rank / mean; at least 1"),
     Metric("balance/rounds", "ratio", "down", MEAN, "the same if ranks wait for each other after every micro-batch, as with ep"),
@@ -138,7 +139,7 @@ def step_metrics(
     `full_reward` is the most a sample can get. What the step has no sample for, or no reference for, is absent, not 0.
     """
     samples = [sample for group in groups for sample in group.samples]
-    num_tokens = sum(len(sample.completion.token_ids) for sample in samples)
+    num_tokens = sum(sample.completion.num_tokens for sample in samples)
     return {
         **_reward_metrics(samples),
         "reward/errors": float(sum(len(group.errors) for group in groups)),
@@ -203,7 +204,7 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
-    lengths = [len(sample.completion.token_ids) for sample in samples]
+    lengths = [sample.completion.num_tokens for sample in samples]
     return {
         "length/mean": float(np.mean(lengths)),
         "length/max": float(max(lengths)),
@@ -269,8 +270,11 @@ def _routing_metrics(routing: RoutingStats) -> dict[str, float]:
 
 
 def _payload_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    sizes = [sample.completion.routes.nbytes for sample in samples if sample.completion.routes is not None]
-    return {"routing/payload_bytes": float(sum(sizes))} if sizes else {}
+    routes = sum(sample.completion.routes_bytes for sample in samples)
+    return {
+        "data/payload_bytes": float(sum(sample.completion.num_bytes for sample in samples)),
+        **({"routing/payload_bytes": float(routes)} if routes else {}),
+    }
 
 
 def _memory_metrics(memory: MemoryStats) -> dict[str, float]:

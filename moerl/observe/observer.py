@@ -27,7 +27,7 @@ from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
-from moerl.types import Group, Move, RunStopped, SavedCheckpoint, StepStats
+from moerl.types import Group, Move, RunStopped, SavedCheckpoint, StepStats, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Observer:
             for writer in _open_writers(config):
                 self._writers.append(writer)
                 opened.callback(self._close_writer, writer)
-            opened.callback(self._dumps.close)
+            opened.callback(self.dump_last)
             self._opened = opened.pop_all()
 
     @contextmanager
@@ -122,6 +122,13 @@ class Observer:
         log.info(text)
         if self._terminal is not None:
             self._terminal.notice(text)
+
+    def dump_last(self) -> None:
+        """The samples of the last step, if they were not dumped. Before what they refer to is gone: with Ray's end at the latest."""
+        try:
+            self._dumps.dump_last()
+        except StoreError as error:  # what ended the run may have ended it
+            log.warning("the samples of the last step cannot be dumped: %s", error)
 
     def close(self, status: Status = "finished") -> None:
         """Ends every destination; safe to call twice, the first status counts."""

@@ -1,4 +1,4 @@
-"""From the configuration to the run's rollout engines."""
+"""From the configuration to the run's rollout engines, and to who receives what they answer."""
 
 import json
 from collections.abc import Callable
@@ -12,6 +12,8 @@ from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.placement import num_shared
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
+from moerl.payloads import keep
+from moerl.rollout.collect import Collector, Decoder, Intake, LocalCollector
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
@@ -36,6 +38,19 @@ def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, seats: Seat
     if config.rollout.host is not None:
         homes = [replace(home, host=config.rollout.host) for home in homes]
     return [build(config, model_dir, log_dir, home) for home in homes]
+
+
+def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Collector:
+    """Who receives completions: this process those of engines inside it, Ray actors those of servers. Train ranks can fetch them."""
+    rollout = config.rollout
+    intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
+    if rollout.engine == "fake":
+        return LocalCollector(intake, keep=keep)
+    # Ray is imported for this one only.
+    from moerl.rollout.collectors import RayCollectors
+
+    in_flight = rollout.num_servers * (rollout.max_running + rollout.max_queued)
+    return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight)
 
 
 def _home(config: RunConfig, seats: Seats, index: int) -> _Home:

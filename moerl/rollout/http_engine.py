@@ -22,6 +22,10 @@ EXIT_SECONDS = 2.0
 """How long a server that broke a connection may take to end, before it counts as alive."""
 
 
+class BrokenConnection(EngineUnavailable):
+    """The server did not answer. Whoever watches its process can say more: HTTPEngine.explain."""
+
+
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.wire and reports like moerl.rollout.hf."""
 
@@ -34,6 +38,11 @@ class HTTPEngine:
         self.host = host
         self._process = process(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> str:
+        """Of a server that was started."""
+        return f"http://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
 
     @property
     def pid(self) -> int | None:
@@ -50,20 +59,17 @@ class HTTPEngine:
     async def start(self) -> None:
         port = await self._process.start()
         self.name = self._process.label = f"{self.host}:{port}"
-        # One connection per running request, and no deadline here: that is the pool's.
-        self._session = aiohttp.ClientSession(
-            base_url=f"http://{_bracketed(self.host)}:{port}",
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
+        self._session = new_session()
 
     async def ended(self) -> EngineUnavailable:
         return await self._process.death()
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
-        body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
-        content = await self.call("POST", "/generate", wire.GENERATE, body, about=f": {request_id}")
-        return _parse(f"{self.name}: {request_id}", wire.parse_completion, content)
+        session = self._running_session("/generate")
+        try:
+            return await generate_at(session, self.url, self.name, prompt_ids, sampling, request_id)
+        except BrokenConnection as error:
+            raise await self.explain(error) from error
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
         await self.call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
@@ -96,29 +102,57 @@ class HTTPEngine:
             await session.close()
         await self._process.close()
 
-    async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None, *, about: str = "") -> bytes:
-        """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone.
-        `about` follows the server's name where the answer makes no sense."""
-        if self._session is None:
-            raise EngineUnavailable(f"{self.name}: {path} on a server that is not running; start it first")
+    async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
+        """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone."""
         data = None if adapter is None else adapter.dump_json(body)
+        session = self._running_session(path)
         try:
-            async with self._session.request(method, path, data=data) as response:
-                content = await response.read()
-        except aiohttp.ClientError as error:
-            raise await self._explain(path, error) from error
-        if response.status != 200:
-            reason = _parse(f"{self.name}{about}", wire.ERROR.validate_json, content).error
-            raise (EngineUnavailable if response.status == wire.UNAVAILABLE else EngineError)(f"{self.name}: {reason}")
-        return content
+            return await _exchange(session, method, self.url, path, data, name=self.name)
+        except BrokenConnection as error:
+            raise await self.explain(error) from error
 
-    async def _explain(self, path: str, error: aiohttp.ClientError) -> EngineUnavailable:
+    async def explain(self, error: BrokenConnection) -> EngineUnavailable:
         """A broken connection is nearly always the first sign of a dying server: its exit says more."""
         try:
             async with asyncio.timeout(EXIT_SECONDS):
                 return await self._process.death()
         except TimeoutError:
-            return EngineUnavailable(f"{self.name}: {path} failed, the server still runs: {type(error).__name__}: {error}")
+            return error
+
+    def _running_session(self, path: str) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise EngineUnavailable(f"{self.name}: {path} on a server that is not running; start it first")
+        return self._session
+
+
+def new_session() -> aiohttp.ClientSession:
+    """One connection per running request, and no deadline here: that is the pool's."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def generate_at(
+    session: aiohttp.ClientSession, url: str, name: str, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str
+) -> Completion:
+    """From the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, BrokenConnection."""
+    body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
+    data = wire.GENERATE.dump_json(body)
+    content = await _exchange(session, "POST", url, "/generate", data, name=name, about=f": {request_id}")
+    return _parse(f"{name}: {request_id}", wire.parse_completion, content)
+
+
+async def _exchange(
+    session: aiohttp.ClientSession, method: str, url: str, path: str, data: bytes | None, *, name: str, about: str = ""
+) -> bytes:
+    """`about` follows the server's name where the answer makes no sense."""
+    try:
+        async with session.request(method, url + path, data=data) as response:
+            content = await response.read()
+    except aiohttp.ClientError as error:
+        raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
+    if response.status != 200:
+        reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content).error
+        raise (EngineUnavailable if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
+    return content
 
 
 class HTTPReceiver:

@@ -1,4 +1,5 @@
 """All rollout servers as one: a request goes to one that serves (moerl/rollout/places.py says to which), a command to every one that runs.
+What comes back is received by a collector (moerl/rollout/collect.py), so that the pool holds references, not tokens.
 
 A request whose server ends is run again, with its seed, on another one, or on the same one once it is back. One that a server ends before
 its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/partial.py).
@@ -13,12 +14,12 @@ from typing import TypeVar
 
 from moerl.cluster.hang import HangReports
 from moerl.cluster.party import Party, ProcessId
-from moerl.rollout.completion_check import check_completion
+from moerl.payloads import StoredCompletion
+from moerl.rollout.collect import Answer, Collector, Request
 from moerl.rollout.engine import EngineHealth, Part, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
-from moerl.rollout.partial import completed, joined, rest
 from moerl.rollout.places import Claim, Places
-from moerl.types import Completion, EngineError, EngineUnavailable, HangError, SamplingParams
+from moerl.types import EngineError, EngineUnavailable, HangError, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,17 +32,17 @@ class RolloutPool:
     """Owned by one event loop."""
 
     def __init__(
-        self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, vocab_size: int, request_seconds: float,
+        self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, collector: Collector, request_seconds: float,
         max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None,
     ):  # fmt: skip
         """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
-        completion, with the time it waits for a server, is paused, or waits for a slot."""
+        completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
         self.hangs = hangs
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
         self._places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
-        self._request_seconds, self._vocab_size = request_seconds, vocab_size
+        self._request_seconds, self._collector = request_seconds, collector
         self._num_resumed = 0
 
     @property
@@ -52,7 +53,10 @@ class RolloutPool:
     async def start(self) -> None:
         """All servers at once; if one fails, the others are closed."""
         try:
-            await self._all("start", lambda engine: engine.start(), self.fleet.members)
+            servers = self._all("start", lambda engine: engine.start(), self.fleet.members)
+            for outcome in await asyncio.gather(servers, self._collector.start(), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
         except BaseException:
             await self.close()
             raise
@@ -60,14 +64,14 @@ class RolloutPool:
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, *, session: str | None = None
-    ) -> Completion:
+    ) -> Answer:
         """`session`: of requests whose prompts begin alike; None: of this one alone. EngineError if the server refuses it, if no server is
         left, or at the deadline; the server then drops the request."""
         claim = self._places.claim(request_id if session is None else session)
         asked: list[Member] = []
         try:
             async with asyncio.timeout(self._request_seconds):
-                return await self._generate(prompt_ids, sampling, request_id, claim, asked)
+                return await self._generate(Request(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked)
         except TimeoutError as error:
             hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
             raise EngineError(
@@ -106,7 +110,10 @@ class RolloutPool:
 
     async def close(self) -> None:
         await self.fleet.close()
-        await self._all("close", lambda engine: engine.close(), self.fleet.members)
+        try:
+            await self._all("close", lambda engine: engine.close(), self.fleet.members)
+        finally:
+            await self._collector.close()
 
     async def healths(self) -> dict[str, EngineHealth]:
         """Of those that run, by their names."""
@@ -114,33 +121,26 @@ class RolloutPool:
         healths = await self._all("health", lambda engine: engine.health(), members)
         return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
 
-    async def _generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, claim: Claim, asked: list[Member]
-    ) -> Completion:
+    async def _generate(self, request: Request, claim: Claim, asked: list[Member]) -> Answer:
         """`asked` gets the servers."""
-        so_far: Completion | None = None
+        so_far: StoredCompletion | None = None
         num_lost = 0
         while True:
             async with self._places.take(claim) as member:
                 asked.append(member)
                 try:
-                    more = await self._ask(member, *rest(prompt_ids, sampling, so_far), request_id)
+                    answer = await self._collector.ask(member.engine, request, so_far)
                 except EngineUnavailable as error:
                     num_lost += 1
                     if num_lost == MAX_ATTEMPTS:
                         raise
                     self.fleet.refused(member)
-                    logger.info("%s is run again: %s", request_id, str(error).splitlines()[0])
+                    logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
                     continue
-            so_far = completed(joined(so_far, more), sampling)
-            if so_far.finish_reason != "abort":
-                return so_far
+            if answer.completion.finish_reason != "abort":
+                return answer
+            so_far = answer.completion
             self._num_resumed += 1
-
-    async def _ask(self, member: Member, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
-        completion = await member.engine.generate(prompt_ids, sampling, request_id)
-        check_completion(completion, sampling, request_id=request_id, vocab_size=self._vocab_size, server=member.engine.name)
-        return completion
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
         """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""

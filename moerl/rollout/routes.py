@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 
-from moerl.types import Completion, EngineError, RouteShape, unknown_route
+from moerl.types import Completion, EngineError, RouteShape, is_unknown, unknown_route
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:
@@ -25,16 +25,16 @@ def _faults(routes: np.ndarray | None, num_computed: int, shape: RouteShape) -> 
         return [f"= None: {wanted}"]
     if routes.shape != expected or routes.dtype != shape.dtype:
         return [f"= {routes.dtype} {routes.shape}: {wanted}"]
-    is_unknown = routes == unknown_route(routes.dtype)
-    if int(routes.max(initial=0)) < shape.num_experts:
-        faulty = {}
-    else:
-        unknown_entries = is_unknown.sum(axis=-1)
+    mark = unknown_route(routes.dtype)
+    faulty, excepted = {}, is_unknown(routes)
+    if int(routes.max(initial=0)) >= shape.num_experts:  # the mark is no expert
+        marked = (routes == mark).sum(axis=-1)
         faulty = {
-            f"must be experts below {shape.num_experts}": ((routes >= shape.num_experts) & ~is_unknown).any(axis=-1),
-            "must be known or unknown as a whole": (unknown_entries > 0) & (unknown_entries < shape.top_k),
+            f"must be experts below {shape.num_experts}": ((routes >= shape.num_experts) & (routes != mark)).any(axis=-1),
+            "must be known or unknown as a whole": (marked > 0) & (marked < shape.top_k),
         }
-    faulty["must be different experts"] = _has_twins(routes) & ~is_unknown.any(axis=-1)
+        excepted = marked > 0
+    faulty["must be different experts"] = _has_twins(routes) & ~excepted
     return [f"{_first(routes, where)}: {rule}" for rule, where in faulty.items() if where.any()]
 
 

@@ -3,27 +3,19 @@
 import asyncio
 import hashlib
 import socket
-from typing import Protocol
 
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.rewards.pool import RewardPool
 from moerl.rollout.pool import RolloutPool
-from moerl.rollout.routes import check_routes
-from moerl.types import Completion, DataError, Group, Origin, Prompt, Sample, SamplingParams
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that turns tokens into the text rewards see."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+from moerl.types import DataError, Group, Origin, Prompt, Sample, SamplingParams
 
 
 class GroupRunner:
-    def __init__(self, config: RunConfig, *, pool: RolloutPool, rewards: RewardPool, tokenizer: Decoder, stop_token_ids: tuple[int, ...]):
-        self._config, self._pool, self._rewards, self._tokenizer = config, pool, rewards, tokenizer
+    def __init__(self, config: RunConfig, *, pool: RolloutPool, rewards: RewardPool, stop_token_ids: tuple[int, ...]):
+        self._config, self._pool, self._rewards = config, pool, rewards
         self._stop_token_ids = stop_token_ids
-        self._routes = routes_to_replay(config)
+        self._returns_routes = routes_to_replay(config) is not None
 
     async def run(self, prompt: Prompt) -> Group:
         """Raises DataError if not one completion of the prompt could be scored, EngineError for routes that are not the completion's."""
@@ -43,17 +35,10 @@ class GroupRunner:
             seed=sample_seed(self._config.seed, prompt.index, index),
             temperature=rollout.temperature,
             stop_token_ids=self._stop_token_ids,
-            returns_routes=self._routes is not None,
+            returns_routes=self._returns_routes,
         )
-        completion = await self._pool.generate(prompt.token_ids, sampling, f"{prompt.index}-{index}", session=str(prompt.index))
-        if self._routes is not None and completion.token_ids:
-            # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
-            await asyncio.to_thread(check_routes, completion, num_prompt=len(prompt.token_ids), shape=self._routes)
-        text = self._text(completion)
-        return Sample(completion=completion, text=text, score=await self._rewards.score(prompt, text))
-
-    def _text(self, completion: Completion) -> str:
-        return self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+        answer = await self._pool.generate(prompt.token_ids, sampling, f"{prompt.index}-{index}", session=str(prompt.index))
+        return Sample(completion=answer.completion, score=await self._rewards.score(prompt, answer.text))
 
 
 def sample_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:

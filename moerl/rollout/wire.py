@@ -1,13 +1,15 @@
 """What goes over HTTP between the driver and a rollout server: JSON of these dataclasses and of those in moerl.types.
 
-A completion is one line of JSON, and after it the bytes of its routes, if it has any: as many as tokens * layers * top_k, or twice that.
+A completion is one line of JSON, and after it the bytes of its arrays, little-endian: token ids (int32), log-probs (float32), and its
+routes, if it has any (tokens * layers * top_k of uint8 or uint16).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import NonNegativeInt, TypeAdapter
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
@@ -26,14 +28,13 @@ class GenerateBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionHead:
-    """A Completion but for the bytes of its routes."""
+    """A Completion but for its arrays."""
 
     request_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    num_tokens: NonNegativeInt
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
-    routes_shape: tuple[int, int, int] | None = None
+    routes_shape: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] | None = None
     routes_dtype: Literal["uint8", "uint16"] = "uint8"
 
 
@@ -100,29 +101,32 @@ def dump_completion(completion: Completion) -> bytes:
         about = {"routes_shape": routes.shape, "routes_dtype": str(routes.dtype)}
     head = CompletionHead(
         request_id=completion.request_id,
-        token_ids=completion.token_ids,
-        logprobs=completion.logprobs,
+        num_tokens=len(completion.token_ids),
         spans=completion.spans,
         finish_reason=completion.finish_reason,
         **about,  # type: ignore[arg-type]
     )
+    tokens, logprobs = np.array(completion.token_ids, dtype="<i4"), np.array(completion.logprobs, dtype="<f4")
     # The JSON has no line break of its own: it is written without indentation, and strings escape theirs.
-    return COMPLETION_HEAD.dump_json(head) + b"\n" + (b"" if routes is None else routes.tobytes())
+    parts = [COMPLETION_HEAD.dump_json(head), b"\n", tokens.tobytes(), logprobs.tobytes()]
+    return b"".join([*parts, b"" if routes is None else routes.tobytes()])
 
 
 def parse_completion(content: bytes) -> Completion:
     """ValueError if it is damaged."""
     text, _, tail = content.partition(b"\n")
     head = COMPLETION_HEAD.validate_json(text)
-    dtype = np.dtype(head.routes_dtype)
-    num_bytes = 0 if head.routes_shape is None else int(np.prod(head.routes_shape)) * dtype.itemsize
-    if len(tail) != num_bytes:
-        raise ValueError(f"{len(tail)} bytes of routes, must be {num_bytes} for {head.routes_dtype} {head.routes_shape}")
+    tokens_bytes, dtype = 4 * head.num_tokens, np.dtype(head.routes_dtype)
+    routes_bytes = 0 if head.routes_shape is None else math.prod(head.routes_shape) * dtype.itemsize
+    if len(tail) != 2 * tokens_bytes + routes_bytes:
+        rule = f"{2 * tokens_bytes + routes_bytes} for {head.num_tokens} tokens and routes {head.routes_dtype} {head.routes_shape}"
+        raise ValueError(f"{len(tail)} bytes of arrays, must be {rule}")
+    routes = None if head.routes_shape is None else np.frombuffer(tail, dtype=dtype, offset=2 * tokens_bytes).reshape(head.routes_shape)
     return Completion(
         request_id=head.request_id,
-        token_ids=head.token_ids,
-        logprobs=head.logprobs,
+        token_ids=tuple(np.frombuffer(tail, dtype="<i4", count=head.num_tokens).tolist()),
+        logprobs=tuple(np.frombuffer(tail, dtype="<f4", count=head.num_tokens, offset=tokens_bytes).tolist()),
         spans=head.spans,
         finish_reason=head.finish_reason,
-        routes=None if head.routes_shape is None else np.frombuffer(tail, dtype=dtype).reshape(head.routes_shape),
+        routes=routes,
     )

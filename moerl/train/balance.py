@@ -16,12 +16,12 @@ Invariants, by the names of their tests:
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from moerl.types import ConfigError, Problem, TrainBatch
+from moerl.types import ConfigError, Problem
 
 Bins = list[list[int]]
 
@@ -115,12 +115,36 @@ def plan_micro_batches(
     return min(candidates, key=cost).plan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planner:
+    """`plan_micro_batches` with everything but the lengths: driver and ranks make the same plan."""
+
+    num_ranks: int
+    token_budget: int
+    token_multiple: int
+    attention_tokens: float
+    sequence_multiple: int
+    count_multiple: int
+    waits_in_rounds: bool
+
+    def plan(self, lengths: np.ndarray) -> list[Bins]:
+        return plan_micro_batches(lengths, **asdict(self))
+
+    def balance(self, lengths: np.ndarray, plan: Sequence[Bins]) -> Balance:
+        return Balance.of(plan, lengths, sequence_multiple=self.sequence_multiple, attention_tokens=self.attention_tokens)
+
+
 def sequence_costs(lengths: np.ndarray, attention_tokens: float) -> np.ndarray:
     """In tokens: the length, and causal attention, which costs as much as the rest at a length of `attention_tokens`."""
     return lengths + lengths.astype(np.float64) ** 2 / attention_tokens
 
 
-def split_mini_batches(batch: TrainBatch, num_updates: int) -> list[np.ndarray]:
+class _Counted(Protocol):
+    @property
+    def num_sequences(self) -> int: ...
+
+
+def split_mini_batches(batch: _Counted, num_updates: int) -> list[np.ndarray]:
     """Sequence indices of consecutive mini-batches, equal in number of sequences up to one.
 
     Fewer than `num_updates` if there are fewer sequences: an update on nothing would still move the weights by momentum.

@@ -1,106 +1,72 @@
-"""From scored groups, or from prompts and answers, to the sequences of a TrainBatch. Order in, order out."""
+"""From scored groups to a StoredBatch, from prompts and answers to a TrainBatch. Order in, order out."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from moerl.algorithms.base import Algorithm
-from moerl.types import DataError, EngineError, Group, RouteShape, Sample, TrainBatch, unknown_route
+from moerl.payloads import StoredCompletion
+from moerl.train.stored_batch import StoredBatch
+from moerl.types import DataError, Group, RouteShape, TrainBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequence:
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    advantage: float
-    routes: np.ndarray | None = None
-
-
-def build_batch(groups: Sequence[Group], algorithm: Algorithm, routes: RouteShape | None = None) -> TrainBatch:
-    """One sequence per sample, groups and samples in order. `routes`: of the model, if every sample must bring its own.
+def build_batch(groups: Sequence[Group], algorithm: Algorithm, routes: RouteShape | None = None) -> StoredBatch:
+    """One sequence per sample, groups and samples in order. `routes`: of the model, if every sample brings its own.
 
     Left out: samples with an error, outside the algorithm's mask, or without a token. Raises DataError for an advantage that is
-    not a number and for a batch in which nothing is left.
+    not a number, for an empty prompt, and for a batch in which nothing is left.
     """
-    sequences = [sequence for group in groups for sequence in _group_sequences(group, algorithm, routes)]
-    if not sequences:
+    kept = [sample for group in groups for sample in _credited(group, algorithm)]
+    if not kept:
         raise DataError(_nothing_left(groups))
-    return _lay_out(sequences, routes)
+    completions = [completion for completion, _ in kept]
+    missing = [completion.request_id for completion in completions if routes is not None and not completion.routes_bytes]
+    assert not missing, f"completions {missing[:4]}: no routes, for which collectors look"
+    prompts = np.array([completion.num_prompt for completion in completions], dtype=np.int64)
+    responses = np.array([completion.num_tokens for completion in completions], dtype=np.int64)
+    return StoredBatch(
+        payloads=tuple(completion.payload for completion in completions),
+        prompt_lengths=prompts,
+        response_lengths=responses,
+        advantages=np.array([advantage for _, advantage in kept], dtype=np.float32),
+        starts=np.concatenate([[0], np.cumsum(prompts + responses)[:-1]]).astype(np.int64),
+        routes=routes,
+    )
 
 
 def sft_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
     """(prompt, answer) token ids. Rollout log-probs and advantages are zeros: no engine made the answers and SFT ignores credit."""
-    return _lay_out([_sft_sequence(prompt, answer) for prompt, answer in pairs], None)
+    for prompt, _ in pairs:
+        _check_prompt(len(prompt), "warm-start example")
+    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    zeros_T = np.zeros(sum(lengths), dtype=np.float32)
+    return TrainBatch(
+        token_ids_T=np.array([token for pair in pairs for tokens in pair for token in tokens], dtype=np.int64),
+        response_mask_T=np.array([of_answer for prompt, answer in pairs for of_answer in [False] * len(prompt) + [True] * len(answer)]),
+        rollout_logprobs_T=zeros_T,
+        advantages_T=zeros_T,
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+    )
 
 
-def _group_sequences(group: Group, algorithm: Algorithm, routes: RouteShape | None) -> Iterable[_Sequence]:
+def _credited(group: Group, algorithm: Algorithm) -> Iterator[tuple[StoredCompletion, float]]:
+    """What is trained on, with its advantage."""
     mask_G, advantages_G = algorithm.sample_mask(group), algorithm.advantages(group)
     for sample, kept, advantage in zip(group.samples, mask_G, advantages_G, strict=True):
-        if kept and sample.score.error is None and sample.completion.token_ids:
-            yield _sample_sequence(group, sample, float(advantage), routes)
+        if kept and sample.score.error is None and sample.completion.num_tokens:
+            name = f"prompt {group.prompt.index} ({group.prompt.data_source})"
+            _check_prompt(sample.completion.num_prompt, name)
+            if not np.isfinite(advantage):
+                raise DataError(
+                    f"{name}: advantage = {advantage} from rewards {group.rewards_G.tolist()}: must be finite, because one such sample "
+                    "turns every weight into NaN; let the reward return a number or raise"
+                )
+            yield sample.completion, float(advantage)
 
 
-def _sample_sequence(group: Group, sample: Sample, advantage: float, routes: RouteShape | None) -> _Sequence:
-    completion = sample.completion
-    if not np.isfinite(advantage):
-        raise DataError(
-            f"prompt {group.prompt.index} ({group.prompt.data_source}): advantage = {advantage} from rewards {group.rewards_G.tolist()}: "
-            "must be finite, because one such sample turns every weight into NaN; let the reward return a number or raise"
-        )
-    if len(completion.token_ids) != len(completion.logprobs):
-        raise EngineError(
-            f"completion {completion.request_id}: {len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens: "
-            "must be one each; the engine's response is damaged"
-        )
-    assert routes is None or completion.routes is not None, f"completion {completion.request_id}: no routes, which the runner checks"
-    return _Sequence(
-        prompt=_checked_prompt(group.prompt.token_ids, f"prompt {group.prompt.index} ({group.prompt.data_source})"),
-        response=completion.token_ids,
-        rollout_logprobs=completion.logprobs,
-        advantage=advantage,
-        routes=None if routes is None else completion.routes,
-    )
-
-
-def _sft_sequence(prompt: Sequence[int], answer: Sequence[int]) -> _Sequence:
-    prompt = _checked_prompt(prompt, "warm-start example")
-    return _Sequence(prompt=prompt, response=tuple(answer), rollout_logprobs=(0.0,) * len(answer), advantage=0.0)
-
-
-def _checked_prompt(token_ids: Sequence[int], name: str) -> tuple[int, ...]:
-    if not token_ids:
+def _check_prompt(num_tokens: int, name: str) -> None:
+    if num_tokens == 0:
         raise DataError(f"{name}: 0 prompt tokens: must be at least 1, because nothing would predict the first response token")
-    return tuple(token_ids)
-
-
-def _lay_out(sequences: Sequence[_Sequence], routes: RouteShape | None) -> TrainBatch:
-    lengths = [len(s.prompt) + len(s.response) for s in sequences]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    batch = TrainBatch(
-        token_ids_T=np.zeros(offsets[-1], dtype=np.int64),
-        response_mask_T=np.zeros(offsets[-1], dtype=bool),
-        rollout_logprobs_T=np.zeros(offsets[-1], dtype=np.float32),
-        advantages_T=np.zeros(offsets[-1], dtype=np.float32),
-        offsets=offsets,
-        routes_T=None if routes is None else _no_routes(int(offsets[-1]), routes),
-    )
-    for sequence, (start, end) in zip(sequences, pairwise(offsets), strict=True):
-        response = slice(start + len(sequence.prompt), end)
-        batch.token_ids_T[start : response.start] = sequence.prompt
-        batch.token_ids_T[response] = sequence.response
-        batch.response_mask_T[response] = True
-        batch.rollout_logprobs_T[response] = sequence.rollout_logprobs
-        batch.advantages_T[response] = sequence.advantage
-        if batch.routes_T is not None and sequence.routes is not None:
-            batch.routes_T[start : end - 1] = sequence.routes
-    return batch
-
-
-def _no_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
-    return np.full((num_tokens, shape.num_layers, shape.top_k), unknown_route(shape.dtype), dtype=shape.dtype)
 
 
 def _nothing_left(groups: Sequence[Group]) -> str:

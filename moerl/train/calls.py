@@ -33,6 +33,7 @@ Calls = dict[int, asyncio.Task[Any]]
 _KILL_SECONDS = 20.0
 _PHASES: Mapping[str, Phase] = {
     "place": "start", "host": "start", "address": "start", "use_network": "start", "open_store": "start", "start": "start",
+    "data_rank": "start", "planner": "start",
     "load": "load", "faults_of_checkpoint": "load",
     "wake": "wake", "shed": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "update": "update",
     "stage_checkpoint": "save", "write_checkpoint": "save", "finish_checkpoint": "save", "export_hf": "save",
@@ -77,11 +78,18 @@ class RankCalls:
             for rank, place in enumerate(self._places)
         ]
 
-    async def on_ranks(self, verb: str, ranks: Sequence[int], *args: Any) -> list[Any]:
-        """The answers, in the order of `ranks`. HangError at the deadline; TrainError, or a MoerlError of the rank that failed first."""
+    async def on_ranks(self, verb: str, ranks: Sequence[int], *args: Any, each: Sequence[Any] | None = None) -> list[Any]:
+        """The answers, in the order of `ranks`; `each`: of every one of them an argument before `args`.
+
+        HangError at the deadline; TrainError, or a MoerlError of the rank that failed first.
+        """
         if not ranks:
             return []
-        calls = {rank: asyncio.ensure_future(_await(getattr(self._workers[rank], verb).remote(*args))) for rank in ranks}
+        own = [()] * len(ranks) if each is None else [(first,) for first in each]
+        calls = {
+            rank: asyncio.ensure_future(_await(getattr(self._workers[rank], verb).remote(*first, *args)))
+            for rank, first in zip(ranks, own, strict=True)
+        }
         ended: list[int] = []
         for rank, call in calls.items():
             call.add_done_callback(partial(_note, ended, rank))

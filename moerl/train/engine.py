@@ -1,12 +1,13 @@
 """One training rank: log-probs and updates of packed micro-batches through Megatron's forward-backward schedule.
 
-Every rank gets the whole TrainBatch and makes the same plan; it packs and runs the micro-batches of its data-parallel rank.
+Every rank gets the lengths of the whole batch and makes the same plan; it lays out, packs and runs the micro-batches of its data-parallel
+rank alone.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from moerl.algorithms.base import Objective
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
+from moerl.train.balance import Balance, Bins, Planner, split_mini_batches
 from moerl.train.costs import attention_tokens
 from moerl.train.fp8 import require_device
 from moerl.train.kept_routes import KeptRoutes
@@ -41,6 +42,8 @@ from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.routing_stats import RoutingCounts
 from moerl.train.settings import EngineSettings
 from moerl.train.shard_store import ShardStore
+from moerl.train.share import Share
+from moerl.train.stored_batch import Batch
 from moerl.types import RoutingStats, StepStats, TrainBatch
 
 
@@ -56,7 +59,7 @@ class MegatronEngine:
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
         self.pushed = PushedTensors(self.model.bridge, settings.train.layout, getattr(torch, settings.export_dtype), settings.model_dir)
-        self._attention_tokens = attention_tokens(self.model.config, self.model.vocab_size)
+        self.planner = _planner(settings, attention_tokens(self.model.config, self.model.vocab_size))
         self.optimizer = build_optimizer(settings.train, self.model.wrapped)
         self.optimizer.reload_model_params()
         self.shards = ShardStore(self.model, self.optimizer, settings.train)
@@ -88,8 +91,8 @@ class MegatronEngine:
 
     # -- the two verbs of a step -----------------------------------------------------------------------------
 
-    def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        """float32 (float64 at dtype float64) [T] aligned with token_ids_T: the log-prob of every token; the same on all ranks.
+    def logprobs(self, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
+        """float32 (float64 at dtype float64) [T] of the batch's sequences end to end: the log-prob of every token; the same on all ranks.
 
         `records_routes`: ranks keep where tokens went, for the update of this batch that comes next (train.router_replay=trainer).
         """
@@ -100,19 +103,20 @@ class MegatronEngine:
             parts = split_mini_batches(batch, self._train.updates_per_step)
             return np.concatenate([self._logprobs(batch.select(part), records_routes=True) for part in parts])
 
-    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+    def reference_logprobs(self, batch: Batch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
         assert self._reference is not None, "settings.uses_reference is False"
         with self._residency.running("reference_logprobs"):
             gather_parameters(self.model.wrapped)
             self._swap_reference()
             try:
-                return self._logprobs(replace(batch, routes_T=None))  # it is a model of its own, which routes by itself
+                return self._logprobs(batch.without_routes())  # it is a model of its own, which routes by itself
             finally:
                 self._swap_reference()
 
-    def _logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        packed, routing = self._micro_batches(batch, self._plan(batch)), self.model.routing
+    def _logprobs(self, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
+        share, routing = self._share(batch, self._plan(batch)), self.model.routing
+        packed = self._micro_batches(share)
         with routing.run(packed, trains=False, notes=records_routes):
             outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
         routing.counts()
@@ -120,16 +124,17 @@ class MegatronEngine:
             self._kept_routes.keep(packed, routing.noted(packed))
         pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
         dtype = "float64" if self._train.dtype == "float64" else "float32"
-        total_T = torch.from_numpy(unpack_logprobs(pieces, batch, dtype=dtype)).to(torch.cuda.current_device())
+        own_T = unpack_logprobs(pieces, share.batch, dtype=dtype)
+        total_T = torch.from_numpy(share.spread(own_T, batch)).to(torch.cuda.current_device())
         _reduce_over_micro_batches(total_T)
         return total_T.cpu().numpy()
 
-    def update(self, batch: TrainBatch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+    def update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
         with self._residency.running("update"):
             return self._update(batch, objective, lr=lr, num_updates=num_updates)
 
-    def _update(self, batch: TrainBatch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+    def _update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
         self.model.routing.check(batch, self._train.router_replay)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -189,16 +194,17 @@ class MegatronEngine:
 
     # -- one mini-batch --------------------------------------------------------------------------------------
 
-    def _mini_batch(self, batch: TrainBatch, objective: Objective, samples: np.ndarray) -> "_MiniBatchResult":
+    def _mini_batch(self, batch: Batch, objective: Objective, samples: np.ndarray) -> "_MiniBatchResult":
         """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
         plan = self._plan(batch)
-        packed = self._micro_batches(batch, plan)
+        share = self._share(batch, plan)
+        packed = self._micro_batches(share)
         if self._train.router_replay == "trainer":
             packed = self._kept_routes.take(packed)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch), self._mtp_loss(batch))
+        loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch), self._mtp_loss(share.batch, batch))
         counts = torch.tensor(
             [sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device()
         )
@@ -217,32 +223,27 @@ class MegatronEngine:
         if math.isfinite(grad_norm) and math.isfinite(total.loss):
             self.optimizer.step()
         else:
-            trouble = self._locate_nonfinite(batch, packed, loss, samples)
+            trouble = self._locate_nonfinite(share, packed, loss, samples)
             self.model.routers.restore(biases)
         return _MiniBatchResult(
             sums=total,
             grad_norm=grad_norm,
             num_padding=int(counts[0]),
             num_positions=int(counts[1]),
-            balance=self._balance(batch, plan),
+            balance=self.planner.balance(batch.lengths, plan),
             routing=routing,
             trouble=trouble,
         )
 
-    def _locate_nonfinite(self, batch: TrainBatch, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
+    def _locate_nonfinite(self, share: Share, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
         """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
-
-        def named(micro: PackedMicroBatch) -> PackedMicroBatch:
-            return replace(micro, members=tuple(int(samples[member]) for member in micro.members))
-
-        place = {int(sample): index for index, sample in enumerate(samples)}
         self.model.config.finalize_model_grads_func = None
         try:
             with without_grad_reduce(self.model.wrapped):
                 return locate(
                     run=lambda part: self._run_part(part, loss),
-                    packed=[named(micro) for micro in packed],
-                    repack=lambda chosen: named(self._pack(batch, [place[sample] for sample in chosen])),
+                    packed=[share.named(micro, samples) for micro in packed],
+                    repack=share.repacking(lambda members: self._pack(share.batch, members), samples),
                     chunks=self.model.wrapped,
                     piece=self._train.layout.count_multiple,
                 )
@@ -254,26 +255,15 @@ class MegatronEngine:
         with self.model.routing.run(packed, trains=True):
             return self._run(packed, loss, forward_only=False)
 
-    def _micro_batches(self, batch: TrainBatch, plan: Sequence[Bins]) -> list[PackedMicroBatch]:
-        """Of this rank: the plan's for its data-parallel rank, of each the tokens of its context-parallel rank."""
-        return [self._pack(batch, members) for members in plan[parallel_state.get_data_parallel_rank()]]
+    def _plan(self, batch: Batch) -> list[Bins]:
+        return self.planner.plan(batch.lengths)
 
-    def _plan(self, batch: TrainBatch) -> list[Bins]:
-        layout = self._train.layout
-        return plan_micro_batches(
-            batch.lengths,
-            num_ranks=layout.dp,
-            token_budget=self._train.micro_batch_tokens,
-            token_multiple=self._train.token_multiple,
-            attention_tokens=self._attention_tokens,
-            sequence_multiple=layout.sequence_multiple,
-            count_multiple=layout.count_multiple,
-            waits_in_rounds=layout.waits_in_rounds,
-        )
+    def _share(self, batch: Batch, plan: Sequence[Bins]) -> Share:
+        return Share.of(batch, plan[parallel_state.get_data_parallel_rank()])
 
-    def _balance(self, batch: TrainBatch, plan: Sequence[Bins]) -> Balance:
-        multiple = self._train.layout.sequence_multiple
-        return Balance.of(plan, batch.lengths, sequence_multiple=multiple, attention_tokens=self._attention_tokens)
+    def _micro_batches(self, share: Share) -> list[PackedMicroBatch]:
+        """Of this rank: those of its data-parallel rank, of each the tokens of its context-parallel rank."""
+        return [self._pack(share.batch, members) for members in share.bins]
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
         layout = self._train.layout
@@ -313,14 +303,14 @@ class MegatronEngine:
             chunk_tokens=self._train.logprob_chunk_tokens,
         )
 
-    def _mtp_loss(self, batch: TrainBatch) -> "MTPLoss | None":
-        """Of a mini-batch; None where multi-token prediction is not trained."""
+    def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
+        """Of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
         num_depths = self.model.config.mtp_num_layers
         if num_depths is None:
             return None
         # At temperature 1: draft heads learn the model's distribution, whatever it is sampled with.
         logprobs = partial(self._label_logprobs, temperature=1.0)
-        return MTPLoss(targets=MTPTargets.of(batch, num_depths), coefficient=self._train.mtp_loss, logprobs=logprobs)
+        return MTPLoss(targets=MTPTargets.of(own, num_depths, whole=batch), coefficient=self._train.mtp_loss, logprobs=logprobs)
 
     # -- reference -------------------------------------------------------------------------------------------
 
@@ -344,6 +334,19 @@ class _MiniBatchResult:
     routing: RoutingCounts | None
     trouble: str | None
     """Where loss or gradient was not finite; then nothing was updated."""
+
+
+def _planner(settings: EngineSettings, attention_tokens: float) -> Planner:
+    train, layout = settings.train, settings.train.layout
+    return Planner(
+        num_ranks=layout.dp,
+        token_budget=train.micro_batch_tokens,
+        token_multiple=train.token_multiple,
+        attention_tokens=attention_tokens,
+        sequence_multiple=layout.sequence_multiple,
+        count_multiple=layout.count_multiple,
+        waits_in_rounds=layout.waits_in_rounds,
+    )
 
 
 def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:

@@ -13,10 +13,12 @@ import torch
 
 from moerl.algorithms.base import Objective
 from moerl.cluster.party import Party
+from moerl.payloads import Here, Stored
 from moerl.push_types import TensorSpec
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import read_state
 from moerl.train.residency import Residency
+from moerl.train.stored_batch import Batch
 from moerl.types import SavedCheckpoint, StepStats, TrainBatch
 from moerl.weights.local import LocalSource
 
@@ -67,20 +69,21 @@ class FakeTrainGroup:
         saved, self._saved = self._saved, []
         return saved
 
-    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
+    async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
         with self._residency.running("logprobs"):
-            return np.full(len(batch.token_ids_T), self._logprob, dtype=np.float32)
+            return Here(np.full(int(batch.offsets[-1]), self._logprob, dtype=np.float32))
 
-    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+    async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
         return await self.logprobs(batch)
 
-    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
+    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
         with self._residency.running("update"):
             self.version += 1
-            self.batches.append(batch)
-        mismatch_T = np.abs(self._logprob - batch.rollout_logprobs_T[batch.response_mask_T])
+            whole = batch.laid_out(np.arange(batch.num_sequences))
+            self.batches.append(whole)
+        mismatch_T = np.abs(self._logprob - whole.rollout_logprobs_T[whole.response_mask_T])
         return StepStats(
-            loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(batch.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
+            loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(whole.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
             kl_reference=None, clip_fraction=0.0, mismatch_mean=float(mismatch_T.mean()), mismatch_max=float(mismatch_T.max()),
             mismatch_kl=0.0, padding_fraction=0.0, rank_imbalance=1.0, round_imbalance=1.0,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """All ranks of one model, seen from the driver: verbs that run on every rank, one cause when a rank fails."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,15 @@ from moerl.cluster.hang import HangReports
 from moerl.cluster.party import Party
 from moerl.cluster.seats import Seat, find_seats, on_node
 from moerl.config.schema import RunConfig
+from moerl.payloads import Stored
 from moerl.train.calls import RankCalls
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.push_source import MegatronSource
 from moerl.train.saving import CheckpointSaver
-from moerl.types import SavedCheckpoint, StepStats, TrainBatch
+from moerl.train.share import shares
+from moerl.train.stored_batch import Batch, StoredBatch
+from moerl.types import SavedCheckpoint, StepStats
 from moerl.weights.sync import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -48,16 +52,16 @@ class TrainGroup(Protocol):
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
         """Those completed since the last call; with `wait` also the one in flight. Raises what one failed with, once."""
 
-    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        """float32 [T] aligned with token_ids_T, under the current weights.
+    async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
+        """float32 [T] of the batch's sequences end to end, under the current weights.
 
         `records_routes`: the trainer keeps where tokens went, and replays it in the next update, which is of the same batch.
         """
 
-    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+    async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
         """The same under the initial weights, whose routers choose for themselves."""
 
-    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats: ...
+    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats: ...
 
     async def close(self) -> None:
         """End every rank; safe to call twice."""
@@ -119,6 +123,8 @@ class MegatronTrainGroup:
         host, port = await self._rank0("address"), await self._rank0("open_store")
         # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.
         patches = await self._all("start", self._settings(), config.seed, host, port, 2 * config.deadlines.longest_seconds)
+        self._data_ranks = await self._all("data_rank")
+        self._planner = await self._rank0("planner")
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
     async def wake(self) -> int:
@@ -147,14 +153,16 @@ class MegatronTrainGroup:
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
         return await self._saver.saved(wait=wait)
 
-    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        return (await self._all("logprobs", ray.put(batch), records_routes))[0]
+    async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
+        num_parts = self._config.train.updates_per_step if records_routes else 1
+        return (await self._on_shares("logprobs", batch, num_parts, records_routes))[0]
 
-    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
-        return (await self._all("reference_logprobs", ray.put(batch)))[0]
+    async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
+        return (await self._on_shares("reference_logprobs", batch, 1))[0]
 
-    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
-        return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
+    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
+        num_updates = self._config.train.updates_per_step
+        return (await self._on_shares("update", batch, num_updates, objective, lr, num_updates))[0]
 
     async def hosts(self) -> list[str]:
         return await self._all("address")
@@ -195,6 +203,17 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
         )
 
+    async def _on_shares(self, verb: str, batch: Batch, num_parts: int, *args: Any) -> list[Any]:
+        """Every rank's answer to the verb about `batch`, which it processes in `num_parts` mini-batches; a rank gets its own share."""
+        if isinstance(batch, StoredBatch):
+            # In a thread: planning thousands of sequences takes a while, and completions of later steps are arriving.
+            parts = await asyncio.to_thread(shares, batch, self._planner, num_parts)
+            of_data_rank = [ray.put(part) for part in parts]
+            batches = [of_data_rank[rank] for rank in self._data_ranks]
+        else:
+            batches = [ray.put(batch)] * len(self._workers)
+        return await self._on_ranks(verb, range(len(self._workers)), *args, each=batches)
+
     async def _rank0(self, verb: str, *args: Any) -> Any:
         return (await self._on_ranks(verb, [0], *args))[0]
 
@@ -204,9 +223,9 @@ class MegatronTrainGroup:
     async def _all(self, verb: str, *args: Any) -> list[Any]:
         return await self._on_ranks(verb, range(self._config.train.layout.ranks), *args)
 
-    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any, each: Sequence[Any] | None = None) -> list[Any]:
         assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
-        return await self._calls.on_ranks(verb, ranks, *args)
+        return await self._calls.on_ranks(verb, ranks, *args, each=each)
 
 
 def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ Invariants, by the names of their tests:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from moerl.algorithms.base import NormalizeBy, Objective
 from moerl.algorithms.losses import kl_k3
 from moerl.train.packing import PackedMicroBatch
-from moerl.types import TrainBatch
+from moerl.train.stored_batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +29,9 @@ class Denominators:
     """Sequences with at least one response token."""
 
     @classmethod
-    def of(cls, mini_batch: TrainBatch) -> "Denominators":
-        mask_T, offsets = mini_batch.response_mask_T, mini_batch.offsets
-        responses = sum(bool(mask_T[start:end].any()) for start, end in pairwise(offsets))
-        return cls(num_tokens=int(mask_T.sum()), num_sequences=responses)
+    def of(cls, mini_batch: Batch) -> "Denominators":
+        lengths = mini_batch.response_lengths
+        return cls(num_tokens=int(lengths.sum()), num_sequences=int((lengths > 0).sum()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moerl.train.stored_batch import Batch
 from moerl.types import TrainBatch
 
 
@@ -19,13 +20,14 @@ class MTPTargets:
     """What each depth predicts in a mini-batch: the response tokens that have enough tokens before them."""
 
     batch: TrainBatch
+    """The sequences of this rank."""
     counts: tuple[int, ...]
     """Targets of depth 1, 2, ... in the whole mini-batch."""
 
     @classmethod
-    def of(cls, batch: TrainBatch, num_depths: int) -> "MTPTargets":
-        position_T = np.arange(len(batch.token_ids_T)) - np.repeat(batch.offsets[:-1], batch.lengths)
-        return cls(batch=batch, counts=tuple(int((batch.response_mask_T & (position_T > k)).sum()) for k in range(1, num_depths + 1)))
+    def of(cls, batch: TrainBatch, num_depths: int, *, whole: Batch) -> "MTPTargets":
+        """`batch`: the share of `whole`, a mini-batch, that this rank has."""
+        return cls(batch=batch, counts=tuple(whole.num_responses_from(k + 1) for k in range(1, num_depths + 1)))
 
     def columns(self, label_index_T: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """int64 [T] targets and bool [T] where there is one. `label_index_T`: places of the labels in the batch, -1 where none is."""

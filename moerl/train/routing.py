@@ -29,7 +29,8 @@ from moerl.config.layout import Layout
 from moerl.train.costs import mixture_layers
 from moerl.train.packing import PackedMicroBatch
 from moerl.train.routing_stats import AGREED, FOLLOWED, GIVEN, NUM_COUNTS, RoutingCounts
-from moerl.types import RouteShape, TrainBatch, TrainError, unknown_route
+from moerl.train.stored_batch import Batch
+from moerl.types import RouteShape, TrainError, is_unknown
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,9 +64,9 @@ class Routing:
             if replays:
                 router.router_replay = _Chooser(self, place)
 
-    def check(self, batch: TrainBatch, mode: str) -> None:
+    def check(self, batch: Batch, mode: str) -> None:
         """TrainError unless `batch` has routes exactly if train.router_replay=`mode` wants them, and they are this model's."""
-        shape = None if batch.routes_T is None else batch.routes_T.shape[1:]
+        shape = batch.routes_shape
         model = None if self._shape is None else (self._shape.num_layers, self._shape.top_k)
         if shape != (model if mode == "rollout" else None):
             wanted = f"(layers with experts, experts per token) = {model}" if mode == "rollout" else "none"
@@ -183,7 +184,7 @@ class Routing:
         counts = np.zeros((self._shape.num_layers, NUM_COUNTS + self._shape.num_experts))
         for micro in packed:
             if (table := self._tables.get(id(micro))) is not None:
-                is_given = (table[..., 0] != unknown_route(table.dtype)) & self._mine(micro.is_token_T)[:, None]
+                is_given = ~is_unknown(table) & self._mine(micro.is_token_T)[:, None]
                 counts[self._rows, GIVEN] += is_given.sum(axis=0)
         return torch.from_numpy(counts).to(torch.cuda.current_device())
 
@@ -231,5 +232,5 @@ def _routers_of(chunks: Sequence[nn.Module], layers: Sequence[int]) -> tuple[lis
 def _signed(routes: np.ndarray) -> np.ndarray:
     """int16, with -1 for unknown."""
     signed = routes.astype(np.int16)
-    signed[routes == unknown_route(routes.dtype)] = -1
+    signed[is_unknown(routes)] = -1
     return signed

@@ -25,12 +25,15 @@ from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_address import reached_at
 from moerl.cluster.stacks import answer_stack_requests
 from moerl.config.schema import NetworkConfig, WeightsConfig
+from moerl.payloads import InStore, keep
 from moerl.push_types import Bucket, Transport
+from moerl.train.balance import Planner
 from moerl.train.calls import RankPlace
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
 from moerl.train.rank_progress import keep_record, open_record
-from moerl.types import StepStats, TrainBatch
+from moerl.train.stored_batch import Batch
+from moerl.types import StepStats
 from moerl.weights.deliveries import Job
 from moerl.weights.fleet_plan import Outline
 from moerl.weights.send import WeightSender
@@ -111,14 +114,27 @@ class TrainWorker:
     def sleep(self) -> int:
         return self._engine.sleep()
 
-    def logprobs(self, batch: TrainBatch, records_routes: bool) -> np.ndarray:
-        return self._engine.logprobs(batch, records_routes=records_routes)
+    def data_rank(self) -> int:
+        """Which of the shares of a batch this rank gets."""
+        from megatron.core import parallel_state
 
-    def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
-        return self._engine.reference_logprobs(batch)
+        return parallel_state.get_data_parallel_rank()
 
-    def update(self, batch: TrainBatch, objective: Objective, lr: float, num_updates: int) -> StepStats:
+    def planner(self) -> Planner:
+        return self._engine.planner
+
+    def logprobs(self, batch: Batch, records_routes: bool) -> InStore[np.ndarray] | None:
+        """From rank 0: all have the same."""
+        return self._stored(self._engine.logprobs(batch, records_routes=records_routes))
+
+    def reference_logprobs(self, batch: Batch) -> InStore[np.ndarray] | None:
+        return self._stored(self._engine.reference_logprobs(batch))
+
+    def update(self, batch: Batch, objective: Objective, lr: float, num_updates: int) -> StepStats:
         return self._engine.update(batch, objective, lr=lr, num_updates=num_updates)
+
+    def _stored(self, values_T: np.ndarray) -> InStore[np.ndarray] | None:
+        return keep(values_T) if self._rank == 0 else None
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moerl.algorithms import ALGORITHMS, build_algorithm
 from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.payloads import stored_here
 from moerl.types import Completion, Group, Prompt, Sample, Score, VersionSpan
 
 LIMIT = 20
@@ -30,7 +31,7 @@ def make_group(rewards, *, lengths=None, truncated=(), errors=()):
             finish_reason="length" if i in truncated else "stop",
         )
         score = Score(reward=reward, error="verifier timed out" if i in errors else None)
-        samples.append(Sample(completion=completion, text="", score=score))
+        samples.append(Sample(completion=stored_here((1, 2), completion), score=score))
     prompt = Prompt(index=0, token_ids=(1, 2), text="", data_source="test", ground_truth="")
     return Group(prompt=prompt, samples=tuple(samples))
 

@@ -10,6 +10,7 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.residency import Residency
 from moerl.cluster.stop import Stop
+from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
@@ -26,8 +27,10 @@ from moerl.config.scratch import VOCAB_SIZE
 from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
+from moerl.payloads import Here, Payload, Stored
 from moerl.push_types import TensorSpec
 from moerl.rewards.pool import RewardPool
+from moerl.rollout.collect import Intake, LocalCollector
 from moerl.rollout.datasets import load_dataset
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.limits import Limits
@@ -134,10 +137,10 @@ class InProcessRun:
 
     def __init__(
         self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None,
-        num_shared: int = 0, ends_at: float | None = None,
+        num_shared: int = 0, ends_at: float | None = None, keep: Callable[[Payload], Stored[Payload]] = Here,
     ):  # fmt: skip
         """`num_shared`: the first so many engines are on the trainer's GPUs."""
-        self.config, self.num_shared = config, num_shared
+        self.config, self.num_shared, self._keep = config, num_shared, keep
         self._ends_at = ends_at
         self.engines = list(engines) if engines else [new_engine()]
         self.events: list[tuple[str, int]] = []
@@ -164,11 +167,11 @@ class InProcessRun:
             self.engines,
             max_running=config.rollout.max_running,
             max_queued=config.rollout.max_queued,
-            vocab_size=VOCAB_SIZE,
+            collector=LocalCollector(Intake(vocab_size=VOCAB_SIZE, decoder=tokenizer, routes=routes_to_replay(config)), keep=self._keep),
             request_seconds=SECONDS,
             max_restarts=config.rollout.max_restarts,
         )
-        runner = RecordingRunner(config, pool=pool, rewards=self._rewards, tokenizer=tokenizer, stop_token_ids=())
+        runner = RecordingRunner(config, pool=pool, rewards=self._rewards, stop_token_ids=())
         residency = self.residency = Residency(self.trainer, pool, num_shared=self.num_shared)
         publisher = RecordingPublisher(config, train=self.trainer, pool=pool, residency=residency, canary_prompts=[prompts.prompt_at(0)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)

@@ -24,10 +24,10 @@ def test_the_routes_of_every_sample_reach_the_trainer(tmp_path):
         completions = [sample.completion for group in run.groups[version] for sample in group.samples]
         assert batch.num_sequences == len(completions) == 12
         for completion, start, end in zip(completions, batch.offsets[:-1], batch.offsets[1:], strict=True):
-            np.testing.assert_array_equal(batch.routes_T[start : end - 1], completion.routes)
+            np.testing.assert_array_equal(batch.routes_T[start : end - 1], completion.payload.get().routes)
             assert (batch.routes_T[end - 1] == 255).all()
     payload = run.metrics()[-1]["routing/payload_bytes"]
-    assert payload == sum(c.routes.nbytes for c in completions) == (len(batch.token_ids_T) - 12) * 4 * 2
+    assert payload == sum(c.routes_bytes for c in completions) == (len(batch.token_ids_T) - 12) * 4 * 2
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from in_process_run import SECONDS, InProcessRun, make_config, new_engine
 
 from moerl.cluster.residency import FOLLOWS, Residency
 from moerl.config.schema import RolloutConfig, WeightsConfig
+from moerl.models.scratch import character_tokenizer
+from moerl.payloads import Here
+from moerl.rollout.collect import Intake, LocalCollector
 from moerl.rollout.engine import PARTS
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.pool import RolloutPool
@@ -231,7 +234,8 @@ def test_whatever_is_asked_in_whatever_order_only_states_that_follow_are_entered
 
     async def scenario():
         engine = new_engine(kind=Told)
-        pool = RolloutPool([engine], max_running=1, max_queued=0, vocab_size=8, request_seconds=1)
+        collector = LocalCollector(Intake(vocab_size=8, decoder=character_tokenizer(64)), keep=Here)
+        pool = RolloutPool([engine], max_running=1, max_queued=0, collector=collector, request_seconds=1)
         await engine.start()
         residency = Residency(Sleeper(), pool, num_shared=1)
         await residency.make_room()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moerl.config.schema import (
@@ -18,7 +19,8 @@ from moerl.config.schema import (
     TinyData,
 )
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.types import Completion, Group, Prompt, Sample, Score, StepStats, VersionSpan
+from moerl.payloads import stored_here
+from moerl.types import Completion, FinishReason, Group, Prompt, Sample, Score, StepStats, VersionSpan
 
 
 @pytest.fixture
@@ -58,12 +60,15 @@ def make_stats() -> Callable[..., StepStats]:
 @pytest.fixture
 def make_sample() -> Callable[..., Sample]:
     def make(
-        reward: float = 0.0, *, text: str = "77", versions: Sequence[tuple[int, int]] = ((0, 4),), finish: str = "stop", **parts: float
-    ) -> Sample:
+        reward: float = 0.0, *, text: str = "77", name: str = "r", routes: np.ndarray | None = None,
+        versions: Sequence[tuple[int, int]] = ((0, 4),), finish: FinishReason = "stop", **parts: float,
+    ) -> Sample:  # fmt: skip
         spans = tuple(VersionSpan(version=version, num_tokens=tokens) for version, tokens in versions)
         length = sum(span.num_tokens for span in spans)
-        completion = Completion(request_id="r", token_ids=(5,) * length, logprobs=(-0.5,) * length, spans=spans, finish_reason=finish)  # type: ignore[arg-type]
-        return Sample(completion=completion, text=text, score=Score(reward=reward, parts=parts))
+        completion = Completion(
+            request_id=name, token_ids=(5,) * length, logprobs=(-0.5,) * length, spans=spans, finish_reason=finish, routes=routes
+        )
+        return Sample(completion=stored_here((1, 2), completion, text), score=Score(reward=reward, parts=parts))
 
     return make
 

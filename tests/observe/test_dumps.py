@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,14 +17,14 @@ def test_the_first_the_last_and_every_kth_step_are_dumped(tmp_path, group):
     for step in range(1, 9):
         dumps.step(step, [group])
     assert list(dumped_steps(tmp_path)) == [1, 3, 6]
-    dumps.close()
+    dumps.dump_last()
     assert list(dumped_steps(tmp_path)) == [1, 3, 6, 8]
 
 
 def test_zero_dumps_nothing(tmp_path, group):
     dumps = SampleDumps(tmp_path / "samples", every=0, num_groups=1)
     dumps.step(1, [group])
-    dumps.close()
+    dumps.dump_last()
     assert not (tmp_path / "samples").exists()
 
 
@@ -74,8 +73,7 @@ def test_a_dump_says_everything_about_a_sample(tmp_path, group, make_group, make
 
 def test_routes_are_dumped_beside_the_samples_and_go_with_them(tmp_path, make_group, make_sample):
     routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    plain, routed = make_sample(), make_sample()
-    routed = replace(routed, completion=replace(routed.completion, request_id="0-1", routes=routes))
+    plain, routed = make_sample(), make_sample(name="0-1", routes=routes)
     dumps = SampleDumps(tmp_path, every=1, num_groups=1)
     for step in (1, 2):
         dumps.step(step, [make_group(plain, routed)])

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,8 +77,7 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
         transition_seconds={"asleep_to_scoring": 0.5},
     )
     routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
-    sample = make_sample(1.0, math=1.0)
-    sample = replace(sample, completion=replace(sample.completion, routes=np.zeros((5, 1, 2), dtype=np.uint8)))
+    sample = make_sample(1.0, math=1.0, routes=np.zeros((5, 1, 2), dtype=np.uint8))
     stats = make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing)
     values = measure(make_group(sample), stats=stats, moves={"servers_sleep": Move(seconds=0.25, num_bytes=8)})
     assert (values["residency/seconds/servers_sleep"], values["residency/bytes/servers_sleep"]) == (0.25, 8.0)
@@ -138,9 +136,8 @@ def test_a_dense_model_and_a_run_without_replay_report_no_routes(measure, make_s
 
 
 def test_the_payload_is_the_bytes_of_all_routes(measure, make_group, make_sample):
-    sample = make_sample()
-    routed = [
-        replace(sample, completion=replace(sample.completion, routes=np.zeros((length, 3, 2), dtype=dtype)))
-        for length, dtype in ((5, np.uint8), (7, np.uint16))
-    ]
-    assert measure(make_group(*routed, sample))["routing/payload_bytes"] == 5 * 6 + 7 * 6 * 2
+    routed = [make_sample(routes=np.zeros((length, 3, 2), dtype=dtype)) for length, dtype in ((5, np.uint8), (7, np.uint16))]
+    values = measure(make_group(*routed, make_sample()))
+    assert values["routing/payload_bytes"] == 5 * 6 + 7 * 6 * 2
+    # Three samples of 2 prompt tokens (ids alone), 4 response tokens (ids and log-probs) and 2 characters.
+    assert values["data/payload_bytes"] == values["routing/payload_bytes"] + 3 * (2 * 4 + 4 * 8 + 2)

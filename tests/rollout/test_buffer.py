@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.payloads import stored_here
 from moerl.rollout.buffer import GroupBuffer
 from moerl.types import Completion, DynamicSamplingError, Group, MoerlError, Prompt, Sample, Score, VersionSpan
 
@@ -19,7 +20,7 @@ UNLIMITED = 10**9
 def make_group(ticket, rewards=(0, 1), version=0):
     spans = (VersionSpan(version=version, num_tokens=1),)
     completion = Completion(request_id="r", token_ids=(1,), logprobs=(-1.0,), spans=spans, finish_reason="stop")
-    samples = tuple(Sample(completion=completion, text="", score=Score(reward=reward)) for reward in rewards)
+    samples = tuple(Sample(completion=stored_here((1,), completion), score=Score(reward=reward)) for reward in rewards)
     return Group(
         prompt=Prompt(index=ticket, token_ids=(1,), text="", data_source="test", ground_truth=""),
         samples=samples,

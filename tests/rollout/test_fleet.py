@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
-from tiny_servers import MAX_RUNNING, VOCAB, new_fake, push
+from tiny_servers import MAX_RUNNING, collector, new_fake, push, whole
 
 from moerl.rollout.fleet import NUM_PROBES
 from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
@@ -25,7 +25,7 @@ async def serving(checkpoints, num_servers, **options):
         **{
             "max_running": MAX_RUNNING,
             "max_queued": 2,
-            "vocab_size": VOCAB,
+            "collector": collector(),
             "request_seconds": 30,
             "max_restarts": 2,
             "probe_seconds": 30,
@@ -74,8 +74,8 @@ def test_requests_of_a_server_that_ends_are_run_on_another_with_the_same_result(
             await engines[0].die()
             await pool.resume([pool.fleet.members[1]])
             completions = await asyncio.gather(*held)
-            assert [completion.request_id for completion in completions] == [f"r{i}" for i in range(6)]
-            assert {completion.token_ids for completion in completions} == {expected.token_ids}
+            assert [answer.completion.request_id for answer in completions] == [f"r{i}" for i in range(6)]
+            assert {whole(answer).token_ids for answer in completions} == {whole(expected).token_ids}
             assert pool.fleet.num_restarts == 1
             assert [member.num_in_flight for member in pool.fleet.members] == [0, 0]
 
@@ -93,7 +93,7 @@ def test_a_restarted_server_is_stale_and_gets_no_request_before_a_push(run, chec
             assert not waiting.done()
             await bring(pool, checkpoints, 2)
             assert states(pool) == ["healthy"]
-            assert [span.version for span in (await waiting).spans] == [2]
+            assert [span.version for span in (await waiting).completion.spans] == [2]
 
     run(scenario())
 
@@ -107,7 +107,7 @@ def test_the_last_server_that_ends_too_often_ends_every_request_with_its_last_wo
                 await bring(pool, checkpoints, 2)
             await engines[0].die()
             await until(lambda: states(pool) == ["dead", "healthy"])
-            assert (await pool.generate(PROMPT, SAMPLING, "on the other")).finish_reason == "length"
+            assert (await pool.generate(PROMPT, SAMPLING, "on the other")).completion.finish_reason == "length"
             await engines[1].die()
             with pytest.raises(EngineError, match=r"no rollout server is left \(rollout.max_restarts = 1\): fake-0: the server ended"):
                 await pool.generate(PROMPT, SAMPLING, "nowhere")
@@ -131,11 +131,11 @@ def test_a_server_that_does_not_answer_is_suspected_then_ended_and_its_requests_
 
             monkeypatch.setattr(engines[0], "health", silence)
             await until(lambda: states(pool)[0] == "suspect")
-            assert (await pool.generate(PROMPT, SAMPLING, "goes to the other")).finish_reason == "length"
+            assert (await pool.generate(PROMPT, SAMPLING, "goes to the other")).completion.finish_reason == "length"
             await until(lambda: states(pool)[0] in ("restarting", "stale"))
             monkeypatch.setattr(engines[0], "health", answers)
             assert seen == ["healthy", "healthy"] + ["suspect"] * (NUM_PROBES - 1)
-            assert (await held).finish_reason == "length"
+            assert (await held).completion.finish_reason == "length"
 
     run(scenario())
 

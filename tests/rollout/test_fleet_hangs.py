@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from tiny_servers import MAX_RUNNING, VOCAB, hf_engine, push
+from tiny_servers import MAX_RUNNING, collector, hf_engine, push
 
 from moerl.cluster.hang import HangReports
 from moerl.rollout.pool import RolloutPool
@@ -15,7 +15,7 @@ SAMPLING = SamplingParams(max_tokens=200, seed=3)
 
 
 def pool_of(engine, run_dir, **options):
-    return RolloutPool([engine], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, hangs=HangReports(run_dir), **options)
+    return RolloutPool([engine], max_running=MAX_RUNNING, max_queued=2, collector=collector(), hangs=HangReports(run_dir), **options)
 
 
 async def is_late(engine, run_dir):
@@ -38,7 +38,7 @@ async def is_frozen(pool, engine, tensors):
     await pool.fleet.until_stale()
     await push(engine, tensors, 1)
     pool.fleet.served(pool.fleet.members)
-    return await held
+    return (await held).completion
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_server_that_is_late_with_a_completion_is_named_with_its_stacks(struck
 
 def test_a_server_frozen_in_a_generation_is_named_with_its_stacks_and_replaced(struck):
     name, _, completion, root = struck
-    assert len(completion.token_ids) == 200
+    assert completion.num_tokens == 200
     (report,) = (root / "frozen").glob("hangs/*-rollout/report.txt")
     text = report.read_text()
     assert text.startswith(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, until
+from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, collector, until, whole
 
 from moerl.rollout.partial import joined
 from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
@@ -35,8 +35,10 @@ class Interrupted:
         return replace(part, finish_reason="abort") if part.finish_reason == "length" and cut <= sampling.max_tokens else part
 
 
-def pool_of(engine):
-    pool = RolloutPool([engine], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=60)
+def pool_of(engine, *, with_routes=False):
+    pool = RolloutPool(
+        [engine], max_running=MAX_RUNNING, max_queued=2, collector=collector(ROUTES["moe"] if with_routes else None), request_seconds=60
+    )
     if isinstance(engine, Interrupted):
         engine.come_back = lambda: pool.fleet.served(pool.fleet.members)
     pool.fleet.served(pool.fleet.members)
@@ -64,14 +66,14 @@ def test_any_pattern_of_aborts_gives_the_tokens_of_an_undisturbed_request(run, s
     )
 
     async def scenario():
-        pool = pool_of(Interrupted(served_moe.engine, cuts))
-        return await served_moe.engine.generate(PROMPT, sampling, "whole"), await pool.generate(PROMPT, sampling, "parts")
+        pool = pool_of(Interrupted(served_moe.engine, cuts), with_routes=True)
+        return await served_moe.engine.generate(PROMPT, sampling, "whole"), whole(await pool.generate(PROMPT, sampling, "parts"))
 
-    whole, parts = run(scenario())
-    assert_same(parts, whole)
+    undisturbed, parts = run(scenario())
+    assert_same(parts, undisturbed)
     assert parts.spans == (VersionSpan(version=1, num_tokens=len(parts.token_ids)),)
     check_routes(parts, num_prompt=len(PROMPT), shape=ROUTES["moe"])
-    np.testing.assert_array_equal(parts.routes, whole.routes)
+    np.testing.assert_array_equal(parts.routes, undisturbed.routes)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -90,7 +92,7 @@ def test_requests_of_a_push_go_on_after_it(run, served, temperature):
             await pool.pause("abort")
             await served.push(version)
             await pool.resume()
-        return wholes, await asyncio.gather(*tasks), pool.num_resumed
+        return wholes, list(map(whole, await asyncio.gather(*tasks))), pool.num_resumed
 
     wholes, parts, num_resumed = run(scenario())
     assert num_resumed >= 2 * MAX_RUNNING
@@ -101,14 +103,14 @@ def test_requests_of_a_push_go_on_after_it(run, served, temperature):
     assert any(len(part.spans) > 1 for part in parts)
     if served.engine.name.startswith("fake"):
         return  # its tokens are a function of the version
-    for whole, part in zip(wholes, parts, strict=True):
-        assert_same(part, whole, abs_error=1e-4)
+    for undisturbed, part in zip(wholes, parts, strict=True):
+        assert_same(part, undisturbed, abs_error=1e-4)
 
 
 def test_one_that_is_ended_after_its_last_token_is_not_asked_for_again(run, served_moe):
     async def scenario():
         engine = Interrupted(served_moe.engine, [4, 6])
-        return await pool_of(engine).generate(PROMPT, SamplingParams(max_tokens=10, seed=1), "r"), engine.num_asked
+        return whole(await pool_of(engine).generate(PROMPT, SamplingParams(max_tokens=10, seed=1), "r")), engine.num_asked
 
     completion, num_asked = run(scenario())
     assert (len(completion.token_ids), completion.finish_reason, num_asked) == (10, "length", 2)
@@ -126,7 +128,7 @@ def test_only_what_is_computed_anew_has_the_log_probs_of_the_new_weights_alone(r
         await pool.pause(mode)
         await served_moe.push(2, scale=1.05)
         await pool.resume()
-        found = await task
+        found = whole(await task)
         at = found.spans[0].num_tokens
         anew = await served_moe.engine.generate(PROMPT + found.token_ids[:at], SamplingParams(max_tokens=1, seed=0, temperature=0.0), "a")
         return found.spans, found.logprobs[at], anew.logprobs[0]
@@ -147,8 +149,8 @@ def test_a_token_keeps_the_route_and_the_version_of_when_it_was_computed_first()
         spans=(VersionSpan(version=1, num_tokens=2), VersionSpan(version=2, num_tokens=1)), finish_reason="stop",
         routes=np.full((7, 1, 2), 20, dtype=np.uint8),
     )  # fmt: skip
-    whole = joined(first, more)
-    assert (whole.token_ids, whole.logprobs) == ((7, 8, 9, 1, 2, 3), (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0))
-    assert whole.spans == (VersionSpan(version=1, num_tokens=5), VersionSpan(version=2, num_tokens=1))
-    assert (whole.finish_reason, whole.routes.dtype) == ("stop", np.uint8)
-    assert whole.routes[:, 0, 0].tolist() == [10] * 4 + [20] * 3
+    result = joined(first, more)
+    assert (result.token_ids, result.logprobs) == ((7, 8, 9, 1, 2, 3), (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0))
+    assert result.spans == (VersionSpan(version=1, num_tokens=5), VersionSpan(version=2, num_tokens=1))
+    assert (result.finish_reason, result.routes.dtype) == ("stop", np.uint8)
+    assert result.routes[:, 0, 0].tolist() == [10] * 4 + [20] * 3

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tiny_servers import MAX_RUNNING, VOCAB, new_fake, push
+from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 
 from moerl.rollout.engine import PARTS
 from moerl.rollout.http_engine import HTTPEngine
@@ -28,7 +28,7 @@ def engines(run, checkpoints):
 
 @pytest.fixture
 def pool(run, engines, checkpoints):
-    pool = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=30)
+    pool = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, collector=collector(), request_seconds=30)
 
     async def begin():
         await pool.start()
@@ -70,19 +70,19 @@ def test_requests_go_to_the_least_loaded_server_and_ties_to_the_first(run, pool)
     assert before == [3, 2, 2]
     assert after == [3, 2, 2]
     assert end == [0, 0, 0]
-    assert [completion.finish_reason for completion in completions] == ["length"] * 7
+    assert [answer.completion.finish_reason for answer in completions] == ["length"] * 7
 
 
 def test_the_server_does_not_influence_the_completion(run, pool):
     async def scenario():
         return await asyncio.gather(*(pool.generate(PROMPT, SAMPLING, f"r{i}") for i in range(9)))
 
-    assert len({completion.token_ids for completion in run(scenario())}) == 1
+    assert len({whole(answer).token_ids for answer in run(scenario())}) == 1
 
 
 def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run, engines, pool):
     async def scenario():
-        hasty = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=0.05)
+        hasty = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, collector=collector(), request_seconds=0.05)
         hasty.fleet.served(hasty.fleet.members)
         await hasty.pause("keep")
         with pytest.raises(EngineError, match=r"fake-0: slow took longer than deadlines.completion_seconds = 0.05"):
@@ -90,7 +90,7 @@ def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run
         await settle()
         after = await loads(hasty)
         await hasty.resume()
-        return after, (await hasty.generate(PROMPT, SAMPLING, "next")).finish_reason
+        return after, (await hasty.generate(PROMPT, SAMPLING, "next")).completion.finish_reason
 
     assert run(scenario()) == ([0, 0, 0], "length")
 
@@ -124,7 +124,7 @@ def test_a_failed_start_closes_the_servers_that_came_up(run, engines):
         async def close(self):
             pass
 
-    pool = RolloutPool([engines[0], Broken()], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=1)
+    pool = RolloutPool([engines[0], Broken()], max_running=MAX_RUNNING, max_queued=2, collector=collector(), request_seconds=1)
     with pytest.raises(EngineError, match=r"start failed on 1 of 2 servers\n\* broken: cannot start"):
         run(pool.start())
     with pytest.raises(EngineError, match="not running"):
@@ -149,9 +149,9 @@ class Answering:
 
 
 def ask_for(run, answer):
-    pool = RolloutPool([Answering(answer)], max_running=1, max_queued=0, vocab_size=VOCAB, request_seconds=5)
+    pool = RolloutPool([Answering(answer)], max_running=1, max_queued=0, collector=collector(), request_seconds=5)
     pool.fleet.served(pool.fleet.members)
-    return run(pool.generate(PROMPT, SamplingParams(max_tokens=3, seed=1, stop_token_ids=(6, 7)), "r"))
+    return whole(run(pool.generate(PROMPT, SamplingParams(max_tokens=3, seed=1, stop_token_ids=(6, 7)), "r")))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_an_answer_that_cannot_be_the_requests_names_server_request_and_rule(run
 
 @pytest.mark.parametrize(
     ("status", "body", "answered"),
-    [(200, b"<html>", "answered b'<html>'"), (200, b'{"request_id": "r"}', "token_ids"), (502, b"Bad Gateway", "answered b'Bad Gateway'")],
+    [(200, b"<html>", "answered b'<html>'"), (200, b'{"request_id": "r"}', "num_tokens"), (502, b"Bad Gateway", "answered b'Bad Gateway'")],
 )
 def test_an_answer_that_is_no_completion_names_server_and_request(run, tmp_path, status, body, answered):
     code = f"""
@@ -214,4 +214,4 @@ server.serve_forever()
 
 def test_a_pool_needs_a_server():
     with pytest.raises(EngineError, match="num_servers = 0"):
-        RolloutPool([], max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=1)
+        RolloutPool([], max_running=MAX_RUNNING, max_queued=2, collector=collector(), request_seconds=1)

@@ -16,7 +16,7 @@ from moerl.rollout.hf.forward import Forward
 from moerl.rollout.hf.model import load_model
 from moerl.rollout.hf.scheduler import Request, Scheduler
 from moerl.rollout.routes import check_routes
-from moerl.types import Completion, EngineError, RouteShape, SamplingParams, VersionSpan
+from moerl.types import Completion, EngineError, RouteShape, SamplingParams, VersionSpan, is_unknown
 
 
 @pytest.fixture
@@ -177,15 +177,16 @@ def test_routes_cross_the_wire_as_they_are_and_take_their_own_bytes(dtype):
     assert len(content) - len(wire.dump_completion(completion_with(None))) < routes.nbytes + 40
 
 
-def test_without_routes_the_answer_is_json():
-    answer = json.loads(wire.dump_completion(completion_with(None)))
-    assert answer["token_ids"] == [4, 4, 4]
+def test_tokens_and_log_probs_cross_the_wire_as_their_bytes():
+    head, _, tail = wire.dump_completion(completion_with(None)).partition(b"\n")
+    assert json.loads(head)["num_tokens"] == 3
+    assert tail == np.full(3, 4, dtype="<i4").tobytes() + np.full(3, -0.5, dtype="<f4").tobytes()
     assert wire.parse_completion(wire.dump_completion(completion_with(None))).routes is None
 
 
 def test_an_answer_with_too_few_bytes_is_damaged():
     content = wire.dump_completion(completion_with(np.zeros((12, 3, 2), dtype=np.uint8)))
-    with pytest.raises(ValueError, match="71 bytes of routes, must be 72"):
+    with pytest.raises(ValueError, match="95 bytes of arrays, must be 96 for 3 tokens and routes uint8"):
         wire.parse_completion(content[:-1])
 
 
@@ -224,5 +225,19 @@ def test_routes_of_another_model_are_refused_with_the_place(routes, message):
         check_routes(replace(completion_with(routes), request_id="7-1"), num_prompt=4, shape=SHAPE)
 
 
-def test_a_byte_holds_255_experts_and_the_unknown():
-    assert [RouteShape(num_layers=1, top_k=1, num_experts=n).dtype for n in (8, 255, 256)] == ["uint8", "uint8", "uint16"]
+@pytest.mark.parametrize(("top_k", "dtypes"), [(1, ["uint8", "uint16", "uint16"]), (8, ["uint8", "uint8", "uint16"])])
+def test_a_byte_holds_255_experts_and_the_mark_of_the_unknown_and_256_that_differ(top_k, dtypes):
+    assert [RouteShape(num_layers=1, top_k=top_k, num_experts=n).dtype for n in (255, 256, 257)] == dtypes
+
+
+def test_among_256_experts_the_last_is_known_unless_it_stands_in_every_place():
+    shape = replace(SHAPE, num_experts=256)
+    routes = changed(1, 0, [255, 3])
+    routes[2, 1] = 255
+    check_routes(completion_with(routes), num_prompt=4, shape=shape)
+    assert np.argwhere(is_unknown(routes)).tolist() == [[2, 1]]
+    three = np.concatenate([routes, routes[..., :1]], axis=-1)  # the first expert comes twice
+    three[..., 2] = 9
+    three[5, 2] = [255, 255, 9]
+    with pytest.raises(EngineError, match=r"at token 2, layer 1 of those with experts = \[255, 255, 9\]: must be different experts"):
+        check_routes(completion_with(three), num_prompt=4, shape=replace(shape, top_k=3))

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from canned_server import Letters
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
+from moerl.payloads import Here
 from moerl.push_types import Transport
 from moerl.rollout.build import build_engines
+from moerl.rollout.collect import Answer, Intake, LocalCollector
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
-from moerl.types import RouteShape
+from moerl.types import Completion, RouteShape
 from moerl.weights.local import LocalSource
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
@@ -68,6 +71,15 @@ ROUTES = {
 
 NATIVE = ("sglang-dense", "sglang-moe", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
+
+
+def collector(routes: RouteShape | None = None) -> LocalCollector:
+    return LocalCollector(Intake(vocab_size=VOCAB, decoder=Letters(), routes=routes), keep=Here)
+
+
+def whole(answer: Answer) -> Completion:
+    return answer.completion.whole(answer.completion.payload.get())
+
 
 Tensors = dict[str, torch.Tensor]
 

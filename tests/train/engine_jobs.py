@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_u
     steps = []
     for _ in range(num_steps):
         if settings.uses_reference:
-            batch = batch.with_logprobs(reference_logprobs_T=engine.reference_logprobs(batch))
+            batch = replace(batch, reference_logprobs_T=engine.reference_logprobs(batch))
         steps.append(engine.update(batch, objective, lr=settings.train.optimizer.lr, num_updates=num_updates))
     return Trained(
         before_T=before_T,
@@ -67,7 +67,7 @@ def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_u
 
 
 def attention_tokens_of(settings: EngineSettings) -> float:
-    return new_engine(settings)._attention_tokens
+    return new_engine(settings).planner.attention_tokens
 
 
 def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:

@@ -56,14 +56,15 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
 
 
 def packed_logits(engine: Any, batch: TrainBatch) -> list[np.ndarray]:
-    micro_batches = engine._micro_batches(batch, engine._plan(batch))
+    share = engine._share(batch, engine._plan(batch))
+    micro_batches = engine._micro_batches(share)
     outputs = engine._run(micro_batches, partial(_keep, engine.model.vocab_size), forward_only=True)
     found = {}
     for micro, out in zip(micro_batches, outputs, strict=bool(outputs)):
         # What follows the members is padding.
         for member, (start, end) in zip(micro.members, pairwise(micro.cu_seqlens.tolist()), strict=False):
-            assert end - start == batch.lengths[member]
-            found[member] = out["logits"][0, start:end]
+            assert end - start == share.batch.lengths[member]
+            found[int(share.sequences[member])] = out["logits"][0, start:end]
     return _of_all_ranks(found, batch.num_sequences)
 
 

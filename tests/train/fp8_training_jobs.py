@@ -1,5 +1,6 @@
 """What the ranks of the tests of FP8 and of bfloat16 do; rank 0's value goes to the test."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +65,7 @@ def padded_to(settings: EngineSettings, batch: TrainBatch, multiple: int) -> tup
     """Log-probs, loss and gradient norm with every micro-batch padded to a multiple of this."""
     engine = new_engine(settings)
     engine._pack = lambda whole, members: pack(whole, members, multiple)
-    batch = batch.with_logprobs(old_logprobs_T=batch.rollout_logprobs_T)
+    batch = replace(batch, old_logprobs_T=batch.rollout_logprobs_T)
     logprobs_T = engine.logprobs(batch)
     stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
     return logprobs_T, stats.loss, stats.grad_norm

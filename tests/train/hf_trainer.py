@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from moerl.algorithms.base import Objective
+from moerl.payloads import Here
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import check, read_state
 from moerl.train.residency import Residency
@@ -87,12 +88,12 @@ class HFTrainGroup:
 
     # -- the two verbs of a step -------------------------------------------------------------------------------
 
-    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> np.ndarray:
-        return self._logprobs(self.model, batch)
+    async def logprobs(self, batch: TrainBatch, *, records_routes: bool = False) -> Here[np.ndarray]:
+        return Here(self._logprobs(self.model, batch))
 
-    async def reference_logprobs(self, batch: TrainBatch) -> np.ndarray:
+    async def reference_logprobs(self, batch: TrainBatch) -> Here[np.ndarray]:
         assert self._reference is not None, "settings.uses_reference is False"
-        return self._logprobs(self._reference, replace(batch, routes_T=None))
+        return Here(self._logprobs(self._reference, replace(batch, routes_T=None)))
 
     @torch.no_grad()
     def _logprobs(self, model: Any, batch: TrainBatch) -> np.ndarray:

@@ -34,7 +34,7 @@ def train_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool, n
     before_T, steps = engine.logprobs(batch), []
     for _ in range(num_steps):
         doze_if_told()
-        batch = batch.with_logprobs(old_logprobs_T=engine.logprobs(batch), reference_logprobs_T=engine.reference_logprobs(batch))
+        batch = replace(batch, old_logprobs_T=engine.logprobs(batch), reference_logprobs_T=engine.reference_logprobs(batch))
         doze_if_told()
         steps.append(engine.update(batch, objective, lr=1e-3, num_updates=2))
         doze_if_told()

@@ -49,7 +49,7 @@ def noted_and_replayed(settings: EngineSettings, batch: TrainBatch) -> tuple[np.
     engine = new_engine(settings)
     noting_T = engine.logprobs(batch, records_routes=True)
     given = engine._micro_batches
-    engine._micro_batches = lambda part, plan: engine._kept_routes.take(given(part, plan))
+    engine._micro_batches = lambda share: engine._kept_routes.take(given(share))
     parts = np.array_split(np.arange(batch.num_sequences), settings.train.updates_per_step)
     return noting_T, np.concatenate([engine.logprobs(batch.select(part)) for part in parts])
 

@@ -1,38 +1,43 @@
 """From groups to the sequences of a TrainBatch."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from moerl.algorithms import build_algorithm
 from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.payloads import stored_here
 from moerl.train.batch import build_batch, sft_batch
-from moerl.types import Completion, DataError, EngineError, Group, Prompt, RouteShape, Sample, Score, VersionSpan
+from moerl.types import Completion, DataError, Group, Prompt, RouteShape, Sample, Score, VersionSpan
 
 GRPO = build_algorithm(GRPOConfig(), 8)
 
 
-def make_sample(token_ids, reward, *, logprobs=None, finish_reason="stop", error=None):
+def make_sample(token_ids, reward, *, prompt=(100, 101), finish_reason="stop", error=None, routes=None):
     completion = Completion(
         request_id="r",
         token_ids=tuple(token_ids),
-        logprobs=tuple(logprobs if logprobs is not None else [-token / 10 for token in token_ids]),
+        logprobs=tuple(-token / 10 for token in token_ids),
         spans=(VersionSpan(version=0, num_tokens=len(token_ids)),),
         finish_reason=finish_reason,
+        routes=routes,
     )
-    return Sample(completion=completion, text="", score=Score(reward=reward, error=error))
+    return Sample(completion=stored_here(prompt, completion), score=Score(reward=reward, error=error))
 
 
-def make_group(*samples, index=0, prompt=(100, 101)):
-    task = Prompt(index=index, token_ids=tuple(prompt), text="", data_source="test", ground_truth="")
+def make_group(*samples, index=0):
+    task = Prompt(index=index, token_ids=(100, 101), text="", data_source="test", ground_truth="")
     return Group(prompt=task, samples=samples)
 
 
+def laid_out(batch):
+    return batch.laid_out(range(batch.num_sequences))
+
+
 def test_a_batch_lays_prompt_and_response_end_to_end():
-    groups = [make_group(make_sample([1, 2, 3], 1), make_sample([4], 0)), make_group(make_sample([5, 6], 0.5), index=1, prompt=(9,))]
-    batch = build_batch(groups, GRPO)
+    groups = [make_group(make_sample([1, 2, 3], 1), make_sample([4], 0)), make_group(make_sample([5, 6], 0.5, prompt=(9,)), index=1)]
+    batch = laid_out(build_batch(groups, GRPO))
     credit = 0.5 / (math.sqrt(0.5) + 1e-6)
     assert batch.offsets.tolist() == [0, 5, 8, 11]
     assert batch.token_ids_T.tolist() == [100, 101, 1, 2, 3, 100, 101, 4, 9, 5, 6]
@@ -42,6 +47,7 @@ def test_a_batch_lays_prompt_and_response_end_to_end():
     assert [column.dtype.name for column in (batch.token_ids_T, batch.response_mask_T, batch.rollout_logprobs_T, batch.advantages_T)] == [
         "int64", "bool", "float32", "float32",
     ]  # fmt: skip
+    assert batch.old_logprobs_T is batch.reference_logprobs_T is batch.routes_T is None
 
 
 def test_samples_outside_the_mask_with_errors_or_without_tokens_are_left_out():
@@ -53,7 +59,7 @@ def test_samples_outside_the_mask_with_errors_or_without_tokens_are_left_out():
         make_sample([], 0),
         make_sample([4], 0),
     )
-    assert build_batch([group], algorithm).token_ids_T.tolist() == [100, 101, 1, 100, 101, 4]
+    assert laid_out(build_batch([group], algorithm)).token_ids_T.tolist() == [100, 101, 1, 100, 101, 4]
 
 
 def test_a_sample_without_credit_stays_in_the_batch():
@@ -73,14 +79,9 @@ def test_a_reward_that_is_not_a_number_is_refused_with_its_prompt(reward):
         build_batch([make_group(make_sample([1], 0), make_sample([2], reward), index=7)], GRPO)
 
 
-def test_a_completion_with_missing_log_probs_is_refused():
-    with pytest.raises(EngineError, match="1 log-probs for 2 tokens"):
-        build_batch([make_group(make_sample([1, 2], 0, logprobs=[-1.0]))], GRPO)
-
-
 def test_an_empty_prompt_is_refused():
     with pytest.raises(DataError, match="prompt 0 .*0 prompt tokens"):
-        build_batch([make_group(make_sample([1], 0), prompt=())], GRPO)
+        build_batch([make_group(make_sample([1], 0, prompt=()))], GRPO)
     with pytest.raises(DataError, match="warm-start example: 0 prompt tokens"):
         sft_batch([((), (1,))])
 
@@ -98,11 +99,10 @@ def test_routes_stand_at_their_tokens_and_the_last_of_a_sequence_has_none():
     shape = RouteShape(num_layers=2, top_k=1, num_experts=300)
     lengths = (3, 1)
     routes = [np.full((2 + length - 1, 2, 1), 10 * length, dtype=np.uint16) for length in lengths]
-    samples = [make_sample([1] * length, length) for length in lengths]
-    samples = [replace(s, completion=replace(s.completion, routes=r)) for s, r in zip(samples, routes, strict=True)]
+    samples = [make_sample([1] * length, length, routes=of_sample) for length, of_sample in zip(lengths, routes, strict=True)]
     batch = build_batch([make_group(*samples)], GRPO, shape)
-    assert batch.routes_T.dtype == np.uint16
-    assert batch.routes_T.shape == (8, 2, 1)
-    assert batch.routes_T[:, 1, 0].tolist() == [30, 30, 30, 30, 65535, 10, 10, 65535]
-    assert build_batch([make_group(*samples)], GRPO).routes_T is None
-    assert batch.select([1, 0]).routes_T[:, 0, 0].tolist() == [10, 10, 65535, 30, 30, 30, 30, 65535]
+    whole = laid_out(batch)
+    assert (whole.routes_T.dtype, whole.routes_T.shape, batch.routes_shape) == (np.uint16, (8, 2, 1), (2, 1))
+    assert whole.routes_T[:, 1, 0].tolist() == [30, 30, 30, 30, 65535, 10, 10, 65535]
+    assert laid_out(build_batch([make_group(*samples)], GRPO)).routes_T is laid_out(batch.without_routes()).routes_T is None
+    assert batch.laid_out([1, 0]).routes_T[:, 0, 0].tolist() == [10, 10, 65535, 30, 30, 30, 30, 65535]

@@ -76,14 +76,14 @@ def test_checkpoints_written_beside_updates_hold_the_weights_before_them_also_fo
             await update(group)
             await group.save(version, {"drawn": version})
         after.append(await update(group))  # while 3 is being written
-        after.append(await group.logprobs(BATCH))
+        after.append((await group.logprobs(BATCH)).get())
         saved = await group.saved(wait=True)
         assert [each.version for each in saved] == [1, 2, 3]
         assert all(each.num_bytes == saved[0].num_bytes > 100_000 for each in saved)
 
     async def continue_(group, pids):
         assert await group.load() == (3, {"version": 3, "drawn": 3})
-        stats, logprobs_T = await update(group), await group.logprobs(BATCH)
+        stats, logprobs_T = await update(group), (await group.logprobs(BATCH)).get()
         assert (stats.loss, stats.grad_norm) == pytest.approx((after[0].loss, after[0].grad_norm), rel=1e-5)
         assert logprobs_T == pytest.approx(after[1], abs=1e-5)
 

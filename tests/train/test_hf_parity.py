@@ -25,14 +25,16 @@ def train_plainly(chosen, batch, num_steps=3, num_updates=2):
         group = HFTrainGroup(chosen, checkpoint_dir=chosen.model_dir)
         await group.start()
         objective = GRPO(GRPOConfig(kl_coefficient=0.1 if chosen.uses_reference else 0.0))
-        before_T, steps, given = await group.logprobs(batch), [], batch
+        before_T, steps, given = (await group.logprobs(batch)).get(), [], batch
         for _ in range(num_steps):
             if chosen.uses_reference:
-                given = batch.with_logprobs(reference_logprobs_T=await group.reference_logprobs(batch))
+                given = replace(batch, reference_logprobs_T=(await group.reference_logprobs(batch)).get())
             steps.append(await group.update(given, objective, lr=chosen.train.optimizer.lr))
         weights = {name: tensor.float().numpy() for name, tensor in group.weights().items()}
-        reference_T = await group.reference_logprobs(batch) if chosen.uses_reference else None
-        return Trained(before_T=before_T, after_T=await group.logprobs(batch), reference_T=reference_T, steps=steps, weights=weights)
+        reference_T = (await group.reference_logprobs(batch)).get() if chosen.uses_reference else None
+        return Trained(
+            before_T=before_T, after_T=(await group.logprobs(batch)).get(), reference_T=reference_T, steps=steps, weights=weights
+        )
 
     return asyncio.run(scenario())
 
@@ -78,7 +80,7 @@ def test_old_logprobs_of_another_policy_are_clipped_alike(checkpoints):
     """Far from the policy in both directions, so that tokens are clipped, some with each sign of the advantage."""
     chosen, batch = settings(checkpoints["qwen3"], Layout(), dtype="float64"), random_batch()
     noise_T = np.random.default_rng(1).normal(size=len(batch.token_ids_T)).astype(np.float32) * 0.3
-    batch = batch.with_logprobs(old_logprobs_T=train_plainly(chosen, batch, 0).before_T.astype(np.float32) + noise_T)
+    batch = replace(batch, old_logprobs_T=train_plainly(chosen, batch, 0).before_T.astype(np.float32) + noise_T)
     result, expected = run_ranks(train, 1, chosen, batch, 1, 1), train_plainly(chosen, batch, 1, 1)
     assert 0.1 < expected.steps[0].clip_fraction < 0.9
     assert_same_training(result, expected, **TOLERANCES["float64"])

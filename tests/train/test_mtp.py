@@ -50,7 +50,7 @@ def test_a_target_is_the_token_that_many_places_after_the_label_and_never_of_ano
     batch = batch_of(lengths, mask)
     multiple = 2 * cp if cp > 1 else 1
     packed = pack(batch, range(len(lengths)), multiple, multiple)
-    targets, seen = MTPTargets.of(batch, depth), []
+    targets, seen = MTPTargets.of(batch, depth, whole=batch), []
     for rank in range(cp):
         part = packed.part_of(rank, cp)
         target_T, mask_T = targets.columns(part.label_index_T, depth)
@@ -69,7 +69,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_mean_over_depths_of_the_means
     batch = batch_of(lengths, mask)
     table = torch.randn(DEPTHS, len(batch.token_ids_T) + 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     groups = [data.draw(st.integers(0, 2)) for _ in lengths]
-    targets = MTPTargets.of(batch, DEPTHS)
+    targets = MTPTargets.of(batch, DEPTHS, whole=batch)
     # "Logits" name their depth; a target's log-prob is looked up in a table. Padding and other positions give NaN.
     lookup = SimpleNamespace(depth=0)
 

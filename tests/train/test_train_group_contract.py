@@ -3,7 +3,7 @@
 import asyncio
 import os
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from math import isfinite
 
@@ -85,7 +85,7 @@ def served(request, checkpoints, tmp_path_factory):
 
 
 async def update(group, batch=BATCH):
-    given = batch.with_logprobs(reference_logprobs_T=await group.reference_logprobs(batch))
+    given = replace(batch, reference_logprobs_T=(await group.reference_logprobs(batch)).get())
     return await group.update(given, OBJECTIVE, lr=LR)
 
 
@@ -119,7 +119,7 @@ async def pushed(group, version):
 
 def test_every_token_has_a_logprob_of_the_current_weights(served):
     async def scenario(group, _):
-        return await group.logprobs(BATCH)
+        return (await group.logprobs(BATCH)).get()
 
     logprobs_T = served(scenario)
     assert (logprobs_T.shape, logprobs_T.dtype) == (BATCH.token_ids_T.shape, np.float32)
@@ -143,9 +143,9 @@ def test_an_update_reports_finite_statistics_of_the_response_tokens(served):
 
 def test_the_reference_does_not_move(served):
     async def scenario(group, _):
-        before = await group.reference_logprobs(BATCH)
+        before = (await group.reference_logprobs(BATCH)).get()
         await update(group)
-        return before, await group.reference_logprobs(BATCH)
+        return before, (await group.reference_logprobs(BATCH)).get()
 
     before, after = served(scenario)
     np.testing.assert_array_equal(before, after)
@@ -159,10 +159,10 @@ def test_a_checkpoint_brings_back_its_weights_its_version_and_its_state(served):
             await group.save(version, {"cursor": version * 10})
         assert [saved.version for saved in await group.saved(wait=True)] == [6, 7]
         assert await group.saved(wait=True) == []
-        saved_T, straight = await group.logprobs(BATCH), await update(group)
+        saved_T, straight = (await group.logprobs(BATCH)).get(), await update(group)
         version, state = await group.load()
         assert (version, state["cursor"]) == (7, 70)
-        np.testing.assert_array_equal(await group.logprobs(BATCH), saved_T)
+        np.testing.assert_array_equal((await group.logprobs(BATCH)).get(), saved_T)
         # The optimizer is back too: the same step again.
         assert await update(group) == straight
         assert len(list(directory.glob("step-*"))) == KEEP
@@ -192,7 +192,7 @@ def test_a_push_that_failed_leaves_the_trainer_ready_for_everything(served):
         receiver.finish = receiver.install = fail
         with pytest.raises(WeightError, match="no more"):
             await WeightSync(group.weight_source, {"server": receiver}, transport="shm").push(2)
-        assert (await group.logprobs(BATCH)).shape == BATCH.token_ids_T.shape
+        assert (await group.logprobs(BATCH)).get().shape == BATCH.token_ids_T.shape
         return before, await pushed(group, 1)
 
     before, after = served(scenario)
@@ -202,13 +202,13 @@ def test_a_push_that_failed_leaves_the_trainer_ready_for_everything(served):
 def test_a_sleeping_trainer_refuses_every_verb_until_it_is_awake(served):
     async def scenario(group, _):
         async with awake(group):
-            before_T = await group.logprobs(BATCH)
+            before_T = (await group.logprobs(BATCH)).get()
         with pytest.raises(ResidencyError, match="asleep"):
-            await group.logprobs(BATCH)
+            (await group.logprobs(BATCH)).get()
         with pytest.raises(ResidencyError, match="asleep"):
             await update(group)
         async with awake(group):
-            np.testing.assert_array_equal(await group.logprobs(BATCH), before_T)
+            np.testing.assert_array_equal((await group.logprobs(BATCH)).get(), before_T)
             await update(group)
 
     served(scenario, is_awake=False)

@@ -1,0 +1,102 @@
+"""Ray actors that receive completions from rollout servers, so that what grows with their length never enters the driver.
+
+The pool in the driver keeps the control: which server, how often, until when. For each request it calls one actor, which talks HTTP to that
+server, puts the payload into the object store of its own machine, and answers with a StoredCompletion.
+"""
+
+import asyncio
+import os
+from typing import Any
+
+import aiohttp
+import ray
+
+from moerl.payloads import StoredCompletion, keep
+from moerl.rollout.collect import Answer, Intake, Request
+from moerl.rollout.http_engine import BrokenConnection, HTTPEngine, generate_at, new_session
+from moerl.types import EngineError, MoerlError, StoreError
+
+_DROP_THREAD = "drop"
+
+
+class CollectorActor:
+    """One of them. `ask` runs for as long as the server decodes, beside many others."""
+
+    def __init__(self, intake: Intake):
+        self._intake = intake
+        self._session: aiohttp.ClientSession | None = None
+        self._asking: dict[str, asyncio.Task[Answer]] = {}
+
+    async def process_id(self) -> int:
+        """Answers when everything is imported."""
+        return os.getpid()
+
+    async def ask(self, url: str, server: str, request: Request, so_far: StoredCompletion | None) -> Answer:
+        """MoerlErrors as they are; BrokenConnection for what only the driver, which watches the server, can explain."""
+        session = self._session = new_session() if self._session is None else self._session
+
+        async def generate(prompt_ids: Any, sampling: Any, request_id: str) -> Any:
+            return await generate_at(session, url, server, prompt_ids, sampling, request_id)
+
+        before = None if so_far is None else (so_far, await asyncio.to_thread(so_far.payload.get))
+        task = asyncio.create_task(self._intake.ask(generate, request, before, server=server, keep=keep))
+        self._asking[request.request_id] = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise EngineError(f"{server}: {request.request_id} was dropped") from None
+        finally:
+            del self._asking[request.request_id]
+
+    @ray.method(concurrency_group=_DROP_THREAD)
+    async def drop(self, request_id: str) -> None:
+        """Nobody waits for it any more: the connection is closed, and the server drops the request."""
+        if request_id in self._asking:
+            self._asking[request_id].cancel()
+
+
+class RayCollectors:
+    """Implements Collector for HTTPEngines. Ray must be initialised."""
+
+    def __init__(self, intake: Intake, *, num_actors: int, max_in_flight: int):
+        """`max_in_flight`: requests of all servers together."""
+        self._intake, self._num_actors, self._max_in_flight = intake, num_actors, max_in_flight
+        self._actors: list[Any] = []
+        self._homes: dict[HTTPEngine, Any] = {}
+
+    async def start(self) -> None:
+        # Spread over machines: the payloads fill the store of the machine that receives them.
+        options = dict(num_cpus=0, max_restarts=0, max_concurrency=self._max_in_flight, scheduling_strategy="SPREAD")
+        actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
+        intake = ray.put(self._intake)
+        self._actors = [actor.remote(intake) for _ in range(self._num_actors)]
+        await asyncio.gather(*(_await(actor.process_id.remote()) for actor in self._actors))
+
+    async def ask(self, engine: HTTPEngine, request: Request, so_far: StoredCompletion | None) -> Answer:
+        actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
+        try:
+            answer: Answer = await actor.ask.remote(engine.url, engine.name, request, so_far)
+        except asyncio.CancelledError:
+            actor.drop.remote(request.request_id)
+            raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, BrokenConnection):
+                raise await engine.explain(error.cause) from None
+            if isinstance(error.cause, MoerlError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayActorError as error:
+            raise StoreError(
+                f"a process that receives completions ended, and the samples it had received with it: {error}. The newest checkpoint "
+                "has everything to go on from; the same command resumes"
+            ) from error
+        return answer
+
+    async def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._homes = [], {}
+
+
+async def _await(reference: Any) -> Any:
+    return await reference

@@ -1,0 +1,32 @@
+"""What a run's samples take of Ray's object store."""
+
+from dataclasses import replace
+
+from moerl.config.load import load
+from moerl.config.object_store import most_bytes, sample_bytes, shortage
+
+DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+SIZES = ["groups_per_step=1024", "group_size=8", "model.max_context=4096", "data.max_prompt_tokens=96", "rollout.max_response_tokens=4000",
+         "train.micro_batch_tokens=4096"]  # fmt: skip
+
+
+def test_the_longest_samples_of_every_slot_are_counted_with_their_routes():
+    config = load([DEMO, *SIZES])
+    assert sample_bytes(config) == 4096 * 12
+    assert most_bytes(config) == 8192 * 4096 * 12
+    replayed = load([DEMO, *SIZES, "train.router_replay=rollout"])
+    assert sample_bytes(replayed) == 4096 * (12 + 4 * 2)  # 4 layers, top 2, a byte each
+    assert most_bytes(replace(config, max_staleness=2)) == 3 * most_bytes(config)
+
+
+def test_log_probs_that_the_trainer_adds_are_counted_once():
+    config = load([DEMO, *SIZES, "train.updates_per_step=2", "algorithm.kl_coefficient=0.1"])
+    assert most_bytes(config) == 8192 * 4096 * (12 + 2 * 4)
+
+
+def test_a_store_that_may_be_too_small_is_told_with_what_is_needed():
+    config = load([DEMO, *SIZES])
+    assert shortage(config, most_bytes(config)) is None
+    said = shortage(config, 1e8)
+    assert said.startswith("Ray's object store has 0.1 GB, and the samples of max_staleness + 1 = 1 steps take up to 0.403 GB")
+    assert f"--object-store-memory={most_bytes(config)}" in said

@@ -1,0 +1,81 @@
+"""A rollout server without a model: what it answers follows from the name of the request. A process of its own.
+
+part-N: the first N tokens, as a push would leave them; when asked for the rest, the rest. held: nothing, ever. refuse: that the request is
+wrong. garbage: tokens outside the vocabulary. die: the process ends. Any other: `max_tokens` tokens.
+"""
+
+import asyncio
+import json
+import os
+import socket
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from moerl.rollout import wire
+from moerl.types import Completion, SamplingParams, VersionSpan
+
+VOCAB, LAYERS, TOP_K, EXPERTS = 1000, 4, 2, 8
+dropped: list[str] = []
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+def token_at(position: int) -> int:
+    """Of the response."""
+    return position * 7 % VOCAB
+
+
+def answer(request_id: str, num_prompt: int, sampling: SamplingParams) -> Completion:
+    first, end, reason = sampling.num_drawn, sampling.num_drawn + sampling.max_tokens, "length"
+    if request_id.startswith("part-") and first == 0:
+        end, reason = int(request_id.removeprefix("part-")), "abort"
+    tokens = [VOCAB if request_id == "garbage" else token_at(position) for position in range(first, end)]
+    position = np.arange(num_prompt + len(tokens) - 1)[:, None, None]
+    routes = (position + np.arange(LAYERS)[:, None] + np.arange(TOP_K)) % EXPERTS
+    return Completion(
+        request_id=request_id,
+        token_ids=tuple(tokens),
+        logprobs=tuple(-0.25 * (token % 4) for token in tokens),
+        spans=(VersionSpan(version=1 + (first > 0), num_tokens=len(tokens)),),
+        finish_reason=reason,  # type: ignore[arg-type]
+        routes=routes.astype(np.uint8) if sampling.returns_routes else None,
+    )
+
+
+async def generate(request: Request) -> Response:
+    body = wire.GENERATE.validate_json(await request.body())
+    if body.request_id == "die":
+        os._exit(3)
+    if body.request_id == "refuse":
+        return Response(wire.ERROR.dump_json(wire.ErrorBody(error="refuse: is refused")), status_code=400)
+    while body.request_id == "held":
+        if await request.is_disconnected():
+            dropped.append("held")
+            break
+        await asyncio.sleep(0.01)
+    return Response(wire.dump_completion(answer(body.request_id, len(body.prompt_ids), body.sampling)))
+
+
+async def list_dropped(_: Request) -> Response:
+    return JSONResponse(dropped)
+
+
+def main() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
+    app = Starlette(routes=[Route("/generate", generate, methods=["POST"]), Route("/dropped", list_dropped)])
+    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=75)).run([listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Completions that Ray actors receive from a server over HTTP: what arrives, what stays in the driver, and what a failure says."""
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import sys
+import tracemalloc
+from pathlib import Path
+
+import canned_server
+import numpy as np
+import pytest
+import ray
+from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
+
+from moerl.payloads import InStore
+from moerl.rollout.collect import Intake, Request
+from moerl.rollout.collectors import RayCollectors
+from moerl.rollout.http_engine import HTTPEngine
+from moerl.rollout.pool import RolloutPool
+from moerl.types import EngineError, EngineUnavailable, Group, Prompt, RouteShape, Sample, SamplingParams, Score, StoreError, VersionSpan
+
+PROMPT = (1, 2, 3)
+INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS))
+
+
+@pytest.fixture(scope="module")
+def collectors(run):
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # the actors import what this process can import
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1, runtime_env=path)
+    collectors = RayCollectors(INTAKE, num_actors=1, max_in_flight=16)
+    run(collectors.start())
+    yield collectors
+    run(collectors.close())
+    ray.shutdown()
+
+
+@pytest.fixture
+def engine(run, tmp_path):
+    command = [sys.executable, str(Path(canned_server.__file__))]
+    engine = HTTPEngine(command, host="127.0.0.1", port=0, log_path=tmp_path / "log", start_seconds=60)
+    run(engine.start())
+    yield engine
+    run(engine.close())
+
+
+def request(name, *, max_tokens=8):
+    return Request(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=1, returns_routes=True), request_id=name)
+
+
+def assert_whole(payload, num_tokens):
+    assert payload.token_ids.tolist() == [token_at(position) for position in range(num_tokens)]
+    assert payload.logprobs.tolist() == [-0.25 * (token_at(position) % 4) for position in range(num_tokens)]
+    assert payload.prompt_ids.tolist() == list(PROMPT)
+    assert payload.routes.shape == (len(PROMPT) + num_tokens - 1, LAYERS, TOP_K)
+    assert [array.dtype for array in (payload.prompt_ids, payload.token_ids, payload.logprobs, payload.routes)] == [
+        np.int32, np.int32, np.float32, np.uint8,
+    ]  # fmt: skip
+    assert payload.text == Letters().decode(payload.token_ids.tolist(), skip_special_tokens=True)
+
+
+def test_a_completion_is_in_the_store_and_the_driver_has_its_numbers(run, collectors, engine):
+    answer = run(collectors.ask(engine, request("r"), None))
+    completion = answer.completion
+    assert (completion.request_id, completion.num_prompt, completion.num_tokens, completion.finish_reason) == ("r", 3, 8, "length")
+    assert completion.spans == (VersionSpan(version=1, num_tokens=8),)
+    assert isinstance(completion.payload, InStore)
+    payload = completion.payload.get()
+    assert_whole(payload, 8)
+    assert (completion.routes_bytes, completion.num_bytes) == (10 * LAYERS * TOP_K, payload.num_bytes)
+    assert answer.text == payload.text
+
+
+def test_neither_tokens_nor_routes_nor_text_of_a_finished_sample_stay_in_the_driver(run, collectors, engine):
+    num_samples, num_tokens = 16, 20_000
+    pool = RolloutPool([engine], max_running=8, max_queued=0, collector=collectors, request_seconds=60)
+
+    async def group(index):
+        sampling = SamplingParams(max_tokens=num_tokens, seed=1, returns_routes=True)
+        answers = await asyncio.gather(*(pool.generate(PROMPT, sampling, f"{index}-{i}") for i in range(num_samples)))
+        samples = tuple(Sample(completion=answer.completion, score=Score(reward=float(len(answer.text)))) for answer in answers)
+        return Group(prompt=Prompt(index=index, token_ids=PROMPT, text="", data_source="", ground_truth=""), samples=samples)
+
+    async def scenario():
+        pool.fleet.served(pool.fleet.members)
+        await group(0)  # what the first use leaves behind is not a sample's
+        tracemalloc.start()
+        kept = await group(1)
+        await asyncio.sleep(0.1)  # the turn of the event loop that brought them has them in its hands
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return kept, held
+
+    kept, held = run(scenario())
+    assert min(sample.completion.num_bytes for sample in kept.samples) > num_tokens * (8 + LAYERS * TOP_K)
+    assert held < num_samples * 10_000
+    assert len(ray.cloudpickle.dumps(kept)) < num_samples * 2_000
+
+
+def test_what_a_push_left_is_joined_with_the_rest(run, collectors, engine):
+    pool = RolloutPool([engine], max_running=8, max_queued=0, collector=collectors, request_seconds=60)
+
+    async def scenario():
+        pool.fleet.served(pool.fleet.members)
+        return await pool.generate(PROMPT, request("part-5").sampling, "part-5")
+
+    answer = run(scenario())
+    assert_whole(answer.completion.payload.get(), 8)
+    assert answer.completion.spans == (VersionSpan(version=1, num_tokens=5), VersionSpan(version=2, num_tokens=3))
+    assert (answer.completion.finish_reason, pool.num_resumed) == ("length", 1)
+
+
+def test_a_request_past_its_deadline_is_dropped_by_the_server(run, collectors, engine):
+    pool = RolloutPool([engine], max_running=8, max_queued=0, collector=collectors, request_seconds=1)
+
+    async def scenario():
+        pool.fleet.served(pool.fleet.members)
+        with pytest.raises(EngineError, match="held took longer than deadlines.completion_seconds = 1"):
+            await pool.generate(PROMPT, request("held").sampling, "held")
+        async with asyncio.timeout(30):
+            while json.loads(await engine.call("GET", "/dropped")) != ["held"]:
+                pass
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("refuse", EngineError, "refuse: is refused"),
+        ("garbage", EngineError, "garbage: the answer cannot be this request's: token 1000: must be in the model's vocabulary"),
+        ("die", EngineUnavailable, "the server ended with exit code 3"),
+    ],
+)
+def test_a_failure_names_server_and_cause_as_without_collectors(run, collectors, engine, name, kind, said):
+    with pytest.raises(kind, match=rf"{engine.name}: .*{said}") as caught:
+        run(collectors.ask(engine, request(name), None))
+    assert type(caught.value) is kind
+
+
+def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, collectors):
+    other = RayCollectors(INTAKE, num_actors=1, max_in_flight=4)
+
+    async def scenario():
+        await other.start()
+        held = asyncio.create_task(other.ask(engine, request("held"), None))
+        await asyncio.sleep(0)
+        pid = await other._actors[0].process_id.remote()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(StoreError, match="(?s)a process that receives completions ended.*the same command resumes"):
+            await held
+        await other.close()
+
+    run(scenario())
