@@ -54,7 +54,7 @@ def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) ->
 
 
 def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
-    """SGLang, in an environment of its own."""
+    """vLLM or SGLang, in an environment of its own."""
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
@@ -78,7 +78,7 @@ def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path,
     command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
     log_path = log_dir.absolute() / f"rollout-{home.index}.log"
     return HTTPEngine(
-        command, host=home.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds, process=home.process
+        command, host=home.host, port=port, log_path=log_path, start_seconds=config.deadlines.start_seconds, process=home.process
     )  # fmt: skip
 
 
@@ -100,6 +100,7 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) 
 
 ENGINES: dict[str, Callable[[RunConfig, Path, Path, _Home], RolloutEngine]] = {
     "hf": _build_hf,
+    "vllm": _build_native,
     "sglang": _build_native,
     "fake": _build_fake,
 }

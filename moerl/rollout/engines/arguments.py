@@ -45,7 +45,7 @@ def argument_problems(
     """`parser` is a QuietParser with the engine's options. `own`: options that moerl sets, and what to write instead."""
     for action in parser._actions:
         action.required = False  # each argument is parsed by itself
-    known = {option.removeprefix("--").replace("-", "_") for action in parser._actions for option in action.option_strings}
+    known = _names(parser)
     return [found for name, value in arguments.items() if (found := _problem(parser, name, value, known, own, engine)) is not None]
 
 
@@ -62,22 +62,28 @@ def _problem(
         fix = f"{PATH}.{nearest[0]}" if nearest else "leave it out"
         return problem(f"is no argument of {engine}", "the names are those of its command line, with underscores", fix)
     try:
-        parser.parse_args(as_command_line({name: value}))
+        parser.parse_args(as_command_line({name: value}, parser))
     except ValueError as error:
         return problem(f"is refused by {engine}", str(error), f"a value that {engine} takes for --{name.replace('_', '-')}")
     return None
 
 
-def as_command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """true: the option alone. null or false: none. A list: the option with several values. A mapping: JSON."""
+def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
+    """true: the option alone. null: none. false: its opposite if the engine has one (--no-OPTION), else none. A list: the option with
+    several values. A mapping: JSON."""
     line: list[str] = []
+    known = _names(parser)
     for name, value in arguments.items():
         option = "--" + name.replace("_", "-")
-        if value is None or value is False:
+        if value is None or (value is False and f"no_{name}" not in known):
             continue
-        line.append(option)
-        if value is True:
+        line.append(option if value is not False else "--no-" + name.replace("_", "-"))
+        if isinstance(value, bool):
             continue
         values = value if isinstance(value, list | tuple) else [value]
         line.extend(json.dumps(item) if isinstance(item, dict) else str(item) for item in values)
     return line
+
+
+def _names(parser: argparse.ArgumentParser) -> set[str]:
+    return {option.removeprefix("--").replace("-", "_") for action in parser._actions for option in action.option_strings}

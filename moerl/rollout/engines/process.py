@@ -42,13 +42,17 @@ class Options:
     engine_args: Mapping[str, Any]
 
 
-def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem]], start: Callable[[Options], Core]) -> None:
+FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Problem]]
+"""Of the installed version, of engine_args, and of a model's config.json if it is known."""
+
+
+def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], Core]) -> None:
     """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model."""
     parsed = _parse(name)
     ready = private_stdout()
     arguments = json.loads(parsed.engine_args)
     if parsed.check:
-        ready.write(PROBLEMS.dump_json(find_problems(arguments)))
+        ready.write(PROBLEMS.dump_json(find_problems(arguments, json.loads(parsed.model_config))))
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=exit_with_owner, name="owner", daemon=True).start()
@@ -63,7 +67,7 @@ def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem
         engine_args=arguments,
     )
     try:
-        if problems := find_problems(arguments):
+        if problems := find_problems(arguments, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
         asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))
     except EngineError as error:
@@ -85,7 +89,8 @@ async def _serve(options: Options, host: str, port: int, ready: Any, start: Call
 
 def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m moerl.rollout.{name}.server", description=f"Serve a model with {name} for rollouts.")
-    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args, as JSON, and end")
+    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args and the model, as JSON, and end")
+    parser.add_argument("--model-config", default="null", help="JSON of the model's config.json, for --check")
     parser.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-context", type=int, help="prompt and response together, in tokens")

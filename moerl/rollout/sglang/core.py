@@ -16,11 +16,11 @@ from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
-from moerl.rollout.engines.core import Sampled
+from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.process import Options
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.sglang import cpu, scheduler
-from moerl.types import EngineError, Problem, RouteShape, SamplingParams, VersionSpan, WeightError
+from moerl.types import EngineError, Problem, RouteShape, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ _SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
 
 
-def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
+def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
     if wrong := version_problems("sglang", ["sglang"], SUPPORTED):
         return wrong
     return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="SGLang")
@@ -68,8 +68,9 @@ def start(options: Options) -> "SGLangCore":
 
     model = read_config(options.model)
     routes = shape_of_config(model).routes if options.returns_routes else None
-    line = as_command_line(_own_arguments(options) | dict(options.engine_args))
-    server_args = ServerArgs.from_cli_args(_parser().parse_args(line))
+    parser = _parser()
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    server_args = ServerArgs.from_cli_args(parser.parse_args(line))
     return SGLangCore(OurEngine(server_args=server_args), routes)
 
 
@@ -233,11 +234,10 @@ class SGLangCore:
         if reason["type"] == "abort" and reason.get("err_type"):
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
         token_ids = tuple(answer["output_ids"])
-        spans = [(span["version"], span["end"] - span["start"]) for span in meta.get("weight_versions") or ()]
         return Sampled(
             token_ids=token_ids,
             logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
-            spans=tuple(VersionSpan(version=int(version), num_tokens=count) for version, count in spans if count),
+            spans=version_spans((span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()),
             finish_reason=reason["type"],
             routes=self._routes_of(meta) if sampling.returns_routes and token_ids else None,
         )
@@ -255,6 +255,6 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k else -1,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "sampling_seed": (sampling.seed ^ sampling.seed >> 64) & (2**63 - 1),
+        "sampling_seed": engine_seed(sampling.seed),
         "no_stop_trim": True,
     }
