@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 from moerl.config.gpu_map import GPUMap, Machine, ServerShape, map_gpus
 from moerl.config.problems import problem
-from moerl.config.slurm import slurm_problems
 from moerl.config.strict import Positive, Strict
 from moerl.types import ConfigError, Problem
 
@@ -110,8 +109,7 @@ def _node_problems(config: "RunConfig") -> Iterator[Problem]:
     if placement.gpus_per_node is None:
         reason = "what does not fit on one node goes to the next, and nothing says how much fits"
         yield problem("placement.gpus_per_node", None, "must be given for more than one node", reason, "placement.gpus_per_node=8")
-    too_small = any(slurm_problems(config.slurm, config.train.layout.ranks))  # by their own rules
-    if config.slurm.nodes is not None and config.slurm.nodes < placement.nodes and not too_small:
+    if config.slurm.nodes is not None and config.slurm.nodes < placement.nodes:
         reason = "a job must have the nodes that the run is placed on"
         fix = f"slurm.nodes={placement.nodes}, or leave it out"
         yield problem("slurm.nodes", config.slurm.nodes, f"must be at least placement.nodes={placement.nodes}", reason, fix)
