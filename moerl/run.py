@@ -109,9 +109,9 @@ async def _processes(
     )
     rewards = RewardPool(config.reward)
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs)
+    residency = Residency(group, pool, num_shared=num_shared(config))
     hangs.include_in_pushes(lambda: [member.engine.party for member in pool.fleet.members])
     hangs.include_in_pushes(lambda: group.parties)
-    residency = Residency(group, pool, num_shared=num_shared(config))
     async with AsyncExitStack() as stack:
         # For the servers, which this process starts; ranks look at the node that Ray chose for them.
         stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))

@@ -38,9 +38,6 @@ class ProcessOwner:
     async def death(self) -> EngineUnavailable:
         return await self._process.death()
 
-    async def pid(self) -> int | None:
-        return self._process.pid
-
     async def party(self) -> Party:
         return self._process.party
 
@@ -61,8 +58,7 @@ class RemoteProcess:
         self._settings: dict[str, Any] = {"log_path": log_path, "start_seconds": start_seconds, "environment": environment}
         self._command = list(command)
         self._owner: Any = None
-        self.pid: int | None = None
-        self._party: Party | None = None
+        self._started: Party | None = None
 
     @property
     def label(self) -> str:
@@ -75,13 +71,18 @@ class RemoteProcess:
             self._owner.label.remote(label)
 
     @property
+    def pid(self) -> int | None:
+        return None if self.party.process is None else self.party.process.pid
+
+    @property
     def party(self) -> Party:
         name = f"server {self._label}"
-        if self._party is None:
-            return Party(name=name, node="?", node_id=self._node_id, log=self._settings["log_path"])
-        return replace(self._party, name=name)
+        if self._started is None:
+            return Party(name=name, node=self._node_id, node_id=self._node_id)
+        return replace(self._started, name=name, node_id=self._node_id)
 
     def kill(self) -> None:
+        """Soon: SIGKILL by the owner, which also ends a stopped process."""
         if self._owner is not None:
             self._owner.kill.remote()
 
@@ -94,8 +95,7 @@ class RemoteProcess:
         started = await self._ask("start")
         if isinstance(started, EngineError):
             raise started
-        self.pid = await self._ask("pid")
-        self._party = replace(await self._ask("party"), node_id=self._node_id)
+        self._started = await self._ask("party")
         assert isinstance(started, int)
         return started
 

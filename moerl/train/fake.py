@@ -88,12 +88,12 @@ class FakeTrainGroup:
     async def close(self) -> None:
         self.weight_source.close()
 
+    async def hosts(self) -> list[str]:
+        return ["localhost"]
+
     @property
     def parties(self) -> list[Party]:
         return []
-
-    async def hosts(self) -> list[str]:
-        return ["localhost"]
 
     def _export(self) -> dict[str, torch.Tensor]:
         with self._residency.running("export"):

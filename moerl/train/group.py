@@ -86,8 +86,8 @@ class MegatronTrainGroup:
         seats: Sequence[Seat] | None = None,
         hangs: HangReports | None = None,
     ):
-        """`seats` of the ranks. None: as the cluster has them when it starts. `hangs`: None: those of the run's directory; the same object
-        for all who wait for the ranks tells one hang from two."""
+        """`seats` of the ranks. None: as the cluster has them when it starts. `hangs`: None: those of the run's directory; the same
+        object for all who wait for the ranks tells one hang from two."""
         self._seats, self._hangs = seats, HangReports(config.run_dir) if hangs is None else hangs
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
