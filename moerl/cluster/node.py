@@ -24,6 +24,7 @@ from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
+from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.slurm import has_preflight
 from moerl.train.checkpoint import newest
@@ -56,7 +57,7 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
     place = place_of(os.environ)
-    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, config.train.layout.ranks)):
+    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, num_gpus(config))):
         raise MoerlError(refusal)
     log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
     complaint = _unwritable(log)
@@ -145,7 +146,7 @@ class _Node:
 
     async def _start_cluster(self, ray: RayNode, guests: Sequence[Guest], watch: Watch) -> str:
         nodes = [self._facts, *(guest.facts for guest in guests)]
-        if refusals := check_allocation(nodes, self._config.slurm, self._config.train.layout.ranks):
+        if refusals := check_allocation(nodes, self._config.slurm, num_gpus(self._config)):
             raise MoerlError("these nodes cannot run the job\n" + "\n".join(f"* {refusal}" for refusal in refusals))
         os.environ.update(ray.environment())
         cluster = await self._start_ray(ray, None, watch)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moerl.config.placement import PlacementConfig
+from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
@@ -189,15 +190,9 @@ class RolloutConfig(Strict):
     """What becomes of completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
     servers return what they have, and the rest is asked for after the push, from any server, which computes keys and values anew with the
     new weights. Needs max_staleness > 0."""
-    start_seconds: Seconds = 300.0
-    request_seconds: Seconds = 1800.0
-    """Deadline of one completion, waiting and repetition after the loss of a server included."""
     max_restarts: NotNegative = 3
     """How often a server that ended, or hangs, is started again; it serves after the next push or, between updates, one of its own.
     One that ends once more stays dead, and without any the run ends."""
-    probe_seconds: Seconds = 30.0
-    """Between two probes of a server, and for one to be answered. After one that was missed it gets no new requests, after three
-    in a row it is ended and started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +276,7 @@ class RunConfig(Strict):
     rollout: RolloutConfig
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -64,29 +64,26 @@ class SlurmConfig(Strict):
     is then queued again."""
 
 
-def num_gpus(ranks: int) -> int:
-    """GPUs that a run needs: rollout servers share those of the train ranks."""
-    return ranks
-
-
-def num_nodes(slurm: SlurmConfig, ranks: int) -> int:
+def num_nodes(slurm: SlurmConfig, needed: int) -> int:
+    """For a run that needs so many GPUs."""
     if slurm.nodes is not None:
         return slurm.nodes
-    return -(-num_gpus(ranks) // slurm.gpus_per_node) if slurm.gpus_per_node else 1
+    return -(-needed // slurm.gpus_per_node) if slurm.gpus_per_node else 1
 
 
 def has_preflight(slurm: SlurmConfig) -> bool:
     return slurm.preflight if slurm.preflight is not None else slurm.gpus_per_node > 0
 
 
-def slurm_problems(slurm: SlurmConfig, ranks: int) -> Iterator[Problem]:
-    needed, per_node = num_gpus(ranks), slurm.gpus_per_node
+def slurm_problems(slurm: SlurmConfig, needed: int) -> Iterator[Problem]:
+    """`needed`: the run's GPUs."""
+    per_node = slurm.gpus_per_node
     if per_node and slurm.nodes is not None and slurm.nodes * per_node < needed:
         rule = f"must be at least {-(-needed // per_node)}"
         reason = f"the run needs {needed} GPUs, and {slurm.nodes} nodes of slurm.gpus_per_node={per_node} have {slurm.nodes * per_node}"
         yield problem("slurm.nodes", slurm.nodes, rule, reason, f"slurm.nodes={-(-needed // per_node)}, or leave it out")
-    if slurm.segment is not None and num_nodes(slurm, ranks) % slurm.segment:
-        rule = f"must divide the number of nodes, {num_nodes(slurm, ranks)}"
+    if slurm.segment is not None and num_nodes(slurm, needed) % slurm.segment:
+        rule = f"must divide the number of nodes, {num_nodes(slurm, needed)}"
         yield problem("slurm.segment", slurm.segment, rule, "a job consists of whole segments", "slurm.segment of a divisor")
     yield from _text_problems(slurm)
     yield from _environment_problems(slurm)

@@ -78,7 +78,7 @@ def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path,
     command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
     log_path = log_dir.absolute() / f"rollout-{home.index}.log"
     return HTTPEngine(
-        command, host=home.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds, process=home.process
+        command, host=home.host, port=port, log_path=log_path, start_seconds=config.deadlines.start_seconds, process=home.process
     )  # fmt: skip
 
 

@@ -13,14 +13,14 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, TypeVar
 
 from moerl.push_types import Bucket, Needs, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
-from moerl.types import WeightError
+from moerl.types import HangError, WeightError
 from moerl.weights.deliveries import Deliveries, Job, manifest_of
 from moerl.weights.fleet_plan import Outline, plan_deliveries
 from moerl.weights.streams import FAILED_SIDE, Streams
@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 SOURCE = "trainer"
 """What the sending side is called in errors."""
+
+
+OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
+"""Called with what was done (of the push) and the names of the sides that did not arrive: the report about them."""
 
 
 class WeightSource(Protocol):
@@ -78,9 +82,11 @@ class WeightSync:
         transport: Transport,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
+        on_late: OnLate | None = None,
     ):
         """`receivers` by the name errors use. `deadline_seconds` bounds one call to all (a bucket, say); once one has failed, the others
-        get `settle_seconds` to end by themselves before their calls are cancelled."""
+        get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
+        self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
@@ -147,12 +153,15 @@ class WeightSync:
         """All calls at once, and what they return; WeightError with every failure, first failure first, when not all succeed in time."""
         tasks: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
         ended: list[asyncio.Future[T]] = []
+        late: HangError | None = None
         for task in tasks.values():
             task.add_done_callback(ended.append)
         try:
-            _, pending = await asyncio.wait(tasks.values(), timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await asyncio.wait(pending, timeout=self._settle_seconds)
+            done, pending = await asyncio.wait(tasks.values(), timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and any(task.exception() is not None for task in done):
+                _, pending = await asyncio.wait(pending, timeout=self._settle_seconds)
+            if pending and self._on_late is not None:
+                late = await self._on_late(step, [name for name, task in tasks.items() if not task.done()])
         finally:
             silent = [name for name, task in tasks.items() if not task.done()]
             for name in silent:
@@ -162,7 +171,10 @@ class WeightSync:
         in_order = sorted(tasks, key=lambda name: ended.index(tasks[name]))
         failures = {name: failure for name in in_order if isinstance(failure := outcomes[name], BaseException)}
         if failures:
-            raise WeightError(_explain(step, failures, silent)) from next(iter(failures.values()))
+            said = _explain(step, failures, silent)
+            if late is not None:
+                raise WeightError(f"{said}\n{late}") from late
+            raise WeightError(said) from next(iter(failures.values()))
         return {name: task.result() for name, task in tasks.items()}
 
 

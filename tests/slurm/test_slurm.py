@@ -147,14 +147,14 @@ def test_an_allocation_with_too_few_gpus_is_refused_before_anything_starts(jobs:
     script.write_text(jobs.launch("--dry-run", on=ON_GPUS).stdout)
     done = jobs.cluster.run("sbatch", "--wait", "--nodes=1", f"--output={log}", script)
     assert done.returncode == 1
-    said = "the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 4: 1 node (n0) of 4"
+    said = "the recipe needs 8 GPUs, and the allocation has 4: 1 node (n0) of 4"
     assert said in log.read_text()
 
 
 @pytest.mark.parametrize(
     ("n0", "n1", "used", "said"),
     [
-        (4, 3, {}, ("the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 7", "but 3 GPUs on 1 node (n1)")),
+        (4, 3, {}, ("the recipe needs 8 GPUs, and the allocation has 7", "but 3 GPUs on 1 node (n1)")),
         (4, "A100", {}, ("GPUs of different models", "A100 on 1 node (n1); H100 on 1 node (n0)")),
         (4, 4, {"n1": "4711, 70000 MiB"}, ("n1: GPU memory is in use", "pid 4711, 70000 MiB")),
     ],
