@@ -68,11 +68,11 @@ async def run(
                 version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
                 moves=residency.moves(),
             )  # fmt: skip
+            del groups, batch  # with them go their samples in the object store
             if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs
                 await _save(version, cursor, prompts, train, observe)
             with observe.phase("push"):
                 await weights.push(version)
-            del groups, batch  # with them go their samples in the object store
             buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
 

@@ -78,14 +78,18 @@ class RankCalls:
             for rank, place in enumerate(self._places)
         ]
 
-    async def on_ranks(self, verb: str, ranks: Sequence[int], *args: Any, first: Sequence[Any] | None = None) -> list[Any]:
-        """The answers, in the order of `ranks`. `first`: by rank, an argument before `args`.
+    async def on_ranks(self, verb: str, ranks: Sequence[int], *args: Any, each: Sequence[Any] | None = None) -> list[Any]:
+        """The answers, in the order of `ranks`; `each`: of every one of them an argument before `args`.
 
-        HangError at the deadline; TrainError, or a MoerlError of the rank that failed first."""
+        HangError at the deadline; TrainError, or a MoerlError of the rank that failed first.
+        """
         if not ranks:
             return []
-        own = {rank: args if first is None else (first[rank], *args) for rank in ranks}
-        calls = {rank: asyncio.ensure_future(_await(getattr(self._workers[rank], verb).remote(*own[rank]))) for rank in ranks}
+        own = [()] * len(ranks) if each is None else [(first,) for first in each]
+        calls = {
+            rank: asyncio.ensure_future(_await(getattr(self._workers[rank], verb).remote(*first, *args)))
+            for rank, first in zip(ranks, own, strict=True)
+        }
         ended: list[int] = []
         for rank, call in calls.items():
             call.add_done_callback(partial(_note, ended, rank))

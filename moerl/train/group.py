@@ -205,7 +205,6 @@ class MegatronTrainGroup:
 
     async def _on_shares(self, verb: str, batch: Batch, num_parts: int, *args: Any) -> list[Any]:
         """Every rank's answer to the verb about `batch`, which it processes in `num_parts` mini-batches; a rank gets its own share."""
-        assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
         if isinstance(batch, StoredBatch):
             # In a thread: planning thousands of sequences takes a while, and completions of later steps are arriving.
             parts = await asyncio.to_thread(shares, batch, self._planner, num_parts)
@@ -213,7 +212,7 @@ class MegatronTrainGroup:
             batches = [of_data_rank[rank] for rank in self._data_ranks]
         else:
             batches = [ray.put(batch)] * len(self._workers)
-        return await self._calls.on_ranks(verb, range(len(self._workers)), *args, first=batches)
+        return await self._on_ranks(verb, range(len(self._workers)), *args, each=batches)
 
     async def _rank0(self, verb: str, *args: Any) -> Any:
         return (await self._on_ranks(verb, [0], *args))[0]
@@ -224,9 +223,9 @@ class MegatronTrainGroup:
     async def _all(self, verb: str, *args: Any) -> list[Any]:
         return await self._on_ranks(verb, range(self._config.train.layout.ranks), *args)
 
-    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any, each: Sequence[Any] | None = None) -> list[Any]:
         assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
-        return await self._calls.on_ranks(verb, ranks, *args)
+        return await self._calls.on_ranks(verb, ranks, *args, each=each)
 
 
 def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def part_bytes(bucket_bytes: int) -> int:
 
 
 def _rollout(num_experts: int, needs: Mapping[str, Needs]) -> RolloutLayout:
-    """One node: every server of this version runs on rollout.host."""
+    """All servers count as one node, wherever they run: a sender reaches every reader by itself, so nothing passes a bucket on."""
     sizes = {name: len(processes) for name, processes in needs.items()}
     if len(set(sizes.values())) != 1:
         rule = f"servers of one rollout must have equally many model processes, and have {sizes}"

@@ -167,6 +167,6 @@ class WeightPublisher:
 
     async def _scored(self, batch: TrainBatch) -> np.ndarray:
         await self._residency.share()
-        logprobs = await self._train.logprobs(batch)
+        logprobs_T = (await self._train.logprobs(batch)).get()
         await self._residency.serve()
-        return logprobs.get()
+        return logprobs_T

@@ -197,6 +197,12 @@ def test_an_engine_that_returns_no_routes_is_refused_for_replaying_them(monkeypa
     assert (problem.path, problem.rule) == ("train.router_replay", "needs rollout.engine of fake")
 
 
+def test_router_replay_with_vllm_is_refused_with_the_reason():
+    problems = problems_of(DEMO, "rollout.engine=vllm", "rollout.python=/absent", "train.router_replay=rollout")
+    (replay,) = [problem for problem in problems if problem.path == "train.router_replay"]
+    assert "second model runner" in replay.reason and replay.fix == "train.router_replay=trainer, or rollout.engine=hf"
+
+
 def test_deltas_on_disk_are_refused_with_an_engine_that_cannot_give_back_its_weights():
     def refused(*overrides):
         problems = problems_of(DEMO, "rollout.engine=sglang", "weights.transport=disk", "rollout.python=/absent", *overrides)

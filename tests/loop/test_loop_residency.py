@@ -234,13 +234,8 @@ def test_whatever_is_asked_in_whatever_order_only_states_that_follow_are_entered
 
     async def scenario():
         engine = new_engine(kind=Told)
-        pool = RolloutPool(
-            [engine],
-            max_running=1,
-            max_queued=0,
-            collector=LocalCollector(Intake(vocab_size=8, decoder=character_tokenizer(8)), keep=Here),
-            request_seconds=1,
-        )
+        collector = LocalCollector(Intake(vocab_size=8, decoder=character_tokenizer(64)), keep=Here)
+        pool = RolloutPool([engine], max_running=1, max_queued=0, collector=collector, request_seconds=1)
         await engine.start()
         residency = Residency(Sleeper(), pool, num_shared=1)
         await residency.make_room()
