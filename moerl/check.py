@@ -11,6 +11,7 @@ from moerl.config.problems import problem
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
 from moerl.config.scratch import scratch_config
+from moerl.config.server_layout_rules import start_problems
 from moerl.rewards.check import check_reward
 from moerl.rollout.datasets import check_data
 from moerl.train.checkpoint import newest
@@ -23,7 +24,7 @@ def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None
 
     `starts`: the run is about to begin, and needs what a check alone can do without.
     """
-    checks = (_data_and_reward, _continued_run, *([_weights] if starts else []))
+    checks = (_data_and_reward, _continued_run, *([_weights, start_problems] if starts else []))
     config = load(overrides if overrides is not None else (), config_dir, checks=checks)
     directory = newest(_checkpoints(config))
     if directory is not None:

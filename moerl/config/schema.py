@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moerl.config.schema_train import TrainConfig
+from moerl.config.server_layout import ServerLayout
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
@@ -164,6 +165,8 @@ class RolloutConfig(Strict):
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
+    layout: ServerLayout = ServerLayout()
+    """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""

@@ -18,6 +18,7 @@ from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
+from moerl.config.server_layout_rules import layout_problems
 from moerl.types import Problem
 
 
@@ -225,6 +226,10 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
 
 
+def _server_layout(config: RunConfig) -> Iterator[Problem]:
+    yield from layout_problems(config, _shape(config.model))
+
+
 def _engine(config: RunConfig) -> Iterator[Problem]:
     yield from engine_problems(config, _shape(config.model))
 
@@ -279,6 +284,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _overlong,
     _gym_reward,
     _rollout,
+    _server_layout,
     _engine,
     _disk_delta,
     _observe,

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from moerl.config.engines import interpreter
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import RunConfig
+from moerl.config.schema import RolloutConfig, RunConfig
+from moerl.config.server_layout import ServerLayout
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
@@ -26,16 +29,35 @@ def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> 
 
 
 def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
-    """SGLang, in an environment of its own."""
+    """In an environment of its own, on this host: a server of one node."""
+    return _engine(native_command(config, model_dir, index), config, log_dir, index)
+
+
+def native_command(config: RunConfig, model_dir: Path, index: int, *, node_rank: int = 0, head: str | None = None) -> list[str]:
+    """What starts the process of one node of server `index`. All of a server's nodes are started together, with the same `head`, the host of
+    node 0 (None: rollout.host); node 0 alone reports a port and serves."""
+    layout = config.rollout.layout
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
+    if layout != ServerLayout():
+        extra += ["--layout", json.dumps(given_layout(layout))]
+    if layout.nodes > 1:
+        extra += ["--node-rank", str(node_rank), "--head", config.rollout.host if head is None else head]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
-    return _start_by(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, log_dir, index)
+    return _command(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, index)
+
+
+def given_layout(layout: ServerLayout) -> dict[str, Any]:
+    """Its fields that are not the defaults."""
+    return {name: value for name, value in asdict(layout).items() if value != getattr(ServerLayout(), name)}
 
 
 def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+    return _engine(_command(module, extra, config, model_dir, index), config, log_dir, index)
+
+
+def _command(module: str, extra: list[str], config: RunConfig, model_dir: Path, index: int) -> list[str]:
     rollout = config.rollout
-    port = rollout.port + index if rollout.port else 0
     options = {
         "--model": model_dir,
         "--dtype": config.rollout_dtype,
@@ -43,11 +65,20 @@ def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path,
         "--max-running": rollout.max_running,
         "--prefill-chunk": rollout.prefill_chunk,
         "--host": rollout.host,
-        "--port": port,
+        "--port": _port(rollout, index),
     }
-    command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
+    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
+
+
+def _engine(command: list[str], config: RunConfig, log_dir: Path, index: int) -> RolloutEngine:
+    rollout = config.rollout
     log_path = log_dir / f"rollout-{index}.log"
+    port = _port(rollout, index)
     return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
+
+
+def _port(rollout: RolloutConfig, index: int) -> int:
+    return rollout.port + index if rollout.port else 0
 
 
 def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:

@@ -45,8 +45,14 @@ def argument_problems(
     """`parser` is a QuietParser with the engine's options. `own`: options that moerl sets, and what to write instead."""
     for action in parser._actions:
         action.required = False  # each argument is parsed by itself
-    known = {option.removeprefix("--").replace("-", "_") for action in parser._actions for option in action.option_strings}
+    options = [[_name(option) for option in action.option_strings] for action in parser._actions]
+    known = {name for names in options for name in names}
+    own = {**own, **{name: own[mine] for names in options for mine in own.keys() & set(names) for name in names}}
     return [found for name, value in arguments.items() if (found := _problem(parser, name, value, known, own, engine)) is not None]
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _problem(

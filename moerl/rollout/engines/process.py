@@ -8,16 +8,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from moerl.config.model_shape import read_config, shape_of_config
+from moerl.config.server_layout import ServerLayout
 from moerl.rollout.child import ChildServer, exit_with_owner, listen, private_stdout, report_error
 from moerl.rollout.engines.core import Core
 from moerl.rollout.engines.gate import Gate
+from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.server import build_app
 from moerl.rollout.limits import Limits
 from moerl.types import EngineError, Problem
@@ -25,19 +26,7 @@ from moerl.types import EngineError, Problem
 logger = logging.getLogger(__name__)
 
 PROBLEMS = TypeAdapter(list[Problem])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What moerl decides about a server; the names are those of the hf server."""
-
-    model: Path
-    dtype: str
-    max_context: int
-    max_running: int
-    prefill_chunk: int
-    returns_routes: bool
-    engine_args: Mapping[str, Any]
+LAYOUT = TypeAdapter(ServerLayout)
 
 
 def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem]], start: Callable[[Options], Core]) -> None:
@@ -58,6 +47,9 @@ def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem
         prefill_chunk=parsed.prefill_chunk,
         returns_routes=parsed.returns_routes,
         engine_args=arguments,
+        layout=LAYOUT.validate_json(parsed.layout),
+        node_rank=parsed.node_rank,
+        head=parsed.head,
     )
     try:
         if problems := find_problems(arguments):
@@ -92,4 +84,7 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
     parser.add_argument("--engine-args", default="{}", help="JSON: the engine's own arguments by name")
+    parser.add_argument("--layout", default="{}", help="JSON: rollout.layout")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")
+    parser.add_argument("--head", default="127.0.0.1", help="host of node 0")
     return parser.parse_args(line)

@@ -39,11 +39,23 @@ def prepare() -> None:
         _stub_triton()
 
 
+def environment(processes: int) -> dict[str, str]:
+    """The processor's cores, shared out among the processes of one server; SGLang asks for it where there are more of them than NUMA nodes."""
+    if processes == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank * len(cores) // processes :][: max(1, len(cores) // processes)] for rank in range(processes)]
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}
+
+
 def after_import() -> None:
-    """Once sglang is there: host memory needs no registration with a device that does not exist."""
+    """Once sglang is there: host memory needs no registration with a device that does not exist, and its attention in PyTorch lacks what
+    data-parallel groups fill their shorter batches with."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.pool_host import common
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # as its other backends for CPU
 
 
 class _Kernels(types.ModuleType):

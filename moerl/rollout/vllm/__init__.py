@@ -1,0 +1,1 @@
+"""Rollout server that runs vLLM; `python -m moerl.rollout.vllm.server` in vLLM's environment."""
