@@ -38,9 +38,8 @@ def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.path is None and model.scratch is None and model.published is not None:
-        reason = f"model.published={model.published} says what the model is, for checks; its weights are not part of moerl"
+    if config.model.is_only_named:
+        reason = f"model.published={config.model.published} says what the model is, for checks; its weights are not part of moerl"
         yield problem("model.path", None, "must be given to start", reason, "model.path=DIRECTORY of the downloaded checkpoint")
 
 

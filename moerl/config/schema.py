@@ -47,6 +47,11 @@ class ModelConfig(Strict):
     max_context: Positive
     """Prompt and response together, in tokens; at most the model's max_position_embeddings."""
 
+    @property
+    def is_only_named(self) -> bool:
+        """A published model without its checkpoint: a recipe that can be checked, not started."""
+        return self.path is None and self.scratch is None and self.published is not None
+
 
 # -- data and rewards ------------------------------------------------------------------------------------------
 

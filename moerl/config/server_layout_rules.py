@@ -111,13 +111,22 @@ def _engine_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     layout = rollout.layout
     if rollout.engine == "vllm":
         yield from _vllm_problems(layout)
-    tokens = -(-rollout.max_running // layout.dp) * (layout.mtp_tokens + 1)
-    if rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency") and tokens > LOW_LATENCY_TOKENS:
-        most = LOW_LATENCY_TOKENS // (layout.mtp_tokens + 1) * layout.dp
+    per_request = layout.mtp_tokens + 1
+    most = LOW_LATENCY_TOKENS // per_request * layout.dp
+    low_latency = ("deepep_low_latency",) if rollout.engine == "vllm" else ("deepep", "deepep_low_latency")
+    if layout.all_to_all not in low_latency:
+        return
+    reason = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
+    if -(-rollout.max_running // layout.dp) * per_request > LOW_LATENCY_TOKENS:
         rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
-        reason = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
         fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
         yield problem("rollout.max_running", rollout.max_running, rule, reason, fix)
+    if rollout.engine == "vllm" and rollout.prefill_chunk > LOW_LATENCY_TOKENS:
+        rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency on vllm"
+        reason += ", and vLLM runs prompts through them too"
+        yield problem(
+            "rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, "rollout.prefill_chunk=256, or all_to_all=deepep_normal"
+        )
 
 
 def _vllm_problems(layout: ServerLayout) -> Iterator[Problem]:
@@ -135,7 +144,9 @@ def _vllm_problems(layout: ServerLayout) -> Iterator[Problem]:
     larger, smaller = sorted((layout.tp, per_node), reverse=True)
     if larger % smaller:
         reason = f"groups of {layout.tp} GPUs and nodes of {per_node} cut each other"
-        yield _problem("dp", layout.dp, "must leave groups that fill nodes, or nodes that fill groups", reason, f"dp={layout.gpus // per_node}")
+        yield _problem(
+            "dp", layout.dp, "must leave groups that fill nodes, or nodes that fill groups", reason, f"dp={layout.gpus // per_node}"
+        )
 
 
 def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:
@@ -155,7 +166,9 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if layout.nodes > 1:
         reason = "moerl starts servers on its own host; the command of every node is what `moerl check` prints"
-        yield _problem("gpus", layout.gpus, f"must fit on one node of gpus_per_node={layout.gpus_per_node}", reason, "gpus=gpus_per_node or less")
+        yield _problem(
+            "gpus", layout.gpus, f"must fit on one node of gpus_per_node={layout.gpus_per_node}", reason, "gpus=gpus_per_node or less"
+        )
     if layout.ep > 1:
         reason = "a push hands every expert to every GPU of a server, and one that does not serve it cannot confirm its bytes"
         yield _problem("ep", layout.ep, "must be 1 for a push", reason, "ep=1 and all_to_all=gather: experts are cut over the GPUs")

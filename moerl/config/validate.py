@@ -57,8 +57,7 @@ def _staleness(config: RunConfig) -> Iterator[Problem]:
 def _model(config: RunConfig) -> Iterator[Problem]:
     path, scratch = config.model.path, config.model.scratch
     yield from _published_problems(config.model)
-    is_only_checked = path is None and scratch is None and config.model.published is not None
-    if (path is None) == (scratch is None) and not is_only_checked:
+    if (path is None) == (scratch is None) and not config.model.is_only_named:
         both = "both are given" if path is not None else "neither is given"
         fix = "model.path=DIRECTORY for a checkpoint, or model.scratch={} for a random tiny model"
         yield problem("model", both, "needs exactly one of path and scratch", "the weights come from one place", fix)

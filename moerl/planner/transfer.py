@@ -9,6 +9,7 @@ from moerl.config.model_config import model_config
 from moerl.config.model_shape import shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
+from moerl.config.server_layout import ServerLayout
 from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
 from moerl.weights.plan import Plan, RolloutLayout, faults, plan_transfers
@@ -24,6 +25,29 @@ class Network:
     card_gbit: float
     """Per second, of one GPU's card."""
     bucket_mb: int
+
+
+def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
+    """The recipe's servers, with what is not None instead. Raises ConfigError for experts that are not spread over a server's GPUs one by one."""
+    layout = config.rollout.layout
+    if gpus_per_server is None and (problems := list(_spread_problems(layout))):
+        raise ConfigError(problems)
+    return RolloutLayout(
+        num_servers=config.rollout.num_servers if servers is None else servers,
+        gpus_per_server=layout.gpus if gpus_per_server is None else gpus_per_server,
+        gpus_per_node=layout.gpus_per_node if gpus_per_node is None else gpus_per_node,
+    )
+
+
+def _spread_problems(layout: ServerLayout) -> Iterator[Problem]:
+    fix = f"rollout.layout.ep={layout.gpus}, or --gpus-per-server={layout.gpus} to plan as if it were"
+    if layout.ep != layout.gpus:
+        reason = "the plan takes whole experts to GPUs, and here each is cut"
+        yield problem("rollout.layout.ep", layout.ep, f"must be gpus={layout.gpus} for a plan", reason, fix)
+    if layout.redundant_experts is not None:
+        reason = "EPLB decides while it runs which GPUs hold copies"
+        fix = f"rollout.layout.redundant_experts=null, or --gpus-per-server={layout.gpus} to plan without them"
+        yield problem("rollout.layout.redundant_experts", layout.redundant_experts, "cannot be planned", reason, fix)
 
 
 def transfer_report(config: RunConfig, network: Network) -> str:

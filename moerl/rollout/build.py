@@ -1,16 +1,11 @@
 """From the configuration to the run's rollout engines."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from moerl.config.engines import interpreter
 from moerl.config.model_shape import read_config, shape_of_config
-from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import RolloutConfig, RunConfig
-from moerl.config.server_layout import ServerLayout
+from moerl.config.schema import RunConfig
+from moerl.rollout.commands import native_command, port_of, server_command
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
@@ -25,60 +20,18 @@ def build_engines(config: RunConfig, model_dir: Path, log_dir: Path) -> list[Rol
 
 def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
     extra = ["--deterministic"] if config.deterministic else []
-    return _start_by("moerl.rollout.hf", extra, config, model_dir, log_dir, index)
+    return _engine(server_command(config, model_dir, index, extra=extra, module="moerl.rollout.hf"), config, log_dir, index)
 
 
 def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
-    """In an environment of its own, on this host: a server of one node."""
+    """In an environment of its own; a server of one node, on this host."""
     return _engine(native_command(config, model_dir, index), config, log_dir, index)
-
-
-def native_command(config: RunConfig, model_dir: Path, index: int, *, node_rank: int = 0, head: str | None = None) -> list[str]:
-    """What starts the process of one node of server `index`. All of a server's nodes are started together, with the same `head`, the host of
-    node 0 (None: rollout.host); node 0 alone reports a port and serves."""
-    layout = config.rollout.layout
-    extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
-    if layout != ServerLayout():
-        extra += ["--layout", json.dumps(given_layout(layout))]
-    if layout.nodes > 1:
-        extra += ["--node-rank", str(node_rank), "--head", config.rollout.host if head is None else head]
-    if routes_to_replay(config) is not None:
-        extra.append("--returns-routes")
-    return _command(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, index)
-
-
-def given_layout(layout: ServerLayout) -> dict[str, Any]:
-    """Its fields that are not the defaults."""
-    return {name: value for name, value in asdict(layout).items() if value != getattr(ServerLayout(), name)}
-
-
-def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
-    return _engine(_command(module, extra, config, model_dir, index), config, log_dir, index)
-
-
-def _command(module: str, extra: list[str], config: RunConfig, model_dir: Path, index: int) -> list[str]:
-    rollout = config.rollout
-    options = {
-        "--model": model_dir,
-        "--dtype": config.rollout_dtype,
-        "--max-context": config.model.max_context,
-        "--max-running": rollout.max_running,
-        "--prefill-chunk": rollout.prefill_chunk,
-        "--host": rollout.host,
-        "--port": _port(rollout, index),
-    }
-    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
 
 
 def _engine(command: list[str], config: RunConfig, log_dir: Path, index: int) -> RolloutEngine:
     rollout = config.rollout
-    log_path = log_dir / f"rollout-{index}.log"
-    port = _port(rollout, index)
+    log_path, port = log_dir / f"rollout-{index}.log", port_of(rollout, index)
     return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
-
-
-def _port(rollout: RolloutConfig, index: int) -> int:
-    return rollout.port + index if rollout.port else 0
 
 
 def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:

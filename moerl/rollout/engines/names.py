@@ -16,3 +16,7 @@ def names_of(engine: str, table: Mapping[str, Names], version: str) -> Names:
         if version in SpecifierSet(versions, prereleases=True):
             return names
     raise EngineError(f"{engine} {version}: moerl knows the arguments of {', '.join(f'{engine}{versions}' for versions in table)}")
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""quantization_config of a checkpoint in DeepSeek-V3's format."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moerl.config.server_layout import ServerLayout
-from moerl.rollout.engines.names import Names, names_of
+from moerl.rollout.engines.names import FP8_BLOCKS, Names, names_of
 from moerl.rollout.engines.options import Options
 
 SUPPORTED = ">=0.5.23,<0.6"
@@ -40,9 +40,6 @@ SPARE_POSITIONS = 8
 _DEEPEP_MODES = {"deepep": "auto", "deepep_normal": "normal", "deepep_low_latency": "low_latency"}
 _DISPATCH_TOKENS = 128
 """SGLang's own number for DeepEP's kernels for latency (environ.py)."""
-
-FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-"""quantization_config of a checkpoint in DeepSeek-V3's format."""
 
 
 def arguments(options: Options, version: str) -> dict[str, Any]:

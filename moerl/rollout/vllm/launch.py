@@ -3,7 +3,7 @@
 from typing import Any
 
 from moerl.config.server_layout import ServerLayout
-from moerl.rollout.engines.names import Names, names_of
+from moerl.rollout.engines.names import FP8_BLOCKS, Names, names_of
 from moerl.rollout.engines.options import Options
 
 SUPPORTED = ">=0.32,<0.34"
@@ -34,8 +34,6 @@ NAMES: dict[str, Names] = {
 """By range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
 
 _ALL_TO_ALL = {"deepep_normal": "deepep_high_throughput", "deepep_low_latency": "deepep_low_latency"}
-_FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-"""quantization_config of a checkpoint in DeepSeek-V3's format."""
 
 
 def arguments(options: Options, version: str) -> dict[str, Any]:
@@ -73,10 +71,15 @@ def _spread(layout: ServerLayout) -> dict[str, Any]:
     if layout.memory_fraction is not None:
         values["memory_fraction"] = layout.memory_fraction
     if layout.mtp_tokens:
-        values["mtp_tokens"] = {"method": "mtp", "num_speculative_tokens": layout.mtp_tokens}
+        values["mtp_tokens"] = _drafts(layout.mtp_tokens)
     if layout.cuda_graph_requests:
         values["cuda_graph_requests"] = layout.cuda_graph_requests * (layout.mtp_tokens + 1)  # vLLM counts tokens
     return {f"rollout.layout.{name}": value for name, value in values.items()}
+
+
+def _drafts(tokens: int) -> dict[str, Any]:
+    """Pushes do not bring the drafting layer: it is read from the checkpoint."""
+    return {"method": "mtp", "num_speculative_tokens": tokens, "draft_load_config": {"load_format": "auto"}}
 
 
 def _modes(layout: ServerLayout) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def _modes(layout: ServerLayout) -> dict[str, Any]:
     if layout.redundant_experts is not None:
         own["enable_eplb"] = True
     if layout.weights == "fp8":
-        own["hf_overrides"] = {"quantization_config": _FP8_BLOCKS}
+        own["hf_overrides"] = {"quantization_config": FP8_BLOCKS}
     if layout.cuda_graph_requests == 0:
         own["enforce_eager"] = True
     return own

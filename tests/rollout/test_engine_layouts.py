@@ -1,0 +1,54 @@
+"""SGLang over several processes, from rollout.layout: every process gets its part of a push, and the log-probs are transformers'."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_servers import ROUTES, native_engine, push
+from transformers import AutoModelForCausalLM
+
+from moerl.config.server_layout import ServerLayout
+from moerl.rollout.hf.routes import RouteRecorder
+from moerl.types import SamplingParams, WeightError
+
+PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (7, 7)]
+
+
+def left_in_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("sgl*")}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", [ServerLayout(gpus=2), ServerLayout(gpus=2, dp=2)], ids=["tp2", "dp2"])
+def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, layout):
+    checkpoint, before = checkpoints["moe"], left_in_memory()
+    engine = native_engine("sglang-moe", checkpoint, tmp_path, layout=layout)
+    asked = SamplingParams(max_tokens=20, seed=4, returns_routes=True)
+    scaled = {name: tensor * 1.05 for name, tensor in checkpoint.tensors.items()}
+
+    async def scenario():
+        await engine.start()
+        try:
+            await push(engine, checkpoint.tensors, 1)
+            with pytest.raises(WeightError, match="digest"):
+                await push(engine, scaled, 2, damaged="model.layers.1.mlp.experts.7.down_proj.weight")
+            await push(engine, scaled, 3)
+            return await asyncio.gather(*(engine.generate(prompt, asked, f"r{i}") for i, prompt in enumerate(PROMPTS)))
+        finally:
+            await engine.close()
+
+    completions = run(scenario())
+    assert left_in_memory() <= before
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory).eval()
+    model.load_state_dict(scaled)
+    recorder = RouteRecorder(model, ROUTES["moe"])
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad(), recorder.recording() as chosen:
+            logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+        assert np.array_equal(np.sort(completion.routes, axis=-1), np.sort(recorder.table(chosen, 1)[0], axis=-1))
+        assert {span.version for span in completion.spans} == {3}
