@@ -54,7 +54,7 @@ def plan(
     servers: Annotated[int | None, typer.Option(min=1, help="Rollout servers; the recipe's if not given.", show_default=False)] = None,
     gpus_per_server: Annotated[
         int | None,
-        typer.Option(min=1, help="Over which a server spreads its experts; rollout.layout.gpus if not given.", show_default=False),
+        typer.Option(min=1, help="With experts of one server; rollout.layout.gpus if not given.", show_default=False),
     ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="Of a node that runs servers; rollout.layout.gpus_per_node if not given.", show_default=False)

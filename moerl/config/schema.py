@@ -170,7 +170,7 @@ class RolloutConfig(Strict):
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
-    layout: ServerLayout = ServerLayout()
+    layout: ServerLayout = field(default_factory=ServerLayout)
     """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -17,15 +17,16 @@ class ServerLayout(Strict):
     gpus_per_node: Positive = 8
     """Servers fill nodes, or nodes fill servers."""
     dp: Positive = 1
-    """Data-parallel groups of attention. Each has requests of its own, and their keys and values once; attention is tensor parallel over the
-    gpus / dp GPUs of a group. Models with few key/value heads, or latent attention, would hold keys and values gpus times without."""
+    """Data-parallel groups of attention. Each has requests of its own, and attention is tensor parallel over the gpus / dp GPUs of a group.
+    Without, models with few key/value heads, or latent attention, would hold the keys and values of a request many times."""
     ep: Positive = 1
     """Expert parallel: GPUs over which whole experts are spread; each expert is cut over gpus / ep of them."""
     all_to_all: Literal["gather", "deepep", "deepep_normal", "deepep_low_latency"] = "gather"
-    """How tokens reach their experts. gather: every GPU of the server gets all of them. deepep: DeepEP's kernels, those made for throughput on
-    prompts and those made for latency while decoding. deepep_normal, deepep_low_latency: one kind of them always."""
+    """How tokens reach their experts. gather: every GPU of the server gets all of them. deepep: DeepEP's kernels, those made for
+    throughput on prompts and those made for latency while decoding. deepep_normal, deepep_low_latency: one kind of them always."""
     redundant_experts: NotNegative | None = None
-    """Copies of busy experts in every layer, beyond the model's own (EPLB, which also moves experts between GPUs). 0: move only. None: off."""
+    """Copies of busy experts in every layer, beyond the model's own (EPLB, which also moves experts between GPUs). 0: it only moves
+    them. None: off."""
     kv_cache: Literal["auto", "fp8"] = "auto"
     """auto: rollout.dtype. fp8: half of that, and log-probs that differ from the trainer's by as much."""
     weights: Literal["dtype", "fp8"] = "dtype"
@@ -33,8 +34,8 @@ class ServerLayout(Strict):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Of a GPU's memory, for weights, keys and values. None: the engine's own choice."""
     mtp_tokens: NotNegative = 0
-    """Tokens that the model's layer of multi-token prediction drafts for each that is decoded. It is the checkpoint's: pushes leave it as it
-    is, and the further training goes the fewer drafts are accepted."""
+    """Tokens that the model's layer of multi-token prediction drafts for each that is decoded. It stays the checkpoint's, which pushes do
+    not bring: the further training goes, the fewer drafts are accepted."""
     cuda_graph_requests: NotNegative | None = None
     """Largest batch of one data-parallel group that decodes in a CUDA graph. 0: no graphs. None: the engine's own choice."""
     port: Annotated[int, Field(gt=0, lt=65535)] = 25000

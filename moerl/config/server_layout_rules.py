@@ -1,6 +1,6 @@
 """The rules of rollout.layout: sizes that divide each other and the model, and what an engine lacks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from moerl.config.model_shape import ModelShape
 from moerl.config.problems import problem
@@ -11,6 +11,7 @@ from moerl.types import Problem
 LOW_LATENCY_TOKENS = 1024
 """Most tokens that one rank may dispatch at once by DeepEP's kernels for latency (FINISHED_SUM_TAG of its internode_ll.cu)."""
 
+_LATENCY_REASON = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
 _FP8_BLOCK = 128
 
 
@@ -25,8 +26,8 @@ def layout_problems(config: RunConfig, shape: ModelShape | None) -> Iterator[Pro
     yield from sizes
     if shape is not None:
         yield from _model_problems(layout, shape)
-    if not sizes:
-        yield from _engine_problems(rollout)
+    if not sizes and rollout.engine in _ENGINE_RULES:
+        yield from _ENGINE_RULES[rollout.engine](rollout)
     if config.train.router_replay == "rollout":
         yield from _replay_problems(layout)
 
@@ -103,33 +104,18 @@ def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) 
         rule = f"must leave a divisor of the experts' inner size {shape.expert_ffn_size}"
         yield _problem("ep", layout.ep, rule, reason, f"ep={layout.gpus}")
     elif layout.weights == "fp8" and shape.expert_ffn_size // layout.expert_tp % _FP8_BLOCK:
-        reason = f"a GPU would hold {shape.expert_ffn_size // layout.expert_tp} columns of an expert, and scales belong to blocks of {_FP8_BLOCK}"
+        columns = shape.expert_ffn_size // layout.expert_tp
+        reason = f"a GPU would hold {columns} columns of an expert, and scales belong to blocks of {_FP8_BLOCK}"
         yield _problem("weights", "fp8", f"needs parts of experts that are multiples of {_FP8_BLOCK}", reason, f"ep={layout.gpus}")
 
 
-def _engine_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+def _sglang_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    if rollout.layout.all_to_all in ("deepep", "deepep_low_latency"):
+        yield from _low_latency_problems(rollout)
+
+
+def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     layout = rollout.layout
-    if rollout.engine == "vllm":
-        yield from _vllm_problems(layout)
-    per_request = layout.mtp_tokens + 1
-    most = LOW_LATENCY_TOKENS // per_request * layout.dp
-    low_latency = ("deepep_low_latency",) if rollout.engine == "vllm" else ("deepep", "deepep_low_latency")
-    if layout.all_to_all not in low_latency:
-        return
-    reason = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
-    if -(-rollout.max_running // layout.dp) * per_request > LOW_LATENCY_TOKENS:
-        rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
-        fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
-        yield problem("rollout.max_running", rollout.max_running, rule, reason, fix)
-    if rollout.engine == "vllm" and rollout.prefill_chunk > LOW_LATENCY_TOKENS:
-        rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency on vllm"
-        reason += ", and vLLM runs prompts through them too"
-        yield problem(
-            "rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, "rollout.prefill_chunk=256, or all_to_all=deepep_normal"
-        )
-
-
-def _vllm_problems(layout: ServerLayout) -> Iterator[Problem]:
     if layout.ep not in (1, layout.gpus):
         reason = "vLLM spreads experts over all GPUs of a server, or cuts each of them over all"
         yield _problem("ep", layout.ep, f"must be 1 or gpus={layout.gpus} for vllm", reason, f"ep={layout.gpus}")
@@ -143,10 +129,27 @@ def _vllm_problems(layout: ServerLayout) -> Iterator[Problem]:
     per_node = min(layout.gpus_per_node, layout.gpus)
     larger, smaller = sorted((layout.tp, per_node), reverse=True)
     if larger % smaller:
+        rule = "must leave groups that fill nodes, or nodes that fill groups"
         reason = f"groups of {layout.tp} GPUs and nodes of {per_node} cut each other"
-        yield _problem(
-            "dp", layout.dp, "must leave groups that fill nodes, or nodes that fill groups", reason, f"dp={layout.gpus // per_node}"
-        )
+        yield _problem("dp", layout.dp, rule, reason, f"dp={layout.gpus // per_node}")
+    if layout.all_to_all == "deepep_low_latency":
+        yield from _low_latency_problems(rollout)
+        if rollout.prefill_chunk > LOW_LATENCY_TOKENS:
+            rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency on vllm"
+            reason, fix = f"vLLM runs prompts through them too: {_LATENCY_REASON}", "rollout.prefill_chunk=256, or all_to_all=deepep_normal"
+            yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, fix)
+
+
+def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    layout = rollout.layout
+    most = LOW_LATENCY_TOKENS // (layout.mtp_tokens + 1) * layout.dp
+    if rollout.max_running > most:
+        rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
+        fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
+        yield problem("rollout.max_running", rollout.max_running, rule, _LATENCY_REASON, fix)
+
+
+_ENGINE_RULES: dict[str, Callable[[RolloutConfig], Iterator[Problem]]] = {"sglang": _sglang_problems, "vllm": _vllm_problems}
 
 
 def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:
@@ -166,9 +169,8 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if layout.nodes > 1:
         reason = "moerl starts servers on its own host; the command of every node is what `moerl check` prints"
-        yield _problem(
-            "gpus", layout.gpus, f"must fit on one node of gpus_per_node={layout.gpus_per_node}", reason, "gpus=gpus_per_node or less"
-        )
+        rule = f"must fit on one node of gpus_per_node={layout.gpus_per_node}"
+        yield _problem("gpus", layout.gpus, rule, reason, f"gpus={layout.gpus_per_node} or less")
     if layout.ep > 1:
         reason = "a push hands every expert to every GPU of a server, and one that does not serve it cannot confirm its bytes"
         yield _problem("ep", layout.ep, "must be 1 for a push", reason, "ep=1 and all_to_all=gather: experts are cut over the GPUs")

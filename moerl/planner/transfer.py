@@ -28,7 +28,7 @@ class Network:
 
 
 def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
-    """The recipe's servers, with what is not None instead. Raises ConfigError for experts that are not spread over a server's GPUs one by one."""
+    """The recipe's servers, with what is not None instead. Raises ConfigError if GPUs have other than whole experts of their own."""
     layout = config.rollout.layout
     if gpus_per_server is None and (problems := list(_spread_problems(layout))):
         raise ConfigError(problems)

@@ -16,6 +16,8 @@ from moerl.rollout.engines.options import Options
 from moerl.rollout.sglang import launch as sglang
 from moerl.rollout.vllm import launch as vllm
 
+_LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
+
 
 def server_command(config: RunConfig, model_dir: Path, index: int, *, module: str, extra: list[str]) -> list[str]:
     """Of server `index`, in the terms that all servers have."""
@@ -33,8 +35,8 @@ def server_command(config: RunConfig, model_dir: Path, index: int, *, module: st
 
 
 def native_command(config: RunConfig, model_dir: Path, index: int, *, node_rank: int = 0, head: str | None = None) -> list[str]:
-    """What starts the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are started
-    together with the same `head`, the host of node 0 (None: rollout.host). Node 0 alone reports a port and answers requests."""
+    """What starts the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are
+    started together, with the same `head`: the host of node 0 (None: rollout.host), which alone reports a port and answers requests."""
     layout = config.rollout.layout
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
     if layout != ServerLayout():
@@ -71,15 +73,14 @@ def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head:
         node_rank=node_rank,
         head=head,
     )
-    if config.rollout.engine == "vllm":
-        return {}, as_command_line(vllm.arguments(options, vllm.TESTED) | config.rollout.engine_args)
-    return sglang.environment(options), as_command_line(sglang.arguments(options, sglang.TESTED) | config.rollout.engine_args)
+    launch = _LAUNCH[config.rollout.engine]
+    return launch.environment(options), as_command_line(launch.arguments(options, launch.TESTED) | config.rollout.engine_args)
 
 
 def described(config: RunConfig) -> Iterator[str]:
     """Lines for people: how a server is spread, and what starts it. None for engines without an environment of their own."""
     rollout, layout = config.rollout, config.rollout.layout
-    if rollout.engine in ("hf", "fake"):
+    if rollout.engine not in _LAUNCH:
         return
     spread = f"attention tp {layout.tp} * dp {layout.dp}, experts ep {layout.ep} * tp {layout.expert_tp}"
     yield (

@@ -4,6 +4,7 @@ The models of the shipped recipes: on SGLang as their recipes have them, on vLLM
 """
 
 from pathlib import Path
+from types import ModuleType
 
 from moerl.config.load import load
 from moerl.config.server_layout import ServerLayout
@@ -58,14 +59,17 @@ def cases() -> dict[str, Options]:
     return servers
 
 
+def launch_of(name: str) -> ModuleType:
+    return vllm if name.startswith("vllm") else sglang
+
+
 def arguments(name: str, server: Options) -> dict[str, object]:
-    return vllm.arguments(server, vllm.TESTED) if name.startswith("vllm") else sglang.arguments(server, sglang.TESTED)
+    return launch_of(name).arguments(server, launch_of(name).TESTED)
 
 
 def text(name: str, server: Options) -> str:
     """Environment, then one argument a line with its values."""
-    environment = {} if name.startswith("vllm") else sglang.environment(server)
-    lines = [f"{key}={value}" for key, value in environment.items()]
+    lines = [f"{key}={value}" for key, value in launch_of(name).environment(server).items()]
     lines += [" ".join(as_command_line({key: value})) for key, value in arguments(name, server).items()]
     return "".join(f"{line}\n" for line in lines if line)
 

@@ -1,7 +1,7 @@
 """What a server process is told: its model, its limits, its place among the nodes of its server."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ class Options:
     """Of each data-parallel group."""
     returns_routes: bool
     engine_args: Mapping[str, Any]
-    layout: ServerLayout = ServerLayout()
+    layout: ServerLayout = field(default_factory=ServerLayout)
     node_rank: int = 0
     head: str = "127.0.0.1"
     """Host of node 0 of this server."""

@@ -40,7 +40,7 @@ def prepare() -> None:
 
 
 def environment(processes: int) -> dict[str, str]:
-    """The processor's cores, shared out among the processes of one server; SGLang asks for it where there are more of them than NUMA nodes."""
+    """The cores, shared out among the processes of one server: SGLang asks for that where it has more of them than NUMA nodes."""
     if processes == 1:
         return {}
     cores = sorted(os.sched_getaffinity(0))

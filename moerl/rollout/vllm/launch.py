@@ -51,6 +51,11 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
     return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(layout) | _node(options, names)
 
 
+def environment(options: Options) -> dict[str, str]:
+    """Of the server process, before vLLM is imported: nothing depends on the layout."""
+    return {}
+
+
 def _spread(layout: ServerLayout) -> dict[str, Any]:
     """By setting, without those that are vLLM's defaults. Its sizes multiply: tensor parallel within a data-parallel group."""
     values: dict[str, Any] = {}
