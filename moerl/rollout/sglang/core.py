@@ -68,7 +68,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     own = launch.arguments(options, importlib.metadata.version("sglang"))
     if _has_gpu():
         return own
-    os.environ.update(cpu.environment(options.layout.gpus))
+    os.environ.update(cpu.environment(min(options.layout.gpus, options.layout.gpus_per_node)))
     positions = options.max_running * (options.max_context + launch.SPARE_POSITIONS)
     return cpu.ARGUMENTS | {"max_total_tokens": positions} | own
 
@@ -182,8 +182,8 @@ class SGLangCore:
 
         order = RpcReqInput(method=scheduler.INSTALL_METHOD, parameters={"step": step, "body": body.decode()})
         await self._manager._async_dispatch_to_scheduler(order)
-        answers = [await asyncio.to_thread(sock_recv, self._engine.send_to_rpc) for _ in range(self._num_groups)]
-        for answer in answers:
+        # One thread for all of them: a call that is cancelled must not leave answers for the next one.
+        for answer in await asyncio.to_thread(lambda: [sock_recv(self._engine.send_to_rpc) for _ in range(self._num_groups)]):
             if not answer.success:
                 raise WeightError(answer.message)
 
