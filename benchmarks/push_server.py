@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.receive import WeightSession
 from moerl.weights.spec import torch_dtype
 
@@ -23,6 +23,7 @@ class Server:
 
     def __init__(self, specs: dict[str, TensorSpec]):
         self.pipe, theirs = CONTEXT.Pipe()
+        self._names, self._one_at_a_time = tuple(specs), asyncio.Lock()
         self.process = CONTEXT.Process(target=serve, args=(theirs, specs), daemon=True)
         self.process.start()
 
@@ -31,6 +32,9 @@ class Server:
         if isinstance(result, Exception):
             raise result
         return result
+
+    async def needs(self) -> Needs:
+        return (self._names,)
 
     async def connect(self, offer: TransportOffer) -> None:
         await self._call("connect", offer)
@@ -45,8 +49,9 @@ class Server:
         await self._call("finish", version)
 
     async def _call(self, verb: str, argument: object) -> None:
-        self.pipe.send((verb, (argument,)))
-        await asyncio.to_thread(self.answer)
+        async with self._one_at_a_time:
+            self.pipe.send((verb, (argument,)))
+            await asyncio.to_thread(self.answer)
 
 
 class Model:

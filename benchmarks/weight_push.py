@@ -2,51 +2,23 @@
 
     python benchmarks/weight_push.py --megabytes 256
 
-A push copies every byte into a bucket, digests it there, moves it, copies it into the model and digests it again; nothing overlaps yet.
+A push digests every byte where it is, copies it into a bucket, moves it, copies it into the model and digests it again. One bucket is
+packed while the server installs another.
 """
 
 import argparse
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from push_server import Server
 
-from moerl.push_types import Bucket, Manifest, Transport
+from moerl.push_types import Transport
 from moerl.weights.digest import tensor_digest
-from moerl.weights.send import WeightSender
+from moerl.weights.local import LocalSource
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
-
-
-class Trainer:
-    """A WeightSource in this process."""
-
-    def __init__(self, model: dict[str, torch.Tensor], bucket_bytes: int):
-        self._model, self._bucket_bytes = model, bucket_bytes
-        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
-
-    async def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=tuple(spec_of(*item) for item in self._model.items()))
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        self.sender = WeightSender(transport, bucket_bytes=self._bucket_bytes)
-        return self.sender.listen(num_receivers)
-
-    async def connect(self) -> None:
-        await asyncio.to_thread(self.sender.connect)
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self._tensors = iter(self._model.items())
-        return self.sender.pack(index, self._tensors)
-
-    async def transmit(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.sender.transmit, bucket)
-
-    async def abandon(self) -> None:
-        """Nothing waits for the rest of these tensors."""
 
 
 def make_model(megabytes: int) -> dict[str, torch.Tensor]:
@@ -70,14 +42,17 @@ def best_seconds(work: Callable[[], object], repeats: int) -> float:
 
 async def push_seconds(transport: Transport, model: dict[str, torch.Tensor], bucket_bytes: int, repeats: int) -> float:
     """Of the fastest push after a first one that also maps memory."""
-    trainer, server = Trainer(model, bucket_bytes), Server({name: spec_of(name, tensor) for name, tensor in model.items()})
+    trainer, server = (
+        LocalSource(lambda: model, bucket_bytes=bucket_bytes),
+        Server({name: spec_of(name, tensor) for name, tensor in model.items()}),
+    )
     try:
         sync = WeightSync(trainer, {"server": server}, transport=transport)
         return min([(await sync.push(version)).seconds for version in range(1 + repeats)][1:])
     finally:
         server.process.kill()
         server.process.join()
-        trainer.sender.close()
+        trainer.close()
 
 
 def main() -> None:

@@ -1,14 +1,12 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
-import asyncio
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moerl.types import ConfigError, ConvertError, DataError, MoerlError
+from moerl.types import ConfigError, ConvertError, DataError, MoerlError, RunStopped
 
 app = typer.Typer(
     add_completion=False,
@@ -25,7 +23,13 @@ ConfigDir = Annotated[Path | None, typer.Option(help="A directory with recipe/NA
 
 
 @app.command()
-def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+def train(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    ends_at: Annotated[
+        float | None, typer.Option(help="When the machine is taken away, in seconds since 1970: save before.", show_default=False)
+    ] = None,
+) -> None:
     """Train; the same command continues a run that was stopped."""
     from moerl.check import load_checked
 
@@ -33,7 +37,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
-    typer.echo(f"report: {run.train(config)}")
+    typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
 
 
 @app.command()
@@ -138,11 +142,13 @@ def compare(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 the configuration, the data or a checkpoint cannot be used, 130 SIGINT, 143 SIGTERM, 1 any other failure."""
+    """Exit codes: 0 done, 2 the configuration, the data or a checkpoint cannot be used, 75 stopped and saved, 130 SIGINT, 143 SIGTERM,
+    1 any other failure."""
     try:
         app()
-    except asyncio.CancelledError:  # at SIGTERM, once everything is closed
-        sys.exit(128 + signal.SIGTERM)
+    except RunStopped as stopped:
+        sys.stderr.write(f"moerl: {stopped}\n")
+        sys.exit(stopped.exit_code)
     except MoerlError as error:
         sys.stderr.write(f"moerl: {error}\n")
         sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else 1)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from moerl.algorithms.base import Algorithm
+from moerl.cluster.stop import Stop
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.observe.guards import check_finite, check_first_step
@@ -23,7 +24,7 @@ from moerl.rollout.runner import GroupRunner
 from moerl.train.batch import build_batch
 from moerl.train.group import TrainGroup
 from moerl.train.schedule import learning_rate
-from moerl.types import MoerlError, StepStats, TrainBatch
+from moerl.types import MoerlError, RunStopped, StepStats, TrainBatch
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
-    observe: Observer,
+    observe: Observer, stop: Stop,
 ) -> None:  # fmt: skip
-    """Train from the newest checkpoint, or from the start, to `num_steps`."""
+    """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     async with train.awake():
         with observe.phase("load"):
             first_version, state = await train.load()
@@ -42,10 +43,17 @@ async def run(
         with observe.phase("push"):
             await weights.push(first_version)
     buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)
+    cursor = buffer.oldest_untrained_ticket
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
-            with observe.phase("rollout"):
-                groups = await weights.serve_while(buffer.take(config.groups_per_step))
+            try:
+                with observe.phase("rollout"):
+                    groups = await stop.unless(weights.serve_while(buffer.take(config.groups_per_step)))
+            except RunStopped:
+                if step > first_version and not _is_saved(config, step):
+                    async with train.awake():
+                        await _save(step, cursor, prompts, train, observe)
+                raise
             async with train.awake():
                 batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
                 with observe.phase("update"):
@@ -58,10 +66,18 @@ async def run(
                 num_dropped = buffer.num_drawn_by_last_take - len(groups)
                 observe.step(version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed)
                 buffer.release(config.groups_per_step)  # only now may new groups start
-                if version == config.num_steps or (config.save_every and version % config.save_every == 0):
-                    with observe.phase("save"):
-                        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
+                if _is_saved(config, version):
+                    await _save(version, cursor, prompts, train, observe)
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
+
+
+def _is_saved(config: RunConfig, version: int) -> bool:
+    return version == config.num_steps or (config.save_every > 0 and version % config.save_every == 0)
+
+
+async def _save(version: int, cursor: int, prompts: PromptSource, train: TrainGroup, observe: Observer) -> None:
+    with observe.phase("save"):
+        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
 
 
 @asynccontextmanager

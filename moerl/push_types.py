@@ -1,6 +1,6 @@
 """What one weight push consists of, as it crosses processes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Transport = Literal["shm", "gloo", "disk"]
@@ -17,13 +17,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where a tensor of a push comes from."""
+class Piece:
+    """A box of a tensor, as one rank of the trainer sends it. The pieces of a tensor are disjoint and make it up."""
 
-    digest: str
-    """xxh3_128 of its bytes as the rank computed it that holds it, hex."""
+    start: tuple[int, ...]
+    """In the tensor, along every axis."""
+    shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    """The trainer's ranks whose shards make the tensor; the first computed the digest."""
+    """Of the trainer: each holds it, digests what it holds, and sends it, to different readers."""
+    digest: str
+    """xxh3_128 of its row-major bytes as these ranks computed it, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,41 +35,54 @@ class Manifest:
 
     version: int
     tensors: tuple[TensorSpec, ...]
-    origins: dict[str, Origin] = field(default_factory=dict)
-    """By name. Tensors that no rank holds as a whole, such as stacks of experts, have none: rank 0 digests them when it packs them."""
+    pieces: dict[str, tuple[Piece, ...]]
+    """By the tensor's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketEntry:
-    """Where one tensor lies in a bucket, and what its bytes must hash to."""
+    """Where a piece lies in a bucket."""
 
     name: str
+    """Of its tensor."""
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    """The piece's."""
     offset: int
     num_bytes: int
-    digest: str
-    """xxh3_128 of the bytes, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Some tensors of a push, end to end in one buffer."""
+    """Some pieces that one trainer rank sends to the same readers, end to end in one buffer."""
 
+    sender: int
+    """The trainer's rank."""
     index: int
+    """Among the sender's."""
     num_bytes: int
     entries: tuple[BucketEntry, ...]
-    source: str
-    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: empty. disk: the bucket's file."""
+    readers: tuple[int, ...]
+    """Model processes of the rollout, counted over all servers."""
+    source: str = ""
+    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: the sender's rank in the group. disk: the bucket's file."""
     num_written: int = 0
     """disk: bytes of that file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOffer:
-    """How one receiver reaches the sender."""
+    """How one server reaches the senders. Of a server with several model processes, numbers are those of the first; the others follow."""
 
     transport: Transport
     address: str = ""
-    """gloo: host:port of the sender's TCPStore. disk: the directory of its files."""
+    """gloo: host:port of the store at which all meet. disk: a directory of the senders' files."""
+    reader: int = 0
+    """Its number in Bucket.readers."""
     rank: int = 0
-    """gloo: this receiver's rank; the sender is 0."""
+    """gloo: in the group of senders and readers."""
     world_size: int = 1
+
+
+Needs = tuple[tuple[str, ...], ...]
+"""The names of the tensors that each model process of a server must get."""

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.reaper import reaping_ray
+from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
 from moerl.config.model_shape import read_config
 from moerl.config.schema import RunConfig
@@ -37,23 +38,24 @@ from moerl.weights.publish import WeightPublisher
 _NUM_CANARY_PROMPTS = 4
 
 
-def train(config: RunConfig) -> Path:
+def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     """Run to the end, or from where the newest checkpoint left off; the path of its report. `config` is one that was checked.
 
-    Raises MoerlError, and asyncio.CancelledError at SIGTERM; leaves no process and no shared memory.
+    `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
+    which after such an end is RunStopped; leaves no process and no shared memory.
     """
     with _claimed(config):
         with Observer(config) as observe:
-            asyncio.run(_train(config, observe))
+            asyncio.run(_train(config, observe, ends_at))
         return write_report(config.run_dir)
 
 
-async def _train(config: RunConfig, observe: Observer) -> None:
+async def _train(config: RunConfig, observe: Observer, ends_at: float | None) -> None:
     model_dir = _model_dir(config)
     tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
     prompts = _prompts(config, tokenizer)
-    with _local_ray():
-        _cancel_on(signal.SIGTERM)  # not earlier: Ray installs a handler of its own, which aborts the process
+    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
+        _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
         async with _processes(config, model_dir, observe) as (pool, rewards, group):
@@ -61,7 +63,7 @@ async def _train(config: RunConfig, observe: Observer) -> None:
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
             weights = WeightPublisher(config, train=group, pool=pool, canary_prompts=canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
-            await loop.run(config, algorithm, prompts, runner, group, weights, observe)
+            await loop.run(config, algorithm, prompts, runner, group, weights, observe, stop)
 
 
 @asynccontextmanager
@@ -163,8 +165,8 @@ def _local_ray() -> Iterator[None]:
             ray.shutdown()
 
 
-def _cancel_on(signal_number: signal.Signals) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    with contextlib.suppress(NotImplementedError):  # not the main thread: its owner stops it
-        asyncio.get_running_loop().add_signal_handler(signal_number, task.cancel)
+def _heed_signals(stop: Stop) -> None:
+    """SIGUSR1 is what schedulers send ahead of the end (Slurm: --signal=B:USR1@300)."""
+    for number, exit_code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR1, CONTINUE)):
+        with contextlib.suppress(NotImplementedError):  # not the main thread: its owner stops it
+            asyncio.get_running_loop().add_signal_handler(number, stop.ask, number.name, exit_code)

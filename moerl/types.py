@@ -341,5 +341,13 @@ class GuardError(MoerlError, AssertionError):
     """A run-time check of the trainer against the engine failed."""
 
 
+class RunStopped(MoerlError):
+    """A run that was asked to end did, with its last step saved: nothing failed."""
+
+    def __init__(self, reason: str, exit_code: int):
+        super().__init__(f"stopped: {reason}; the same command continues the run")
+        self.exit_code = exit_code
+
+
 class ReportError(MoerlError, RuntimeError):
     """A run directory holds no metrics, or damaged ones."""

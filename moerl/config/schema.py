@@ -226,6 +226,9 @@ class CheckpointConfig(Strict):
     async_save: bool = True
     """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
     disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
+    reserve_seconds: Seconds = 120.0
+    """Kept for the last checkpoint where the end of the allocation is known (moerl train --ends-at): no step begins that would not be over
+    by then, if it takes as long as the longest so far."""
 
 
 # -- observation and the run -----------------------------------------------------------------------------------

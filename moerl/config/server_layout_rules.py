@@ -171,9 +171,9 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         reason = "moerl starts servers on its own host; the command of every node is what `moerl check` prints"
         rule = f"must fit on one node of gpus_per_node={layout.gpus_per_node}"
         yield _problem("gpus", layout.gpus, rule, reason, f"gpus={layout.gpus_per_node} or less")
-    if layout.ep > 1:
-        reason = "a push hands every expert to every GPU of a server, and one that does not serve it cannot confirm its bytes"
-        yield _problem("ep", layout.ep, "must be 1 for a push", reason, "ep=1 and all_to_all=gather: experts are cut over the GPUs")
+    if layout.redundant_experts is not None:
+        reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
+        yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
     if layout.weights == "fp8":
         reason = "a push brings weights in rollout.dtype, and an engine that quantized them could not give their bytes back"
         yield _problem("weights", "fp8", "must be dtype for a push", reason, "weights=dtype")

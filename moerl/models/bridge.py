@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names, owned_by
-from moerl.models.shards import merge, split
+from moerl.models.shards import cut_dim, merge, pieces, split
 from moerl.models.stacks import restack, stack_of, stored_names
-from moerl.types import CheckpointError
+from moerl.types import CheckpointError, WeightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,20 @@ class Groups:
     tensor: dist.ProcessGroup
     expert_tensor: dist.ProcessGroup
     expert: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A tensor as it leaves in a push, or one expert's part of a stack."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    """The lowest rank that holds some of it."""
+    expert: int | None
+    cut_dim: int | None
+    """The axis over which (expert) tensor-parallel ranks hold equal ranges; None: each holds the whole."""
 
 
 class Bridge:
@@ -41,6 +55,9 @@ class Bridge:
         self._owned = {item.name: item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank())}
         self._shards: dict[str, tuple[torch.Size, torch.dtype]] = {}  # known everywhere, so that export need not send them along
         self._owners = self._find_owners()
+        # Of a tied model the last stage has the embedding a second time, and the first one sends it.
+        named = ((hf, item, index) for item in self._owned.values() for index, hf in enumerate(self._hf_names(item.rule, item.numbers)))
+        self._held = {hf: (item, index) for hf, item, index in named}
         self._mtp_layers = mtp_layers(source, sizes.num_layers)
         parts = [hf for name in self._owners for hf in self._export_names(name, with_mtp=True)]
         built = set(stored_names(parts))
@@ -85,22 +102,44 @@ class Bridge:
             with HFCheckpoint(self._source) as checkpoint:
                 yield from ((name, checkpoint.read(name)) for name in self._kept)
 
-    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Collective: what `export(dtype, with_mtp=False)` gives, each on its owner: (name, whole tensor, ranks that have shards of it).
-
-        Without stacks, of which no rank holds more than parts.
-        """
+    def parts(self, dtype: torch.dtype) -> list[Part]:
+        """Of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank."""
+        found = []
         for name, owner in self._owners.items():
-            rule, _ = self._family.find(name)
-            if rule.is_mtp or not self._gathers(name, rule, owner):
+            rule, numbers = self._family.find(name)
+            if rule.is_mtp:
                 continue
-            group = self._shard_group(rule)
-            tensors = self._merged(name, rule, group)
-            if dist.get_rank() == owner:
-                ranks = (owner,) if rule.shard == "replicated" else tuple(dist.get_process_group_ranks(group))
-                for hf, tensor in zip(self._export_names(name, with_mtp=False), tensors, strict=True):
-                    if stack_of(hf) is None:
-                        yield hf, tensor.to(torch.float32 if rule.is_float32 else dtype), ranks
+            leaves_as = torch.float32 if rule.is_float32 else dtype
+            for hf, whole in zip(self._hf_names(rule, numbers), self._whole_on_meta(name, rule), strict=True):
+                part = Part(
+                    name=hf, shape=tuple(whole.shape), dtype=leaves_as, owner=owner, expert=numbers.get("expert"), cut_dim=cut_dim(rule)
+                )
+                found.append(part)
+        return found
+
+    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A box of the tensor `name`, of which this rank holds all; possibly a view of a parameter. WeightError if it does not."""
+        item, index = self._held.get(name, (None, 0))
+        if item is None:
+            item, index = self._held.get(f"{name}[{start[0]}]", (None, 0))
+            part_start, part_shape = start[1:], shape[1:]
+        else:
+            part_start, part_shape = start, shape
+        if item is None:
+            raise WeightError(f"tensor {name!r}: trainer rank {dist.get_rank()} holds nothing of it; the plan was made for another layout")
+        group, dim = self._shard_group(item.rule), cut_dim(item.rule)
+        mine = pieces(item.rule, item.tensor.detach(), rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)[index]
+        first = [0] * mine.dim()
+        if dim is not None:
+            first[dim] = group.rank() * (len(item.tensor) if item.rule.shard == "vocab" else mine.shape[dim])
+        box = tuple(slice(begin - offset, begin - offset + size) for begin, offset, size in zip(part_start, first, part_shape, strict=True))
+        found = mine[box].to(torch.float32 if item.rule.is_float32 else dtype)
+        if found.shape != part_shape or any(bounds.start < 0 for bounds in box):
+            raise WeightError(
+                f"tensor {name!r}: trainer rank {dist.get_rank()} holds {list(mine.shape)} at {first}, the plan of the push wants "
+                f"{list(part_shape)} at {list(part_start)}; it was made for another layout"
+            )
+        return found.reshape(shape)
 
     def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
         """What `export` gives of the model that is built, with the stacks of experts in parts."""
@@ -118,23 +157,21 @@ class Bridge:
     def _collect(self, name: str, rule: Rule, source: int) -> list[Tensor]:
         """The whole tensors on rank 0, from the shards of the ranks that gather with `source`; empty elsewhere."""
         group = self._shard_group(rule)
-        tensors = self._merged(name, rule, group) if self._gathers(name, rule, source) else []
+        gathers = name in self._owned and source in dist.get_process_group_ranks(group)
+        shards = self._gather(self._owned[name].tensor.detach(), rule, group) if gathers else []
+        tensors = merge(rule, shards, sizes=self._sizes) if gathers else []
         if source == 0 or dist.get_rank() not in (0, source):
             return tensors
         if dist.get_rank() == source:
             for tensor in tensors:
                 dist.send(tensor.contiguous(), dst=0)
             return []
+        return [_receive(source, whole) for whole in self._whole_on_meta(name, rule)]
+
+    def _whole_on_meta(self, name: str, rule: Rule) -> list[Tensor]:
         shape, dtype = self._shards[name]
         shard = torch.empty(shape, dtype=dtype, device="meta")
-        return [_receive(source, whole) for whole in merge(rule, [shard] * group.size(), sizes=self._sizes)]
-
-    def _gathers(self, name: str, rule: Rule, owner: int) -> bool:
-        """Whether this rank's shard is one of those that the owner gathers."""
-        return name in self._owned and owner in dist.get_process_group_ranks(self._shard_group(rule))
-
-    def _merged(self, name: str, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:
-        return merge(rule, self._gather(self._owned[name].tensor.detach(), rule, group), sizes=self._sizes)
+        return merge(rule, [shard] * self._shard_group(rule).size(), sizes=self._sizes)
 
     @staticmethod
     def _gather(shard: Tensor, rule: Rule, group: dist.ProcessGroup) -> list[Tensor]:

@@ -64,9 +64,11 @@ class MegatronBridge:
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         return self._names.dtype(name, model_dtype)
 
-    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """None: Megatron-Bridge gathers every tensor on every rank, and tells no owner."""
-        yield from ()
+    def parts(self, dtype: torch.dtype) -> None:
+        """Megatron-Bridge gathers every tensor on every rank, and tells no owner."""
+
+    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError("there are no parts")
 
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Megatron-Bridge gathers on every rank, not on rank 0 alone."""

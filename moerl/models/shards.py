@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,24 +37,41 @@ def merge(rule: Rule, shards: Sequence[Tensor], *, sizes: Sizes) -> list[Tensor]
     if rule.shard == "replicated":
         return [shards[0]]
     if rule.shard == "row":
-        return [torch.cat(list(shards), dim=1)]
+        return [_joined(shards, dim=1)]
     if rule.shard == "gate_up":
-        return [torch.cat(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+        return [_joined(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True)]
     if rule.shard == "alternating":
         return [_alternate(shards)]
     if rule.shard == "alternating_columns":
         return [_alternate(shards).T.contiguous()]
     if rule.shard == "transposed_row":
-        return [torch.cat(list(shards), dim=1).T.contiguous()]
-    whole = torch.cat(list(shards))
+        return [_joined(shards, dim=1).T.contiguous()]
+    whole = _joined(shards)
     if rule.shard == "qkv":
         return _separate(whole, sizes.num_query_groups, sizes.head_dim)
     return [whole[: sizes.vocab_size] if rule.shard == "vocab" else whole]
 
 
+def pieces(rule: Rule, shard: Tensor, *, rank: int, num_ranks: int, sizes: Sizes) -> list[Tensor]:
+    """What the shard of `rank` is of each Hugging Face tensor: a range along one axis (`cut_dim`). Views where the memory allows it."""
+    rows = max(min(sizes.vocab_size - rank * len(shard), len(shard)), 0) if rule.shard == "vocab" else sizes.vocab_size
+    return merge(rule, [shard], sizes=replace(sizes, num_query_groups=sizes.num_query_groups // num_ranks, vocab_size=rows))
+
+
+def cut_dim(rule: Rule) -> int | None:
+    """The axis of its Hugging Face tensors that tensor parallelism cuts into equal ranges; None: it does not."""
+    if rule.shard == "replicated":
+        return None
+    return 1 if rule.shard in ("row", "alternating_columns") else 0
+
+
 def _interleave(tensors: Sequence[Tensor], groups: int) -> Tensor:
     """q, k, v [heads * d, in] -> [groups * (queries per group + 2) * d, in], Megatron's order."""
     return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], dim=1).reshape(-1, *tensors[0].shape[1:])
+
+
+def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=dim)
 
 
 def _separate(whole: Tensor, groups: int, head_dim: int) -> list[Tensor]:
@@ -68,7 +86,7 @@ def _gate_up(alternating: Tensor, rank: int, num_ranks: int) -> Tensor:
 
 
 def _alternate(shards: Sequence[Tensor]) -> Tensor:
-    gate, up = (torch.cat(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True))
+    gate, up = (_joined(parts) for parts in zip(*(shard.chunk(2) for shard in shards), strict=True))
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 

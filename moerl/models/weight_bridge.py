@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from moerl.config.schema_train import TrainConfig
-from moerl.models.bridge import Bridge, Groups
+from moerl.models.bridge import Bridge, Groups, Part
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Sizes
 
 
 class WeightBridge(Protocol):
-    """Every rank makes its bridge, loads and exports at the same time: `export` and `originals` are collectives, and `load` may be one."""
+    """Every rank makes its bridge, loads and exports at the same time: `export` is a collective, and `load` may be one."""
 
     def load(self, checkpoint: HFCheckpoint) -> None:
         """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
@@ -32,9 +32,11 @@ class WeightBridge(Protocol):
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
 
-    def originals(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """What `export(dtype, with_mtp=False)` gives, each on the rank that holds it: (name, whole tensor, ranks that have
-        shards of it). What no rank holds as a whole is left out."""
+    def parts(self, dtype: torch.dtype) -> list[Part] | None:
+        """What `export(dtype, with_mtp=False)` gives and who holds it, the same on every rank. None: only an export can tell."""
+
+    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""

@@ -26,7 +26,7 @@ from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
-from moerl.types import Group, SavedCheckpoint, StepStats
+from moerl.types import Group, RunStopped, SavedCheckpoint, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Observer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.close("finished")
-        elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+        elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError | RunStopped):
             self.close("interrupted")
         else:
             # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.

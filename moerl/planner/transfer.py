@@ -9,14 +9,11 @@ from moerl.config.model_config import model_config
 from moerl.config.model_shape import shape_of_config
 from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
-from moerl.config.server_layout import ServerLayout
 from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
+from moerl.weights.fleet_plan import part_bytes
 from moerl.weights.plan import Plan, RolloutLayout, faults, plan_transfers
 from moerl.weights.schedule import bound_seconds, schedule
-
-_PART_BYTES = 32 * 2**20
-"""Of tensors that every GPU reads: a hundred parts and more for each GPU of a node in the models this is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +25,18 @@ class Network:
 
 
 def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
-    """The recipe's servers, with what is not None instead. Raises ConfigError if GPUs have other than whole experts of their own."""
+    """The recipe's servers, with what is not None instead; other GPUs per server share all experts out. Raises ConfigError for EPLB."""
     layout = config.rollout.layout
-    if gpus_per_server is None and (problems := list(_spread_problems(layout))):
-        raise ConfigError(problems)
+    if layout.redundant_experts is not None:
+        rule, reason = "cannot be planned", "EPLB decides while it runs which GPUs hold copies"
+        fix = "rollout.layout.redundant_experts=null to plan without them"
+        raise ConfigError([problem("rollout.layout.redundant_experts", layout.redundant_experts, rule, reason, fix)])
     return RolloutLayout(
         num_servers=config.rollout.num_servers if servers is None else servers,
         gpus_per_server=layout.gpus if gpus_per_server is None else gpus_per_server,
         gpus_per_node=layout.gpus_per_node if gpus_per_node is None else gpus_per_node,
+        expert_parallel=layout.ep if gpus_per_server is None else None,
     )
-
-
-def _spread_problems(layout: ServerLayout) -> Iterator[Problem]:
-    fix = f"rollout.layout.ep={layout.gpus}, or --gpus-per-server={layout.gpus} to plan as if it were"
-    if layout.ep != layout.gpus:
-        reason = "the plan takes whole experts to GPUs, and here each is cut"
-        yield problem("rollout.layout.ep", layout.ep, f"must be gpus={layout.gpus} for a plan", reason, fix)
-    if layout.redundant_experts is not None:
-        reason = "EPLB decides while it runs which GPUs hold copies"
-        fix = f"rollout.layout.redundant_experts=null, or --gpus-per-server={layout.gpus} to plan without them"
-        yield problem("rollout.layout.redundant_experts", layout.redundant_experts, "cannot be planned", reason, fix)
 
 
 def transfer_report(config: RunConfig, network: Network) -> str:
@@ -57,14 +46,15 @@ def transfer_report(config: RunConfig, network: Network) -> str:
         raise ConfigError(problems)
     tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
-    plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=_PART_BYTES)
+    size = part_bytes(config.weights.bucket_bytes)
+    plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=size)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     return "".join(f"{line}\n" for line in _lines(plan, network))
 
 
 def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Problem]:
-    if num_experts is not None and num_experts % rollout.gpus_per_server:
+    if num_experts is not None and num_experts % rollout.expert_shares:
         fix = "one of " + ", ".join(str(number) for number in range(1, num_experts + 1) if num_experts % number == 0)
         rule, reason = f"must divide the model's {num_experts} experts", "each GPU of a server holds whole experts"
         yield problem("--gpus-per-server", rollout.gpus_per_server, rule, reason, fix)
@@ -79,13 +69,13 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     rollout, rate = plan.rollout, network.card_gbit / 8 * 1e9
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in plan.tensors) - experts
-    least = experts / rollout.gpus_per_server + others / min(rollout.gpus_per_node, rollout.num_gpus)
+    least = experts / rollout.expert_shares + others / min(rollout.gpus_per_node, rollout.num_gpus)
     found = schedule(plan, bucket_bytes=network.bucket_mb * 2**20)
     bound = bound_seconds(plan, bytes_per_second=rate)
     yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
     yield f"trainer          {plan.layout.ranks} GPUs"
     yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
-    yield f"network in       {_range(plan.received())} by GPU; experts / {rollout.gpus_per_server} + all else once per node = {_gb(least)}"
+    yield f"network in       {_range(plan.received())} by GPU; experts / {rollout.expert_shares} + all else once per node = {_gb(least)}"
     yield f"network out      {_range(plan.sent())} by trainer GPU"
     yield f"within nodes     {_range(plan.spread_in_node())} by GPU"
     yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"

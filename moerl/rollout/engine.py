@@ -7,7 +7,7 @@ is how a push holds requests back.
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.types import Completion, EngineUnavailable, SamplingParams
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -29,16 +29,19 @@ class EngineHealth:
 class WeightReceiver(Protocol):
     """The engine's side of a weight push. Every method raises WeightError with the engine's own reason; the engine is then STALE."""
 
+    async def needs(self) -> Needs:
+        """What a push must bring to each of its model processes: all but the experts that others of them have."""
+
     async def connect(self, offer: TransportOffer) -> None: ...
 
     async def begin(self, manifest: Manifest) -> None:
         """Refuses a manifest that does not name exactly the model's tensors, shapes and dtypes. From here on the engine is STALE."""
 
     async def install(self, bucket: Bucket) -> None:
-        """Fetch, copy into the model, and compare the digest of the *installed* bytes."""
+        """Its processes among bucket.readers fetch, copy into the model, and compare digests of the *installed* bytes."""
 
     async def finish(self, version: int) -> None:
-        """Every tensor of the manifest must have been installed once; then the engine serves `version`."""
+        """Every tensor that a process needs must have been installed once; then the engine serves `version`."""
 
 
 class RolloutEngine(Protocol):

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.limits import Limits
 from moerl.types import Completion, EngineError, EngineUnavailable, FinishReason, SamplingParams, VersionSpan, WeightError
@@ -238,6 +238,9 @@ class FakeReceiver:
 
     def __init__(self, engine: FakeEngine):
         self._engine = engine
+
+    async def needs(self) -> Needs:
+        return (self._engine._session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:
         async with self._stale_on_error():

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import TypeAdapter
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.server_process import ServerProcess
@@ -110,6 +110,12 @@ class HTTPReceiver:
 
     def __init__(self, engine: HTTPEngine):
         self._engine = engine
+
+    async def needs(self) -> Needs:
+        try:
+            return _parse(self._engine.name, wire.NEEDS.validate_json, await self._engine.call("GET", "/weights/needs"))
+        except EngineError as error:
+            raise WeightError(str(error)) from error
 
     async def connect(self, offer: TransportOffer) -> None:
         await self._call("/weights/connect", wire.OFFER, offer)

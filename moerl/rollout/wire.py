@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import TypeAdapter
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -73,6 +73,7 @@ COMPLETION_HEAD = TypeAdapter(CompletionHead)
 ABORT = TypeAdapter(AbortBody)
 PAUSE = TypeAdapter(PauseBody)
 HEALTH = TypeAdapter(EngineHealth)
+NEEDS = TypeAdapter(Needs)
 OFFER = TypeAdapter(TransportOffer)
 MANIFEST = TypeAdapter(Manifest)
 BUCKET = TypeAdapter(Bucket)

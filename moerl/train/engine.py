@@ -21,7 +21,6 @@ from torch import Tensor
 
 from moerl.algorithms.base import Objective
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.push_types import Origin, TensorSpec
 from moerl.train.balance import Balance, Bins, plan_micro_batches, split_mini_batches
 from moerl.train.costs import attention_tokens
 from moerl.train.fp8 import require_device
@@ -33,9 +32,9 @@ from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
 from moerl.train.offload import DeviceMemory, largest_over_ranks
 from moerl.train.optimizer import build_optimizer
-from moerl.train.origins import find_origins
 from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
+from moerl.train.pushed_tensors import PushedTensors
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.routing_stats import RoutingCounts
@@ -55,6 +54,7 @@ class MegatronEngine:
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
+        self.pushed = PushedTensors(self.model.bridge, settings.train.layout, getattr(torch, settings.export_dtype), settings.model_dir)
         self._attention_tokens = attention_tokens(self.model.config, self.model.vocab_size)
         self.optimizer = build_optimizer(settings.train, self.model.wrapped)
         self.optimizer.reload_model_params()
@@ -163,20 +163,14 @@ class MegatronEngine:
                 # Not the parameter itself: the receiver may keep it, or see it as numpy, past the parameter's own stay.
                 yield name, tensor.clone()
 
-    def origins(self) -> dict[str, Origin]:
-        """Collective: see `find_origins`."""
+    @contextmanager
+    def pushing(self, *, begins: bool = False) -> Iterator[None]:
+        """`pushed` may be read inside. `begins`: collective, of the weights as they are now."""
         with self._residency.running("export"):
-            gather_parameters(self.model.wrapped)
-            return find_origins(self.model.bridge, getattr(torch, self._settings.export_dtype))
-
-    def tensor_specs(self) -> list[TensorSpec]:
-        """Of `export(with_mtp=False)`, in its order; shapes from the checkpoint the model was loaded from."""
-        bridge, dtype = self.model.bridge, getattr(torch, self._settings.export_dtype)
-        with HFCheckpoint(self._settings.model_dir) as checkpoint:
-            return [
-                TensorSpec(name=name, shape=checkpoint.shape(name), dtype=str(bridge.dtype(name, dtype)).removeprefix("torch."))
-                for name in bridge.names(with_mtp=False)
-            ]
+            if begins:
+                gather_parameters(self.model.wrapped)
+                self.pushed.gather()
+            yield
 
     def stage(self, *, copies: bool) -> int:
         """`ShardStore.stage`, with everything on the device."""

@@ -13,19 +13,19 @@ import numpy as np
 import torch
 
 from moerl.algorithms.base import Objective
-from moerl.push_types import Bucket, Manifest, TensorSpec, Transport
+from moerl.push_types import TensorSpec
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import read_state
 from moerl.train.residency import Residency
 from moerl.types import SavedCheckpoint, StepStats, TrainBatch
-from moerl.weights.send import WeightSender
+from moerl.weights.local import LocalSource
 
 
 class FakeTrainGroup:
     def __init__(self, *, vocab_size: int, tensors: tuple[TensorSpec, ...], checkpoint_dir: Path, keep: int = 2):
         self._logprob = -float(np.log(vocab_size))
         self._tensors, self._checkpoint_dir, self._keep = tensors, checkpoint_dir, keep
-        self._sender: WeightSender | None = None
+        self.weight_source = LocalSource(self._export, bucket_bytes=2**20)
         self._residency = Residency("none", move=lambda before, after: None, measure=dict)
         self.version = 0
         self.batches: list[TrainBatch] = []
@@ -84,40 +84,14 @@ class FakeTrainGroup:
         )  # fmt: skip
 
     async def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        self.weight_source.close()
 
     async def host(self) -> str:
         return "localhost"
 
-    async def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=self._tensors)
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        self._sender = WeightSender(transport, bucket_bytes=2**20)
-        return self._sender.listen(num_receivers)
-
-    async def connect(self) -> None:
-        assert self._sender is not None
-        self._sender.connect()
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self._export = self._values()
-        assert self._sender is not None
-        return self._sender.pack(index, self._export)
-
-    async def transmit(self, bucket: Bucket) -> None:
-        assert self._sender is not None
-        self._sender.transmit(bucket)
-
-    async def abandon(self) -> None:
-        for _ in self._export:
-            pass
-
-    def _values(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _export(self) -> dict[str, torch.Tensor]:
         with self._residency.running("export"):
-            yield from self._tensors_of_version()
+            return dict(self._tensors_of_version())
 
     def _tensors_of_version(self) -> Iterator[tuple[str, torch.Tensor]]:
         for spec in self._tensors:

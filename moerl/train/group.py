@@ -13,11 +13,12 @@ import ray
 
 from moerl.algorithms.base import Objective
 from moerl.config.schema import RunConfig
-from moerl.push_types import Bucket, Manifest, Transport
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
+from moerl.train.push_source import MegatronSource
 from moerl.train.saving import CheckpointSaver
 from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
+from moerl.weights.sync import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +63,12 @@ class TrainGroup(Protocol):
     async def close(self) -> None:
         """End every rank; safe to call twice."""
 
-    # weights.sync.WeightSource
+    async def host(self) -> str:
+        """Of rank 0."""
 
-    async def host(self) -> str: ...
-    async def manifest(self, version: int) -> Manifest: ...
-    async def listen(self, transport: Transport, num_receivers: int) -> str: ...
-    async def connect(self) -> None: ...
-    async def next_bucket(self, index: int) -> Bucket | None: ...
-    async def transmit(self, bucket: Bucket) -> None: ...
-    async def abandon(self) -> None: ...
+    @property
+    def weight_source(self) -> WeightSource:
+        """What a push is fed from."""
 
 
 class MegatronTrainGroup:
@@ -79,7 +77,9 @@ class MegatronTrainGroup:
     def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path):
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
-        self._joining_export: asyncio.Task[list[Any]] | None = None
+        self._source = MegatronSource(
+            config.weights, directory=self._checkpoint_dir.parent / "push", all_ranks=self._all, one_rank=self._one_rank
+        )
         self._saver = CheckpointSaver(
             self._checkpoint_dir,
             model=json.loads((self._model_dir / "config.json").read_text()),
@@ -141,57 +141,23 @@ class MegatronTrainGroup:
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
         return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
 
+    async def host(self) -> str:
+        host: str = await self._rank0("host")
+        return host
+
+    @property
+    def weight_source(self) -> WeightSource:
+        return self._source
+
     async def export_hf(self, directory: Path) -> None:
         """The weights as safetensors of at most about 5 GB each, with their index, into an absolute path."""
         await self._all("export_hf", directory, 5 * 10**9)
 
     async def close(self) -> None:
         self._saver.close()
-        if self._joining_export is not None:
-            self._joining_export.cancel()
         for worker in self._workers:
             ray.kill(worker)
         self._workers = []
-
-    # -- WeightSource ------------------------------------------------------------------------------------------
-
-    async def host(self) -> str:
-        return await self._rank0("host")
-
-    async def manifest(self, version: int) -> Manifest:
-        return (await self._all("manifest", version))[0]
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        directory = self._checkpoint_dir.parent / "push"
-        return await self._rank0("listen", transport, num_receivers, self._config.weights, await self.host(), directory)
-
-    async def connect(self) -> None:
-        await self._rank0("connect")
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        """Rank 0 packs while the others take part in the export; it may wait for one of them that has failed."""
-        if index == 0:
-            self._joining_export = asyncio.create_task(self._call("join_export", self._workers[1:], (), first_rank=1))
-        assert self._joining_export is not None, "bucket 0 begins a push"
-        packing, joining = asyncio.create_task(self._rank0("next_bucket", index)), self._joining_export
-        while not packing.done() and not _failed(joining):
-            await asyncio.wait([task for task in (packing, joining) if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-        if _failed(packing) or _failed(joining):
-            await asyncio.wait([packing, joining], timeout=_SETTLE_SECONDS)
-            _cancel([packing, joining])
-            raise min((error for task in (packing, joining) if task.done() and (error := task.exception())), key=_is_echo)
-        bucket: Bucket | None = packing.result()
-        if bucket is None:
-            await joining
-        return bucket
-
-    async def transmit(self, bucket: Bucket) -> None:
-        await self._rank0("transmit", bucket)
-
-    async def abandon(self) -> None:
-        """An export is a collective, so that every rank runs it to its end."""
-        assert self._joining_export is not None, "bucket 0 begins a push"
-        await asyncio.gather(self._rank0("drop_export"), self._joining_export)
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -211,6 +177,9 @@ class MegatronTrainGroup:
 
     async def _rank0(self, verb: str, *args: Any, deadline: float | None = None) -> Any:
         return (await self._call(verb, self._workers[:1], args, deadline=deadline))[0]
+
+    async def _one_rank(self, rank: int, verb: str, *args: Any) -> Any:
+        return (await self._call(verb, [self._workers[rank]], args, first_rank=rank))[0]
 
     async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
         return await self._call(verb, self._workers, args, deadline=deadline)

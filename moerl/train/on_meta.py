@@ -17,7 +17,8 @@ from moerl.config.layout import Layout
 from moerl.config.schema_train import TrainConfig
 from moerl.models.family import is_tied
 from moerl.models.owned import Owned, hf_names, owned_by
-from moerl.models.shards import merge
+from moerl.models.shards import cut_dim, merge
+from moerl.push_types import TensorSpec
 from moerl.train.model import Built, build_chunks, initialize_groups
 from moerl.weights.plan import PlannedTensor
 
@@ -42,10 +43,10 @@ def build_on_meta(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int
     return built, [item for chunk in built.chunks for item in owned_by(chunk, built.family, expert_rank=expert_rank)]
 
 
-def tensors_to_push(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, element_bytes: int) -> list[PlannedTensor]:
+def tensors_to_push(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, dtype: str) -> list[PlannedTensor]:
     """Every tensor of a push, without those of multi-token prediction, by the pipeline stage of train.layout that holds it.
 
-    `element_bytes`: of a parameter in the dtype of the rollout. No default process group may exist.
+    `dtype`: of the rollout. No default process group may exist.
     """
     whole = replace(train.layout, ranks=train.layout.pp, tp=1, cp=1, ep=1, etp=1)
     train = replace(train, layout=whole, mtp_loss=0.0)
@@ -57,11 +58,10 @@ def tensors_to_push(hf: Mapping[str, Any], train: TrainConfig, *, max_context: i
             names = hf_names(item.rule, item.numbers, num_layers=built.sizes.num_layers, tied=is_tied(hf))
             for name, tensor in zip(names, merge(item.rule, [item.tensor], sizes=built.sizes), strict=True):
                 planned = PlannedTensor(
-                    name=name,
-                    num_bytes=tensor.numel() * (4 if item.rule.is_float32 else element_bytes),
+                    spec=TensorSpec(name=name, shape=tuple(tensor.shape), dtype="float32" if item.rule.is_float32 else dtype),
                     stage=stage,
                     expert=item.numbers.get("expert"),
-                    is_cut=item.rule.shard != "replicated",
+                    cut_dim=cut_dim(item.rule),
                 )
                 found.setdefault(name, planned)  # a tied embedding is on the first and on the last stage
     return list(found.values())

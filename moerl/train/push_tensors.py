@@ -10,11 +10,10 @@ from moerl.weights.plan import PlannedTensor
 
 def push_tensors(config: RunConfig) -> list[PlannedTensor]:
     """See `moerl.train.on_meta.tensors_to_push`."""
-    element_bytes = 4 if config.rollout_dtype == "float32" else 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says what this machine lacks; a plan needs none of it
         megatron_patches.activate()
         from moerl.train.on_meta import tensors_to_push
 
         hf = model_config(config.model)
-        return tensors_to_push(hf, config.train, max_context=config.model.max_context, element_bytes=element_bytes)
+        return tensors_to_push(hf, config.train, max_context=config.model.max_context, dtype=config.rollout_dtype)

@@ -1,11 +1,10 @@
-"""One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights (rank 0).
+"""One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
 
-Every method but `host`, `open_store`, `write_checkpoint` and rank 0's own verbs is collective: the controller calls it on all ranks.
+Every method but `host`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the controller calls it on all.
 """
 
 import os
 import socket
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +17,13 @@ import torch.distributed as dist
 import megatron_patches
 from moerl.algorithms.base import Objective
 from moerl.config.schema import WeightsConfig
-from moerl.push_types import Bucket, Manifest, Origin, TensorSpec, Transport
+from moerl.push_types import Bucket, Transport
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
 from moerl.types import StepStats, TrainBatch
+from moerl.weights.deliveries import Job
+from moerl.weights.fleet_plan import Outline
+from moerl.weights.send import WeightSender
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
@@ -35,7 +37,7 @@ class TrainWorker:
     def __init__(self, rank: int, num_ranks: int):
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
-        self._origins: dict[str, Origin] = {}
+        self._sender: WeightSender | None = None
         torch.set_num_threads(1)
 
     def host(self) -> str:
@@ -111,45 +113,49 @@ class TrainWorker:
 
     # -- weight push -------------------------------------------------------------------------------------------
 
-    def manifest(self, version: int) -> Manifest | None:
-        """Of what the next export brings, from rank 0: every other rank would send the driver the same names once more."""
-        self._origins = self._engine.origins()
-        if self._rank != 0:
-            return None
-        return Manifest(version=version, tensors=tuple(self._engine.tensor_specs()), origins=self._origins)
+    def outline_push(self, bucket_bytes: int) -> Outline:
+        """Not collective."""
+        return self._engine.pushed.outline(bucket_bytes)
 
-    def tensor_specs(self) -> list[TensorSpec]:
-        return self._engine.tensor_specs()
+    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path) -> str:
+        """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
 
-    def listen(self, transport: Transport, num_receivers: int, weights: WeightsConfig, host: str, directory: Path) -> str:
-        """`directory`: of the files of weights.transport=disk."""
-        from moerl.weights.send import WeightSender
+        `directory`: of the files of weights.transport=disk. Not collective, as all below but `digest_push`.
+        """
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self._senders = None, senders
+        if not job:
+            return ""
+        self._sender = WeightSender(
+            transport,
+            job,
+            self._engine.pushed.read,
+            host=self.host(),
+            directory=directory / f"rank-{self._rank}",
+            delta=weights.disk_delta,
+        )
+        return self._sender.listen(is_first=self._rank == senders[0])
 
-        delta = weights.disk_delta
-        self._sender = WeightSender(transport, bucket_bytes=weights.bucket_bytes, host=host, directory=directory, delta=delta)
-        return self._sender.listen(num_receivers)
+    def connect(self, address: str, world_size: int) -> None:
+        if self._sender is not None:
+            place = self._senders.index(self._rank)
+            self._sender.connect(address, rank=place, world_size=world_size, num_senders=len(self._senders))
 
-    def connect(self) -> None:
-        self._sender.connect()
+    def digest_push(self) -> list[str]:
+        """Begins a push of the present weights. Collective."""
+        with self._engine.pushing(begins=True):
+            return [] if self._sender is None else self._sender.digests()
 
-    def next_bucket(self, index: int) -> Bucket | None:
-        """Rank 0. The others run `join_export` meanwhile: packing pulls tensors from them."""
-        if index == 0:
-            self._export: Iterator[tuple[str, torch.Tensor]] = self._engine.export(with_mtp=False)
-        return self._sender.pack(index, self._export, origins=self._origins)
+    def pack(self, index: int) -> Bucket:
+        assert self._sender is not None, "this rank sends nothing"
+        with self._engine.pushing():
+            return self._sender.pack(index)
 
-    def join_export(self) -> None:
-        """Ranks other than 0: take part in one whole export."""
-        for _ in self._engine.export(with_mtp=False):
-            raise AssertionError("only rank 0 receives exported tensors")
-
-    def drop_export(self) -> None:
-        """Rank 0: run the export to its end for the sake of the others, who are in it."""
-        for _ in self._export:
-            pass
-
-    def transmit(self, bucket: Bucket) -> None:
-        self._sender.transmit(bucket)
+    def finish_push(self) -> None:
+        if self._sender is not None:
+            self._sender.finish()
+        self._engine.pushed.release()
 
     def process_id(self) -> int:
         return os.getpid()

@@ -2,7 +2,7 @@
 
     payload: blocks of BLOCK_BYTES of the bucket, end to end | index (JSON) | length and xxh3_128 of the index, magic
 
-A file has its name only when it is complete, and is removed when the next one is written: one bucket is on disk at any time.
+A file has its name only when it is complete, and is removed when the second after it is written: two buckets of a sender are on disk.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +21,7 @@ import xxhash
 from moerl.push_types import Bucket
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_bytes
+from moerl.weights.spec import box_of
 
 BLOCK_BYTES = 2**16
 _TRAILER = struct.Struct("<Q16s8s")
@@ -52,7 +53,7 @@ class DiskSender:
         self._push = 0
         self._hashes: list[array[int]] = []
         self._last: list[array[int]] = []
-        self._written: Path | None = None
+        self._written: list[Path] = []
 
     def listen(self) -> str:
         """The directory. The next push is whole."""
@@ -76,16 +77,17 @@ class DiskSender:
             with partial.open("wb") as file:
                 num_bytes = self._write(file, data.numpy().data, base)
             os.replace(partial, path)
-            self._remove()
+            self._remove(self._written[:-1])
         except OSError as error:
             raise WeightError(f"weights.transport = disk: {path} could not be written ({error})") from error
-        self._written = path
+        self._written = [*self._written[-1:], path]
         return path, num_bytes
 
     def end(self) -> None:
-        """Every bucket of the push was written and read: the next one may be a delta to it."""
+        """Every bucket of the push was read: the next one may be a delta to it."""
         self._last = self._hashes if self._delta else []
-        self._remove()
+        self._remove(self._written)
+        self._written = []
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -108,15 +110,14 @@ class DiskSender:
         file.write(index + _TRAILER.pack(len(index), xxhash.xxh3_128_digest(index), _MAGIC))
         return file.tell()
 
-    def _empty(self) -> None:
-        """Also of what a sender left that was killed."""
-        for file in self._directory.glob("push-*"):
+    def _remove(self, files: Sequence[Path]) -> None:
+        for file in files:
             file.unlink(missing_ok=True)
 
-    def _remove(self) -> None:
-        if self._written is not None:
-            self._written.unlink(missing_ok=True)
-        self._written = None
+    def _empty(self) -> None:
+        """Also of what a sender left that was killed."""
+        self._remove(list(self._directory.glob("push-*")))
+        self._written = []
 
 
 class DiskReader:
@@ -129,7 +130,7 @@ class DiskReader:
                 "servers share, under one path. Otherwise set weights.transport=gloo"
             )
         self._read = read
-        self._push = 0
+        self._pushes: dict[int, int] = {}  # by sender, the last that was read
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fetch(self, bucket: Bucket) -> torch.Tensor:
@@ -148,7 +149,7 @@ class DiskReader:
                 _read_blocks(file, index, data)
         except (OSError, ValueError, zlib.error) as error:
             raise WeightError(f"{path}: {error}; this server refuses it, and the next push will be whole") from error
-        self._push = index.push
+        self._pushes[bucket.sender] = index.push
         return data
 
     def close(self) -> None:
@@ -158,10 +159,12 @@ class DiskReader:
     def _lay_base(self, bucket: Bucket, index: _Index, data: torch.Tensor) -> None:
         if self._read is None:
             raise ValueError("it holds changes alone, and this engine does not give back what it holds; set weights.disk_delta=false")
-        if self._push not in (index.push, index.push - 1):
-            raise ValueError(f"it holds what changed since push {index.push - 1}, and the last one read here is {self._push}")
+        last = self._pushes.get(bucket.sender, 0)
+        if last not in (index.push, index.push - 1):
+            raise ValueError(f"it holds what changed since push {index.push - 1}, and the last one read here is {last}")
         for entry in bucket.entries:
-            data[entry.offset : entry.offset + entry.num_bytes] = tensor_bytes(self._read(entry.name))
+            piece = box_of(self._read(entry.name), entry.start, entry.shape)
+            data[entry.offset : entry.offset + entry.num_bytes] = tensor_bytes(piece)
 
 
 def _blocks(data: memoryview) -> Iterator[memoryview]:

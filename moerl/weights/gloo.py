@@ -1,4 +1,4 @@
-"""Broadcast from the trainer (rank 0) to the receivers (1..n) over TCP, in a process group of their own.
+"""Buckets from trainer ranks to the model processes that read them over TCP, point to point in a process group of their own.
 
 The group is built directly on a TCPStore: the trainer's default process group stays untouched. Whoever meets an error drops its group;
 its closed connections then end the others' waiting at once, and the timeout bounds what a closed connection cannot tell.
@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
@@ -20,57 +21,73 @@ TRANSFER_SECONDS = 120.0
 
 
 class GlooSender:
-    """Rank 0."""
+    """One of the first ranks of the group; readers come after the senders."""
 
     def __init__(self, *, host: str, timeout_seconds: float):
         self._host = host
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._world_size = 1
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._group: _Group | None = None
+        self._num_senders = 0
+        self._sending: dict[int, list[Any]] = {}
+        self.rank = 0
 
-    def listen(self, num_receivers: int) -> str:
+    def listen(self) -> str:
         """host:port of a new store on a free port; an earlier group is dropped."""
         self.close()
         with _explained(f"weights.transport = gloo: no store at {self._host}"):
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        self._world_size = 1 + num_receivers
-        return f"{self._host}:{self._store.port}"
+            store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = store
+        return f"{self._host}:{store.port}"
 
-    def connect(self) -> None:
-        """Returns when every receiver has joined."""
-        if self._store is None:
-            raise WeightError("connect before listen: there is no store for receivers to meet at; call listen first")
-        with _explained(f"weights.transport = gloo: not all {self._world_size - 1} receivers joined at {self._host}:{self._store.port}"):
-            self._group = _Group(self._store, rank=0, world_size=self._world_size, host=self._host, timeout=self._timeout)
+    def connect(self, address: str, *, rank: int, world_size: int, num_senders: int) -> None:
+        """`address`: what the first sender's listen returned. Returns when all have joined."""
+        with _explained(f"weights.transport = gloo: not all {world_size - num_senders} readers and {num_senders} senders met at {address}"):
+            if self._store is None:
+                host, port = _split(address)
+                self._store = TCPStore(host, port, is_master=False, timeout=self._timeout)
+            self._group = _Group(self._store, rank=rank, world_size=world_size, host=self._host, timeout=self._timeout)
+        self.rank, self._num_senders = rank, num_senders
 
-    def send(self, data: torch.Tensor) -> None:
-        """Broadcast uint8 `data`; returns when `data` may be overwritten."""
+    def send(self, data: torch.Tensor, bucket: Bucket, *, slot: int) -> None:
+        """Begin to send uint8 `data` to all readers of the bucket; `wait(slot)` before it is overwritten."""
         if self._group is None:
-            raise WeightError("no process group to the receivers: it was never connected, or an error dropped it; connect again")
-        try:
-            with _explained("weights.transport = gloo: a bucket could not be sent"):
-                self._group.broadcast(data)
-        except WeightError:
-            self.close()
-            raise
+            raise WeightError("no process group to the readers: it was never connected, or an error dropped it; connect again")
+        with self._dropping():
+            self._sending[slot] = [self._group.send(data, self._num_senders + reader, bucket.index) for reader in bucket.readers]
+
+    def wait(self, slot: int) -> None:
+        """What was sent from it last has arrived."""
+        with self._dropping():
+            for work in self._sending.pop(slot, []):
+                work.wait()
 
     def close(self) -> None:
         """Safe to call twice."""
+        self._sending = {}
         if self._group is not None:
             self._group.close()
         self._group, self._store = None, None
 
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            with _explained("weights.transport = gloo: a bucket could not be sent"):
+                yield
+        except WeightError:
+            self.close()
+            raise
+
 
 class GlooReader:
-    """One of ranks 1..n. The constructor returns when the sender and all receivers have joined."""
+    """A rank behind the senders. The constructor returns when all have joined."""
 
     def __init__(self, offer: TransportOffer, *, timeout_seconds: float):
-        host, _, port = offer.address.rpartition(":")
+        host, port = _split(offer.address)
         timeout = timedelta(seconds=timeout_seconds)
         with _explained(f"weights.transport = gloo: could not join the trainer at {offer.address!r}"):
-            self._store = TCPStore(host, int(port), is_master=False, timeout=timeout)
-            own_host = _address_towards(host, int(port))
+            self._store = TCPStore(host, port, is_master=False, timeout=timeout)
+            own_host = _address_towards(host, port)
             self._group: _Group | None = _Group(self._store, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -81,8 +98,8 @@ class GlooReader:
         if bucket.num_bytes > len(self._memory):
             self._memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         data = self._memory[: bucket.num_bytes]
-        with _explained(f"weights.transport = gloo: bucket {bucket.index} did not arrive"):
-            self._group.broadcast(data)
+        with _explained(f"weights.transport = gloo: bucket {bucket.index} of trainer rank {bucket.sender} did not arrive"):
+            self._group.receive(data, int(bucket.source), bucket.index)
         return data
 
     def close(self) -> None:
@@ -103,11 +120,20 @@ class _Group:
         options._timeout = timeout
         self._only = ProcessGroupGloo(PrefixStore("moerl/weights", store), rank, world_size, options)
 
-    def broadcast(self, data: torch.Tensor) -> None:
-        self._only.broadcast(data, 0).wait()  # type: ignore[attr-defined]  # absent from torch's stubs
+    def send(self, data: torch.Tensor, rank: int, tag: int) -> Any:
+        """Work that has begun."""
+        return self._only.send([data], rank, tag)  # type: ignore[attr-defined]  # absent from torch's stubs
+
+    def receive(self, data: torch.Tensor, rank: int, tag: int) -> None:
+        self._only.recv([data], rank, tag).wait()  # type: ignore[attr-defined]  # absent from torch's stubs
 
     def close(self) -> None:
         del self._only
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def _address_towards(host: str, port: int) -> str:

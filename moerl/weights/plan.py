@@ -8,28 +8,40 @@ ranks that hold the same the one that has sent least sends. Pure: integers in, i
 """
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import numpy as np
 
 from moerl.config.layout import Layout
+from moerl.push_types import TensorSpec
+from moerl.weights.spec import num_bytes
+
+PART_BYTES = 32 * 2**20
+"""Of tensors that every GPU reads: a hundred parts and more for each GPU of a node in the largest models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTensor:
-    """One Hugging Face tensor, and where the trainer has it."""
+    """One Hugging Face tensor as it travels, or one expert's part of a stack, and where the trainer has it."""
 
-    name: str
-    num_bytes: int
-    """On the wire."""
+    spec: TensorSpec
     stage: int
     """Pipeline stage that holds it."""
     expert: int | None
     """None: not of an expert, so on every expert-parallel rank of the stage."""
-    is_cut: bool
-    """Over (expert) tensor parallel; else every one of these ranks has the whole."""
+    cut_dim: int | None
+    """The axis that (expert) tensor parallelism cuts into nearly equal shares, 0 or 1; None: every one of these ranks has the whole."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +51,12 @@ class RolloutLayout:
     num_servers: int
     gpus_per_server: int
     gpus_per_node: int
+    expert_parallel: int | None = None
+    """GPUs of a server over which the experts are spread, or groups of GPUs that share them; None: all."""
+
+    @property
+    def expert_shares(self) -> int:
+        return self.gpus_per_server if self.expert_parallel is None else self.expert_parallel
 
     @property
     def num_gpus(self) -> int:
@@ -66,10 +84,12 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Columns: of every part its tensor, its shard among tensor-parallel ranks, and its bytes."""
+    """Columns: of every part its tensor, its shard among tensor-parallel ranks, its box in the tensor, and its bytes."""
 
     tensor: np.ndarray  # int32, index into Plan.tensors
     shard: np.ndarray  # int32; 0 for a tensor that is not cut
+    start: np.ndarray  # int64 [parts, 2], of the first two axes of the tensor; 0 where it has fewer
+    size: np.ndarray  # int64 [parts, 2]; 1 where it has fewer
     num_bytes: np.ndarray  # int64
 
 
@@ -82,6 +102,13 @@ class Plan:
     """Within nodes, of what arrived over the network."""
     layout: Layout
     rollout: RolloutLayout
+
+    def box(self, part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where a part begins in its tensor, and its shape."""
+        shape = self.tensors[self.parts.tensor[part]].spec.shape
+        rest = len(shape) - 2
+        start, size = self.parts.start[part, : len(shape)].tolist(), self.parts.size[part, : len(shape)].tolist()
+        return (*start, *(0,) * rest), (*size, *shape[2:])
 
     def received(self) -> np.ndarray:
         """int64 [GPUs of the rollout]: bytes over the network."""
@@ -97,10 +124,11 @@ class Plan:
 
 
 def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, num_experts: int, part_bytes: int) -> Plan:
-    """`part_bytes`: largest part of a tensor that every GPU reads; smaller parts spread the load of a node more evenly.
+    """`part_bytes`: largest part, of one row at least, of a tensor that every GPU reads; smaller parts spread a node's load more evenly.
 
-    `layout` must be without problems, and `num_experts` a multiple of rollout.gpus_per_server.
+    `layout` must be without problems, and `num_experts` a multiple of rollout.expert_shares. The order of `tensors` does not matter.
     """
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
     parts = _parts(tensors, layout, part_bytes)
     loads = _Loads(layout.ranks, rollout.num_gpus)
     is_expert = np.array([tensor.expert is not None for tensor in tensors])
@@ -121,16 +149,20 @@ def holders(tensor: PlannedTensor, shard: int, layout: Layout, num_experts: int)
     per_stage = layout.ranks // layout.pp
     start = tensor.stage * per_stage
     if tensor.expert is None:
-        return range(start + shard, start + per_stage, layout.tp) if tensor.is_cut else range(start, start + per_stage)
+        return range(start, start + per_stage) if tensor.cut_dim is None else range(start + shard, start + per_stage, layout.tp)
     place = tensor.expert // (num_experts // layout.ep)
     return range(start + place * layout.etp + shard, start + per_stage, layout.ep * layout.etp)
 
 
-def readers(tensor: PlannedTensor, rollout: RolloutLayout, num_experts: int) -> range:
+def readers(tensor: PlannedTensor, rollout: RolloutLayout, num_experts: int) -> Sequence[int]:
     """GPUs of the rollout that must have the whole tensor."""
     if tensor.expert is None:
         return range(rollout.num_gpus)
-    return range(tensor.expert // (num_experts // rollout.gpus_per_server), rollout.num_gpus, rollout.gpus_per_server)
+    width = rollout.gpus_per_server // rollout.expert_shares
+    first = tensor.expert // (num_experts // rollout.expert_shares) * width
+    if width == 1:
+        return range(first, rollout.num_gpus, rollout.gpus_per_server)
+    return [server + gpu for server in range(0, rollout.num_gpus, rollout.gpus_per_server) for gpu in range(first, first + width)]
 
 
 def faults(plan: Plan, num_experts: int) -> list[str]:
@@ -213,19 +245,41 @@ Row = tuple[int, int, int]
 
 
 def _parts(tensors: Sequence[PlannedTensor], layout: Layout, part_bytes: int) -> Parts:
-    rows: list[tuple[int, int, int]] = []
+    rows: list[tuple[int, ...]] = []
     for index, tensor in enumerate(tensors):
-        num_shards = 1 if not tensor.is_cut else layout.tp if tensor.expert is None else layout.etp
-        for shard in range(num_shards):
-            size = _share(tensor.num_bytes, num_shards, shard)
-            num_parts = 1 if tensor.expert is not None else -(-size // part_bytes)
-            rows += [(index, shard, _share(size, num_parts, part)) for part in range(num_parts)]
+        num_shards = 1 if tensor.cut_dim is None else layout.tp if tensor.expert is None else layout.etp
+        rows += [(index, shard, *part) for shard in range(num_shards) for part in _parts_of(tensor, shard, num_shards, part_bytes)]
     columns = np.array(rows, dtype=np.int64).T
-    return Parts(tensor=columns[0].astype(np.int32), shard=columns[1].astype(np.int32), num_bytes=columns[2])
+    tensor_index, shard = columns[:2].astype(np.int32)
+    return Parts(tensor=tensor_index, shard=shard, start=columns[2:4].T, size=columns[4:6].T, num_bytes=columns[6])
+
+
+def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, part_bytes: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of one shard: first row and column, numbers of rows and columns, bytes. A shard is cut into parts by rows."""
+    extents = (*tensor.spec.shape, 1, 1)[:2]
+    bounds = [(0, extent) for extent in extents]
+    if tensor.cut_dim is not None:
+        bounds[tensor.cut_dim] = _shard(extents[tensor.cut_dim], num_shards, shard)
+    (first, stop), (left, right) = bounds
+    if first == stop and tensor.num_bytes:
+        return  # the rows that padding added to a vocabulary, and no others
+    row_bytes = tensor.num_bytes // max(prod(extents), 1) * (right - left)
+    num_rows = stop - first
+    num_parts = 1 if tensor.expert is not None else max(min(-(-num_rows * row_bytes // part_bytes), num_rows), 1)
+    for part in range(num_parts):
+        share = _share(num_rows, num_parts, part)
+        yield first, left, share, right - left, share * row_bytes
+        first += share
+
+
+def _shard(size: int, count: int, index: int) -> tuple[int, int]:
+    """Megatron's: all shards are equal, after padding that only the last ones have."""
+    share = -(-size // count)
+    return min(index * share, size), min((index + 1) * share, size)
 
 
 def _share(total: int, count: int, index: int) -> int:
-    """The first of `total` bytes in `count` nearly equal shares are one larger."""
+    """The first of `total` rows in `count` nearly equal shares have one more."""
     return total // count + (index < total % count)
 
 

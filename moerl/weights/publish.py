@@ -98,7 +98,7 @@ class WeightPublisher:
         wanted = [(member.engine.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
             receivers = {member.engine.name: member.engine.receiver() for member in members}
-            self._sync, self._connected_to = WeightSync(self._train, receivers, transport=self._transport), wanted
+            self._sync, self._connected_to = WeightSync(self._train.weight_source, receivers, transport=self._transport), wanted
         return self._sync
 
     def _canary_is_due(self) -> bool:

@@ -1,49 +1,71 @@
 """The engine's side of a weight push: fetches buckets, installs their tensors and verifies the *installed* bytes. Blocking.
 
 connect -> [begin -> install, install, ... -> finish] per push. After any error everything is refused until the next begin, and a gloo
-group is dropped, so that the sender and the other receivers stop waiting for this one; the next push then begins with connect.
+group is dropped, so that senders stop waiting for this one; the next push then begins with connect. One session for each process that
+holds a part of the model.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
-from moerl.push_types import Bucket, BucketEntry, Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
 from moerl.types import WeightError
 from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DiskReader, Read
 from moerl.weights.gloo import TRANSFER_SECONDS, GlooReader
 from moerl.weights.shm import SharedReader
-from moerl.weights.spec import manifest_difference, num_bytes, view_as
+from moerl.weights.spec import box_of, manifest_difference, torch_dtype, view_as
 
 Load = Callable[[str, torch.Tensor], torch.Tensor]
 """Copies a tensor into the model under its checkpoint name and returns what the model now holds (possibly a view into a fused
 parameter). The argument's memory is the sender's or the network's: it must not be kept."""
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Waiting:
+    """A tensor that has not been installed yet."""
+
+    spec: TensorSpec
+    pieces: dict[tuple[int, ...], Piece]
+    """Those that have not come, by where they begin."""
+    whole: torch.Tensor | None = None
+    """Those that have come, if there is more than one."""
+    come: list[Piece] = field(default_factory=list)
+
+
 class WeightSession:
     """What the model holds and how far a push has come. Safe to call from several threads: one call runs at a time."""
 
     def __init__(
-        self, expected: Mapping[str, TensorSpec], load: Load, *, read: Read | None = None, timeout_seconds: float = TRANSFER_SECONDS
+        self,
+        expected: Mapping[str, TensorSpec],
+        load: Load,
+        *,
+        needs: Collection[str] | None = None,
+        read: Read | None = None,
+        timeout_seconds: float = TRANSFER_SECONDS,
     ):
-        """`expected`: every tensor of the model, by name. `read`: gives back what was loaded, for deltas on disk; None: cannot.
+        """`expected`: every tensor of the model, by name. `needs`: those of which this process holds something; None: all.
 
-        `timeout_seconds`: gloo's, to join and for one bucket.
+        `read`: gives back what was loaded, for deltas on disk; None: cannot. `timeout_seconds`: gloo's, to join and for one bucket.
         """
         self._expected = dict(expected)
+        self.needs: tuple[str, ...] = tuple(expected if needs is None else needs)
         self._load, self._read = load, read
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._reader: SharedReader | GlooReader | DiskReader | None = None
+        self._number = 0
         self._manifest: Manifest | None = None
-        self._waiting: dict[str, TensorSpec] = {}
-        self._next_index = 0
+        self._waiting: dict[str, _Waiting] = {}
         self._version: int | None = None
-        self._digests: dict[str, str] = {}
+        self._digests: dict[tuple[str, tuple[int, ...]], str] = {}
         self._last = Installed()
 
     @property
@@ -52,11 +74,11 @@ class WeightSession:
         return self._version
 
     def connect(self, offer: TransportOffer) -> None:
-        """gloo: returns when the sender and all receivers have joined."""
+        """gloo: returns when all senders and readers have joined."""
         with self._exclusive():
             if self._reader is not None:
                 self._reader.close()
-            self._reader = None
+            self._reader, self._number = None, offer.reader
             if offer.transport == "shm":
                 self._reader = SharedReader()
             elif offer.transport == "disk":
@@ -65,26 +87,29 @@ class WeightSession:
                 self._reader = GlooReader(offer, timeout_seconds=self._timeout_seconds)
 
     def begin(self, manifest: Manifest) -> None:
-        """Refuses a manifest that does not name exactly the expected tensors with their shapes and dtypes."""
+        """Refuses a manifest that does not name exactly the expected tensors with their shapes and dtypes, each with all of its pieces."""
         with self._exclusive():
             self._manifest, self._version = None, None
             if difference := manifest_difference(self._expected.values(), manifest.tensors):
                 raise WeightError(explain_difference(manifest, difference, self._expected))
-            self._manifest, self._waiting, self._next_index, self._digests = manifest, dict(self._expected), 0, {}
+            self._waiting = {name: _waiting(self._expected[name], manifest.pieces.get(name, ())) for name in self.needs}
+            self._manifest, self._digests = manifest, {}
 
     @torch.no_grad()
     def install(self, bucket: Bucket) -> None:
-        """Returns when every tensor of the bucket lies in the model and its installed bytes have the sender's digest."""
+        """Returns when every tensor that the bucket completes lies in the model, and its installed bytes have the senders' digests.
+
+        Nothing for a bucket of other readers. Buckets may come in any order.
+        """
         with self._exclusive():
             manifest = self._require_push("install")
             if self._reader is None:
                 raise WeightError("install before connect: this engine does not know how to reach the trainer; connect it first")
-            if bucket.index != self._next_index:
-                raise WeightError(f"bucket.index = {bucket.index}: must be {self._next_index}, buckets arrive in order; push again")
+            if self._number not in bucket.readers:
+                return
             data = self._reader.fetch(bucket)
             for entry in bucket.entries:
-                self._install_one(entry, data, manifest)
-            self._next_index += 1
+                self._take(entry, data, manifest)
 
     def finish(self, version: int) -> None:
         """Every tensor must have been installed once, and `version` must be the manifest's."""
@@ -94,9 +119,9 @@ class WeightSession:
                 raise WeightError(f"finish(version={version}): the push began as version {manifest.version}; push again")
             if self._waiting:
                 raise WeightError(
-                    f"version {version} is incomplete: {len(self._waiting)} of {len(self._expected)} tensors never arrived: "
-                    f"{describe_absent(self._waiting, manifest.origins)}. "
-                    "Likely cause: the trainer's export drops tensors of its manifest, or a bucket was lost"
+                    f"version {version} is incomplete: {len(self._waiting)} of {len(self.needs)} tensors never arrived: "
+                    f"{describe_absent(self._waiting, manifest.pieces)}. "
+                    "Likely cause: a trainer rank drops tensors of its share, or a bucket was lost"
                 )
             self._manifest, self._version = None, version
             self._last = Installed(version=version, digests=self._digests)
@@ -114,7 +139,7 @@ class WeightSession:
             try:
                 yield
             except BaseException:
-                self._manifest, self._version = None, None
+                self._manifest, self._version, self._waiting = None, None, {}
                 if self._reader is not None:
                     self._reader.close()
                 raise
@@ -124,30 +149,58 @@ class WeightSession:
             raise WeightError(f"{step} without a push in progress: it was not begun, or an error ended it; begin again")
         return self._manifest
 
-    def _install_one(self, entry: BucketEntry, data: torch.Tensor, manifest: Manifest) -> None:
-        spec = self._waiting.pop(entry.name, None)
-        if spec is None:
+    def _take(self, entry: BucketEntry, data: torch.Tensor, manifest: Manifest) -> None:
+        """One piece. A tensor of several is put together in memory of its own, because loaders want it whole."""
+        waiting = self._waiting.get(entry.name)
+        piece = None if waiting is None else waiting.pieces.pop(entry.start, None)
+        if waiting is None or piece is None:
             known = entry.name in self._expected
-            reason = "arrived twice in one push" if known else "is not a tensor of this model"
-            raise WeightError(f"tensor {entry.name!r} {reason}; the trainer's export must yield every tensor of its manifest once")
-        _check_place(entry, spec, len(data))
-        received = view_as(data[entry.offset : entry.offset + entry.num_bytes], spec)
+            reason = "arrived twice in one push, or where nobody needs it" if known else "is not a tensor of this model"
+            raise WeightError(f"tensor {entry.name!r} {reason}; a trainer rank must send every piece of its share once")
+        received = _received(entry, piece, waiting.spec, data)
+        waiting.come.append(piece)
+        if piece.shape == waiting.spec.shape:
+            whole = received
+        else:
+            if waiting.whole is None:
+                waiting.whole = torch.empty(waiting.spec.shape, dtype=received.dtype)
+            whole = waiting.whole
+            box_of(whole, piece.start, piece.shape).copy_(received)
+        if not waiting.pieces:
+            del self._waiting[entry.name]
+            self._install(waiting, whole, manifest)
+
+    def _install(self, tensor: _Waiting, whole: torch.Tensor, manifest: Manifest) -> None:
+        name = tensor.spec.name
         try:
-            installed = self._load(entry.name, received)
+            installed = self._load(name, whole)
         except Exception as error:  # the engine's own code: whatever it raises, this tensor is not installed
-            raise WeightError(f"tensor {entry.name!r}: the engine could not load it: {type(error).__name__}: {error}") from error
-        if entry.num_bytes and installed.untyped_storage().data_ptr() == data.untyped_storage().data_ptr():
-            raise WeightError(f"tensor {entry.name!r}: load kept the bucket's memory, which the next bucket overwrites; it must copy")
-        found = tensor_digest(installed)
-        if found != entry.digest:
-            damage = Damage(spec=spec, expected=entry.digest, received=tensor_digest(received), installed=found)
-            raise WeightError(explain_damage(damage, manifest, self._last))
-        self._digests[entry.name] = found
+            raise WeightError(f"tensor {name!r}: the engine could not load it: {type(error).__name__}: {error}") from error
+        if whole.nbytes and installed.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+            raise WeightError(f"tensor {name!r}: load kept the bucket's memory, which the next bucket overwrites; it must copy")
+        for piece in tensor.come:
+            found = tensor_digest(box_of(installed, piece.start, piece.shape))
+            if found != piece.digest:
+                received = tensor_digest(box_of(whole, piece.start, piece.shape))
+                damage = Damage(spec=tensor.spec, piece=piece, received=received, installed=found)
+                raise WeightError(explain_damage(damage, manifest, self._last))
+            self._digests[name, piece.start] = found
 
 
-def _check_place(entry: BucketEntry, spec: TensorSpec, available: int) -> None:
-    if entry.num_bytes != num_bytes(spec) or entry.offset < 0 or entry.offset + entry.num_bytes > available:
+def _waiting(spec: TensorSpec, pieces: Collection[Piece]) -> _Waiting:
+    """WeightError if the pieces cannot make up the tensor."""
+    if sum(prod(piece.shape) for piece in pieces) != prod(spec.shape) or not pieces:
+        boxes = ", ".join(f"{list(piece.shape)} at {list(piece.start)}" for piece in pieces)
+        raise WeightError(f"tensor {spec.name!r} {list(spec.shape)}: its pieces ({boxes}) do not make it up; the plan of the push is wrong")
+    return _Waiting(spec=spec, pieces={piece.start: piece for piece in pieces})
+
+
+def _received(entry: BucketEntry, piece: Piece, spec: TensorSpec, data: torch.Tensor) -> torch.Tensor:
+    expected = prod(piece.shape) * torch_dtype(spec).itemsize
+    end = entry.offset + entry.num_bytes
+    if entry.num_bytes != expected or entry.shape != piece.shape or entry.offset < 0 or end > len(data):
         raise WeightError(
-            f"tensor {entry.name!r}: bytes [{entry.offset}, {entry.offset + entry.num_bytes}) of a bucket of {available}, but {spec.dtype}"
-            f"{list(spec.shape)} has {num_bytes(spec)}; sender and receiver must run the same version of moerl"
+            f"tensor {entry.name!r}: bytes [{entry.offset}, {end}) of a bucket of {len(data)} for {spec.dtype}{list(entry.shape)}, but "
+            f"{spec.dtype}{list(piece.shape)} has {expected}; sender and receiver must run the same version of moerl"
         )
+    return view_as(data[entry.offset : end], TensorSpec(name=spec.name, shape=piece.shape, dtype=spec.dtype))

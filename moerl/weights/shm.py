@@ -17,7 +17,7 @@ _NAME = "moerl-weights"
 class SharedBuffer:
     """The sender's memory. It only grows, and pages that were never written cost nothing."""
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int = 1):
         self._fd = os.memfd_create(_NAME)
         self._memory = self._map(num_bytes)
 
@@ -44,23 +44,22 @@ class SharedBuffer:
 
 
 class SharedReader:
-    """The receiver's view of a SharedBuffer in another process."""
+    """The receiver's view of SharedBuffers in other processes."""
 
     def __init__(self) -> None:
-        self._source = ""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._mapped: dict[str, torch.Tensor] = {}
 
     def fetch(self, bucket: Bucket) -> torch.Tensor:
-        """uint8 [bucket.num_bytes] in the sender's own memory: read it before the sender packs its next bucket."""
-        if bucket.source != self._source or bucket.num_bytes > len(self._memory):
-            self._memory = _as_tensor(_map_foreign(bucket.source, bucket.num_bytes))
-            self._source = bucket.source
-        return self._memory[: bucket.num_bytes]
+        """uint8 [bucket.num_bytes] in the sender's own memory: read it before the sender packs its next bucket there."""
+        memory = self._mapped.get(bucket.source)
+        if memory is None or bucket.num_bytes > len(memory):
+            memory = self._mapped[bucket.source] = _as_tensor(_map_foreign(bucket.source, bucket.num_bytes))
+        return memory[: bucket.num_bytes]
 
     def close(self) -> None:
         """Safe to call twice; the next fetch maps anew."""
-        # The mapping ends with its last tensor. mmap.close() would raise while one is alive.
-        self._source, self._memory = "", torch.empty(0, dtype=torch.uint8)
+        # A mapping ends with its last tensor. mmap.close() would raise while one is alive.
+        self._mapped = {}
 
 
 def _as_tensor(memory: mmap.mmap) -> torch.Tensor:

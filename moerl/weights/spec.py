@@ -1,13 +1,16 @@
 """Between torch tensors and the plain `TensorSpec` that crosses processes."""
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from moerl.push_types import TensorSpec
 from moerl.types import WeightError
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -29,6 +32,17 @@ def num_bytes(spec: TensorSpec) -> int:
 def view_as(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The uint8 [num_bytes(spec)] `data` as the tensor it holds, without a copy."""
     return data.view(torch_dtype(spec)).view(spec.shape)
+
+
+def box_of(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A view."""
+    return tensor[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert whose tensor this is, by its Hugging Face name."""
+    match = _EXPERT.search(name)
+    return None if match is None else int(match[1])
 
 
 def manifest_difference(expected: Iterable[TensorSpec], offered: Iterable[TensorSpec], *, shown: int = 3) -> str:

@@ -1,7 +1,9 @@
 """The driver's side of a weight push: one version from the trainer into every receiver, or a WeightError that names each failure.
 
+    connect: outline, needs -> plan   who sends what to whom; a plan with a fault, or that a receiver does not need so, is refused
+    digests -> manifest               every trainer rank digests what it will send, all at once
     begin on all receivers            every refusal is gathered before any byte moves
-    per bucket: pack, then at once    source.transmit | receiver.install | receiver.install | ...
+    per trainer rank: pack bucket n, while its readers install bucket n - 1
     finish on all receivers           from here on they serve the version
 
 Pausing the engines around a push is the caller's. After a failed push every receiver is stale, and the next push connects anew.
@@ -12,38 +14,44 @@ import logging
 import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal, Protocol, TypeVar
 
-from moerl.push_types import Bucket, Manifest, Transport, TransportOffer
+from moerl.push_types import Bucket, Needs, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
 from moerl.types import WeightError
+from moerl.weights.deliveries import Deliveries, Job, manifest_of
+from moerl.weights.fleet_plan import Outline, plan_deliveries
+from moerl.weights.streams import FAILED_SIDE, Streams
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SOURCE = "trainer"
 """What the sending side is called in errors."""
 
 
 class WeightSource(Protocol):
-    """What the trainer offers; rank 0 implements it over weights.send.WeightSender."""
+    """What the trainer offers: the verbs of weights.send.WeightSender on its ranks. Only `digests` may be collective among them."""
 
-    async def manifest(self, version: int) -> Manifest: ...
+    async def outline(self) -> Outline:
+        """Of every push."""
 
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        """Start afresh with this transport; the address for TransportOffer."""
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
+        """Start afresh with this transport, on these ranks; the address for TransportOffer."""
 
-    async def connect(self) -> None:
-        """gloo: returns when every receiver has joined."""
+    async def connect(self, address: str, world_size: int) -> None:
+        """gloo: returns when every reader has joined. The senders are the first ranks of its group, by their ranks in the trainer."""
 
-    async def next_bucket(self, index: int) -> Bucket | None:
-        """Pack bucket `index`; None after the last. 0 begins a push, also after an aborted one."""
+    async def digests(self) -> Mapping[int, Sequence[str]]:
+        """By rank, of all entries of its job. A push begins."""
 
-    async def transmit(self, bucket: Bucket) -> None:
-        """gloo: broadcast the bucket just packed."""
+    async def pack(self, rank: int, index: int) -> Bucket:
+        """The rank fills bucket `index` of its job, and sends it where that takes a sender."""
 
-    async def abandon(self) -> None:
-        """After a bucket that did not arrive: end the push, so that the trainer can be used for other things."""
+    async def finish(self) -> None:
+        """Every bucket of the push was installed everywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +59,9 @@ class PushStats:
     version: int
     num_tensors: int
     num_bytes: int
-    """Sent to each receiver, with padding."""
+    """Packed by all ranks, with padding."""
     num_buckets: int
+    num_senders: int
     seconds: float
     num_written: int = 0
     """disk: bytes of its files."""
@@ -77,19 +86,22 @@ class WeightSync:
         self._transport: Transport = transport
         self._deadline_seconds = deadline_seconds
         self._settle_seconds = settle_seconds
+        self._deliveries: Deliveries | None = None
+        self._readers: dict[str, range] = {}
         self._connected = False
 
     async def connect(self) -> None:
-        """Build the transport. `push` does it when there is none or an error ended it; call it after a receiver was restarted."""
+        """Plan, and build the transport. `push` does it when there is none or an error ended it; call it after a receiver was restarted."""
         self._connected = False
-        address = await self._source.listen(self._transport, len(self._receivers))
-        world_size = len(self._receivers) + 1
-        offers = {
-            name: TransportOffer(transport=self._transport, address=address, rank=rank, world_size=world_size)
-            for rank, name in enumerate(self._receivers, start=1)
-        }
-        calls = {name: receiver.connect(offers[name]) for name, receiver in self._receivers.items()}
-        await self._together(f"connecting by {self._transport}", {SOURCE: self._source.connect(), **calls})
+        found = await self._plan()
+        address = await self._source.listen(self._transport, found.jobs)
+        num_senders, num_readers = len(found.jobs), sum(map(len, self._readers.values()))
+        offer = TransportOffer(transport=self._transport, address=address, world_size=num_senders + num_readers)
+        calls: dict[str, Coroutine[Any, Any, None]] = {SOURCE: self._source.connect(address, offer.world_size)}
+        for name, receiver in self._receivers.items():
+            first = self._readers[name].start
+            calls[name] = receiver.connect(replace(offer, reader=first, rank=num_senders + first))
+        await self._together(f"connecting by {self._transport}", calls)
         self._connected = True
 
     async def push(self, version: int) -> PushStats:
@@ -97,44 +109,44 @@ class WeightSync:
         started = time.perf_counter()
         if not self._connected:
             await self.connect()
+        assert self._deliveries is not None, "connect plans"
         self._connected = False
-        manifest = await self._source.manifest(version)
-        if manifest.version != version:
-            raise WeightError(
-                f"push(version={version}): the trainer's manifest is of version {manifest.version}; push after its update ended"
-            )
+        manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        num_buckets, num_bytes, num_written = await self._move()
+        streams = Streams(self._source.pack, self._install, settle_seconds=self._settle_seconds)
+        buckets = await streams.run({rank: len(job) for rank, job in self._deliveries.jobs.items()})
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
+        await self._source.finish()
         self._connected = True
         stats = PushStats(
             version=version,
             num_tensors=len(manifest.tensors),
-            num_bytes=num_bytes,
-            num_buckets=num_buckets,
+            num_bytes=sum(bucket.num_bytes for bucket in buckets),
+            num_buckets=len(buckets),
+            num_senders=len(self._deliveries.jobs),
             seconds=time.perf_counter() - started,
-            num_written=num_written,
+            num_written=sum(bucket.num_written for bucket in buckets),
         )
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))
         return stats
 
-    async def _move(self) -> tuple[int, int, int]:
-        """The number of buckets, of their bytes, and of the bytes of their files."""
-        index = num_bytes = num_written = 0
-        while (bucket := await self._source.next_bucket(index)) is not None:
-            installs = {name: receiver.install(bucket) for name, receiver in self._receivers.items()}
-            try:
-                await self._together(f"bucket {index}", {SOURCE: self._source.transmit(bucket), **installs})
-            except WeightError:
-                await self._source.abandon()
-                raise
-            index, num_bytes, num_written = index + 1, num_bytes + bucket.num_bytes, num_written + bucket.num_written
-        return index, num_bytes, num_written
+    async def _plan(self) -> Deliveries:
+        outline = await self._source.outline()
+        needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
+        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs)
+        ends = list(accumulate(map(len, needs.values()), initial=0))
+        self._readers = {name: range(first, end) for name, (first, end) in zip(needs, pairwise(ends), strict=True)}
+        return self._deliveries
 
-    async def _together(self, step: str, calls: Mapping[str, Coroutine[object, object, None]]) -> None:
-        """Run all calls at once; WeightError with every failure, first failure first, when not all succeed in time."""
-        tasks: dict[str, asyncio.Future[None]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-        ended: list[asyncio.Future[None]] = []
+    async def _install(self, bucket: Bucket) -> None:
+        chosen = [name for name, processes in self._readers.items() if not set(processes).isdisjoint(bucket.readers)]
+        calls = {name: self._receivers[name].install(bucket) for name in chosen}
+        await self._together(f"bucket {bucket.index} of trainer rank {bucket.sender}", calls)
+
+    async def _together(self, step: str, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """All calls at once, and what they return; WeightError with every failure, first failure first, when not all succeed in time."""
+        tasks: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+        ended: list[asyncio.Future[T]] = []
         for task in tasks.values():
             task.add_done_callback(ended.append)
         try:
@@ -151,6 +163,7 @@ class WeightSync:
         failures = {name: failure for name in in_order if isinstance(failure := outcomes[name], BaseException)}
         if failures:
             raise WeightError(_explain(step, failures, silent)) from next(iter(failures.values()))
+        return {name: task.result() for name, task in tasks.items()}
 
 
 def resolve_transport(transport: Literal["auto", "shm", "gloo", "disk"], *, source_host: str, receiver_hosts: Sequence[str]) -> Transport:
@@ -181,10 +194,8 @@ def _is_local(address: str) -> bool:
 
 
 def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
-    lines = [
-        f"weight push failed at {step}, {len(failures)} sides failed, the first one first; every receiver is stale until a push succeeds"
-    ]
+    lines = [f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"]
     for name, failure in failures.items():
         reason = "did not end in time and was cancelled" if name in silent else f"{type(failure).__name__}: {failure}"
-        lines.append(f"* {name}: {reason}")
-    return "\n".join(lines)
+        lines.append(f"{name}: {reason}")
+    return FAILED_SIDE.join(lines)

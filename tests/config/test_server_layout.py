@@ -164,7 +164,7 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     monkeypatch.setattr(engines, "_argument_problems", lambda *arguments: ())
     python = tmp_path / "python"
     python.touch()
-    given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8"]
+    given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8", "rollout.layout.redundant_experts=32"]
     load_checked([f"recipe={QWEN}", *given])
     found = problems(QWEN, *given, starts=True)
-    assert [each.path for each in found] == ["rollout.layout.gpus", "rollout.layout.ep", "rollout.layout.weights"]
+    assert [each.path for each in found] == ["rollout.layout.gpus", "rollout.layout.redundant_experts", "rollout.layout.weights"]

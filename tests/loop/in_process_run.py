@@ -8,6 +8,7 @@ from typing import Any
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.stop import Stop
 from moerl.config.schema import (
     GRPOConfig,
     ModelConfig,
@@ -131,9 +132,11 @@ class InProcessRun:
     """`play` once; what happened stays readable, also after a failure."""
 
     def __init__(
-        self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None
-    ):
+        self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None,
+        ends_at: float | None = None,
+    ):  # fmt: skip
         self.config = config
+        self._ends_at = ends_at
         self.engines = list(engines) if engines else [new_engine()]
         self.events: list[tuple[str, int]] = []
         """("drawn", ticket), ("updated", version), ("pushed", version), in time."""
@@ -144,6 +147,7 @@ class InProcessRun:
 
     async def play(self) -> None:
         config = self.config
+        self.stop = Stop(1.0, ends_at=self._ends_at)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = character_tokenizer(MAX_CONTEXT)
         prompts = PromptSource(
@@ -171,7 +175,7 @@ class InProcessRun:
                 await pool.start()
                 with RecordingObserver(config) as observer:
                     observer.groups = self.groups
-                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, observer)
+                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, observer, self.stop)
         finally:
             await pool.close()
             await self.trainer.close()

@@ -21,7 +21,8 @@ from moerl.config.schema import RunConfig
 from moerl.models import FAMILIES
 from moerl.models.family import Family, Rule, Sizes
 from moerl.models.owned import hf_names
-from moerl.models.shards import merge, split
+from moerl.models.shards import cut_dim, merge, split
+from moerl.push_types import TensorSpec
 from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, holders, plan_transfers
 
 RECIPES = [
@@ -53,7 +54,7 @@ class Case:
 
     def num_shards_of(self, tensor: PlannedTensor) -> int:
         layout = self.config.train.layout
-        return 1 if not tensor.is_cut else layout.tp if tensor.expert is None else layout.etp
+        return 1 if tensor.cut_dim is None else layout.tp if tensor.expert is None else layout.etp
 
     def num_shards(self, rule: Rule) -> int:
         return self.config.train.layout.etp if rule.is_expert else self.config.train.layout.tp
@@ -155,11 +156,10 @@ def _planned(case: Case, name: str, shape: tuple[int, ...]) -> list[PlannedTenso
     stage = min(stage for stage, _ in case.holders[name])
     return [
         PlannedTensor(
-            name=hf_name,
-            num_bytes=2 * prod(whole),
+            spec=TensorSpec(name=hf_name, shape=whole, dtype="bfloat16"),
             stage=stage,
             expert=numbers.get("expert"),
-            is_cut=rule.shard != "replicated",
+            cut_dim=cut_dim(rule),
         )
         for hf_name, whole in _whole(case, name, shape)[: len(rule.hf)]
     ]
@@ -170,7 +170,7 @@ def _has(place: Place, tensor: PlannedTensor, shard: int, layout: Layout, num_ex
     if place.stage != tensor.stage:
         return False
     if tensor.expert is None:
-        return not tensor.is_cut or place.tensor == shard
+        return tensor.cut_dim is None or place.tensor == shard
     return place.expert == tensor.expert // (num_experts // layout.ep) and place.expert_tensor == shard
 
 

@@ -5,8 +5,9 @@ import asyncio
 import pytest
 from tiny_servers import until
 
-from moerl.push_types import Manifest
+from moerl.push_types import Manifest, Piece
 from moerl.types import EngineError, SamplingParams, VersionSpan, WeightError
+from moerl.weights.digest import tensor_digest
 from moerl.weights.spec import spec_of
 
 PROMPT = (5, 17, 3, 3, 42, 8, 11, 60, 1, 2, 29)
@@ -241,7 +242,9 @@ def test_a_push_without_a_pause_refuses_new_requests(run, served):
 
 def manifest_of(served, *, version, leave_out=""):
     specs = tuple(spec_of(name, tensor) for name, tensor in served.tensors.items() if name != leave_out)
-    return Manifest(version=version, tensors=specs)
+    digests = {spec.name: tensor_digest(served.tensors[spec.name]) for spec in specs}
+    pieces = {s.name: (Piece(start=(0,) * len(s.shape), shape=s.shape, ranks=(0,), digest=digests[s.name]),) for s in specs}
+    return Manifest(version=version, tensors=specs, pieces=pieces)
 
 
 def test_a_manifest_of_another_model_is_refused_and_leaves_the_server_stale(run, served):

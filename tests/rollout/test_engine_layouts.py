@@ -21,7 +21,7 @@ def left_in_memory() -> set[str]:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("layout", [ServerLayout(gpus=2), ServerLayout(gpus=2, dp=2)], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("layout", [ServerLayout(gpus=2), ServerLayout(gpus=2, dp=2, ep=2)], ids=["tp2", "dp2-ep2"])
 def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, layout):
     checkpoint, before = checkpoints["moe"], left_in_memory()
     engine = native_engine("sglang-moe", checkpoint, tmp_path, layout=layout)

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.push_types import Bucket, Manifest, Transport
+from moerl.push_types import Transport
 from moerl.rollout.build import build_engines
 from moerl.rollout.engine import EngineHealth, RolloutEngine
 from moerl.rollout.fake import FakeEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
 from moerl.types import RouteShape
-from moerl.weights.send import WeightSender
+from moerl.weights.local import LocalSource
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
@@ -67,43 +67,25 @@ class Checkpoint:
     """As the checkpoint file names them."""
 
 
-class Source:
-    """The trainer's side of a push: the tensors of one version at a time. `damaged` names a tensor whose digest is announced wrongly."""
+class Source(LocalSource):
+    """The trainer's side of a push: the tensors of one version. `damaged` names a tensor whose digest is announced wrongly."""
 
-    def __init__(self, tensors: Tensors, version: int, *, damaged: str = ""):
-        self.tensors, self.version, self.damaged = tensors, version, damaged
+    def __init__(self, tensors: Tensors, *, damaged: str = ""):
+        super().__init__(lambda: tensors, bucket_bytes=20_000, timeout_seconds=20)
+        self.damaged = damaged
 
-    async def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in self.tensors.items()))
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        self.sender = WeightSender(transport, bucket_bytes=20_000, timeout_seconds=20)
-        return self.sender.listen(num_receivers)
-
-    async def connect(self) -> None:
-        await asyncio.to_thread(self.sender.connect)
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self.items = iter(self.tensors.items())
-        bucket = self.sender.pack(index, self.items)
-        for entry in () if bucket is None else bucket.entries:
-            if entry.name == self.damaged:
-                object.__setattr__(entry, "digest", "0" * 32)
-        return bucket
-
-    async def transmit(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.sender.transmit, bucket)
-
-    async def abandon(self) -> None: ...
+    async def digests(self) -> Mapping[int, Sequence[str]]:
+        names = [entry.name for bucket in self.sender._job for entry in bucket.entries]
+        found = (await super().digests())[0]
+        return {0: ["0" * 32 if name == self.damaged else digest for name, digest in zip(names, found, strict=True)]}
 
 
 async def push(engine: RolloutEngine, tensors: Tensors, version: int, *, transport: Transport = "shm", damaged: str = "") -> None:
-    source = Source(tensors, version, damaged=damaged)
+    source = Source(tensors, damaged=damaged)
     try:
         await WeightSync(source, {engine.name: engine.receiver()}, transport=transport, settle_seconds=25).push(version)
     finally:
-        source.sender.close()
+        source.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,9 @@ import psutil
 import pytest
 from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, rows, shared_memory
 
+from moerl.train.checkpoint import newest
+from moerl.train.checkpoint_check import read_state
+
 OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05", "rollout.max_restarts=0", DIGIT)
 STEPS = list(range(1, 11))
 SECONDS = 120
@@ -39,6 +42,8 @@ class Ended:
     stderr: str
     rows: list[dict[str, float]]
     """Of metrics.jsonl at that time, without what a clock measured."""
+    saved: int
+    """Step of the newest checkpoint at that time."""
 
 
 def go(output_dir: Path, stop: Stop | None = None) -> Ended:
@@ -64,6 +69,7 @@ def go(output_dir: Path, stop: Stop | None = None) -> Ended:
         stdout="".join(printed),
         stderr=process.communicate()[1],
         rows=rows(output_dir),
+        saved=read_state(newest(output_dir / SYNC / "checkpoints"))["version"],
     )
 
 
@@ -165,7 +171,11 @@ def test_the_summary_says_how_the_run_ended(stopped, how, word):
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "end"])
 def test_an_interrupted_run_complains_about_nothing(stopped, how):
     noise = [line for line in stopped[1][how].stderr.splitlines() if line and "Writing model shards" not in line]
-    assert noise == []
+    assert noise == (["moerl: stopped: SIGTERM; the same command continues the run"] if how == "SIGTERM" else [])
+
+
+def test_a_run_that_got_sigterm_has_saved_its_last_step(stopped):
+    assert stopped[1]["SIGTERM"].saved == stopped[1]["SIGTERM"].rows[-1]["step"]
 
 
 def test_a_killed_rank_is_named_with_what_it_did(stopped):

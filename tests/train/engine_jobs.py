@@ -85,7 +85,7 @@ def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepSta
 def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], list[TensorSpec]]:
     """Write every exported tensor; the bridge's names and the engine's specs of them."""
     engine = new_engine(settings)
-    names, specs = engine.model.bridge.names(), engine.tensor_specs()
+    names, specs = engine.model.bridge.names(), engine.pushed.specs()
     if dist.get_rank() == 0:
         write_shards(engine.export(), directory, shard_bytes=20_000)
     else:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from moerl.config.schema import GRPOConfig
 from moerl.push_types import TensorSpec
 from moerl.train.settings import EngineSettings
 from moerl.types import StepStats, TrainBatch
+from moerl.weights.deliveries import stored_specs
+from moerl.weights.fleet_plan import plan_deliveries
+from moerl.weights.spec import box_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,8 @@ class Proof:
     """The same, each in a row of its own, padded to the longest."""
     wrong_names: list[str]
     """Tensors that the export lacks, adds or changes."""
+    wrong_pieces: list[str]
+    """Pieces that a rank would send in a push and that are not the checkpoint's, with the rank; tensors whose pieces are not all of it."""
     pushed: list[TensorSpec]
     """What a push would bring."""
     stats: StepStats
@@ -43,9 +49,9 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
         engine = MegatronEngine(settings)
         is_cut = settings.train.layout.cp > 1
         packed, padded = ([], []) if is_cut else (packed_logits(engine, batch), _padded_logits(engine, batch))
-        wrong, pushed = wrong_names(engine, settings), engine.tensor_specs()
+        wrong, pieces, pushed = wrong_names(engine, settings), wrong_pieces(engine, settings), engine.pushed.specs()
         stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
-        proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong, pushed=pushed, stats=stats))
+        proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong, wrong_pieces=pieces, pushed=pushed, stats=stats))
     return proofs
 
 
@@ -115,3 +121,21 @@ def wrong_names(engine: Any, settings: EngineSettings) -> list[str]:
     both = original.keys() & exported.keys()
     changed = {name for name in both if exported[name].dtype != original[name].dtype or not exported[name].equal(original[name])}
     return sorted((original.keys() ^ exported.keys()) | changed)
+
+
+def wrong_pieces(engine: Any, settings: EngineSettings) -> list[str]:
+    """Every rank compares what it would send to a server of one process."""
+    outline = engine.pushed.outline(bucket_bytes=3000)
+    specs = {spec.name: spec for spec in stored_specs(outline.tensors)}
+    found = plan_deliveries(outline, {"server": (tuple(specs),)})
+    original, rank = load_file(settings.model_dir / "model.safetensors"), dist.get_rank()
+    entries = [entry for bucket in found.jobs.get(rank, ()) for entry in bucket.entries]
+    pieces = [(entry, engine.pushed.read(entry.name, entry.start, entry.shape)) for entry in entries]
+    wrong = [f"{e.name} of {rank}" for e, piece in pieces if not piece.equal(box_of(original[e.name], e.start, e.shape))]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (wrong, [(entry.name, prod(entry.shape)) for entry in entries]))
+    sizes = dict.fromkeys(specs, 0)
+    for _, mine in everywhere:
+        for name, size in mine:
+            sizes[name] += size
+    return [*(name for names, _ in everywhere for name in names), *(name for name in specs if sizes[name] != original[name].numel())]

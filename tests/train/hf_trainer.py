@@ -21,22 +21,21 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from moerl.algorithms.base import Objective
-from moerl.push_types import Bucket, Manifest, TensorSpec, Transport
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import check, read_state
 from moerl.train.residency import Residency
 from moerl.train.settings import EngineSettings
 from moerl.types import SavedCheckpoint, StepStats, TrainBatch
-from moerl.weights.send import WeightSender
+from moerl.weights.local import LocalSource
 
 _STATE = "state.pt"
 
 
 class HFTrainGroup:
     def __init__(self, settings: EngineSettings, *, checkpoint_dir: Path, keep: int = 2, bucket_bytes: int = 2**20):
-        self._settings, self._checkpoint_dir, self._keep, self._bucket_bytes = settings, checkpoint_dir, keep, bucket_bytes
+        self._settings, self._checkpoint_dir, self._keep = settings, checkpoint_dir, keep
         self._dtype = getattr(torch, settings.train.dtype)
-        self._sender: WeightSender | None = None
+        self.weight_source = LocalSource(self._export, bucket_bytes=bucket_bytes)
         self._residency = Residency("none", move=lambda before, after: None, measure=dict)
         self._saved: list[SavedCheckpoint] = []
 
@@ -82,8 +81,7 @@ class HFTrainGroup:
         return saved
 
     async def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        self.weight_source.close()
 
     # -- the two verbs of a step -------------------------------------------------------------------------------
 
@@ -168,41 +166,13 @@ class HFTrainGroup:
             files = sorted(Path(directory).glob("*.safetensors"))
             return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
+    def _export(self) -> dict[str, Tensor]:
         dtype = getattr(torch, self._settings.export_dtype)
         with self._residency.running("export"):
-            for name, tensor in self.weights().items():
-                yield name, tensor.to(dtype)
+            return {name: tensor.to(dtype) for name, tensor in self.weights().items()}
 
     async def host(self) -> str:
         return "localhost"
-
-    async def manifest(self, version: int) -> Manifest:
-        dtype = self._settings.export_dtype
-        tensors = (TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype) for name, tensor in self._export())
-        return Manifest(version=version, tensors=tuple(tensors))
-
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        self._sender = WeightSender(transport, bucket_bytes=self._bucket_bytes)
-        return self._sender.listen(num_receivers)
-
-    async def connect(self) -> None:
-        assert self._sender is not None
-        self._sender.connect()
-
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self._exporting = self._export()
-        assert self._sender is not None
-        return self._sender.pack(index, self._exporting)
-
-    async def transmit(self, bucket: Bucket) -> None:
-        assert self._sender is not None
-        self._sender.transmit(bucket)
-
-    async def abandon(self) -> None:
-        for _ in self._exporting:
-            pass
 
 
 class _WiderFloats(TorchFunctionMode):

@@ -159,6 +159,11 @@ def test_loading_and_exporting_gives_the_checkpoint_back_bit_by_bit(name, layout
     assert proofs(layout)[name].wrong_names == []
 
 
+@pytest.mark.parametrize(("name", "layout"), PROVEN)
+def test_the_pieces_that_ranks_send_in_a_push_are_the_checkpoint_s_and_make_up_every_tensor(name, layout, proofs):
+    assert proofs(layout)[name].wrong_pieces == []
+
+
 @pytest.mark.parametrize(("name", "layout"), [case for case in PROVEN if case[1] != "one"])
 def test_an_update_equals_that_of_one_process_with_the_loss_of_multi_token_prediction(name, layout, proofs):
     found, wanted = (proofs(under)[name].stats for under in (layout, "one"))

@@ -1,7 +1,6 @@
 """What the driver hears when ranks fail: real ranks as Ray actors, killed and stopped."""
 
 import asyncio
-import itertools
 import os
 import signal
 from dataclasses import replace
@@ -16,6 +15,8 @@ from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import ResidencyError, TrainError
+from moerl.weights.deliveries import stored_specs
+from moerl.weights.fleet_plan import plan_deliveries
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 
@@ -63,19 +64,33 @@ def run_with(cluster, checkpoints, tmp_path):
     return run
 
 
-async def pack_the_rest(group):
-    for index in itertools.count(1):
-        if await group.next_bucket(index) is None:
-            return
+async def start_push(group):
+    """The ranks know what they send, and have digested it; their jobs."""
+    source = group.weight_source
+    outline = await source.outline()
+    names = tuple(spec.name for spec in stored_specs(outline.tensors))
+    found = plan_deliveries(outline, {"server": (names,)})
+    await source.listen("shm", found.jobs)
+    await source.digests()
+    return found.jobs
 
 
-def test_a_rank_that_dies_during_a_push_is_named_although_another_one_sends(run_with):
+async def pack_all(group, jobs):
+    for rank, job in jobs.items():
+        for bucket in job:
+            assert (await group.weight_source.pack(rank, bucket.index)).num_bytes == bucket.num_bytes
+    await group.weight_source.finish()
+
+
+def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collective(run_with):
     async def scenario(group, pids):
-        await group.listen("shm", 1)
-        assert (await group.next_bucket(0)).index == 0
+        jobs = await start_push(group)
+        assert set(jobs) == {0, 1}
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(TrainError, match=r"^rank 1 failed in join_export:\n.*actor died"):
-            await pack_the_rest(group)
+        assert (await group.weight_source.pack(0, 0)).index == 0
+        with pytest.raises(TrainError, match=r"^rank 1 failed in pack:\n.*actor died"):
+            await group.weight_source.pack(1, 0)
+        assert (await group.weight_source.pack(0, 1)).index == 1
 
     run_with(scenario)
 
@@ -100,9 +115,7 @@ def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
             await group.update(BATCH, SFT(), lr=1e-3)
         async with group.awake():
             stats = await group.update(BATCH, SFT(), lr=1e-3)
-            await group.listen("shm", 1)
-            assert (await group.next_bucket(0)).index == 0
-            await pack_the_rest(group)
+            await pack_all(group, await start_push(group))
             await group.save(1, {})
         async with group.awake():
             assert await group.load() == (1, {"version": 1})

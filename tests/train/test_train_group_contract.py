@@ -4,7 +4,7 @@ import asyncio
 import os
 from contextlib import nullcontext
 from dataclasses import fields
-from itertools import count
+from functools import partial
 from math import isfinite
 
 import numpy as np
@@ -18,11 +18,13 @@ from moerl.config.layout import Layout
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.push_types import TensorSpec, TransportOffer
+from moerl.push_types import TensorSpec
 from moerl.train.fake import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ResidencyError
+from moerl.types import ResidencyError, WeightError
+from moerl.weights.deliveries import stored_specs
 from moerl.weights.receive import WeightSession
+from moerl.weights.sync import WeightSync
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
 OBJECTIVE, BATCH = GRPO(GRPOConfig(kl_coefficient=0.1)), random_batch()
@@ -86,29 +88,32 @@ async def update(group, batch=BATCH):
     return await group.update(given, OBJECTIVE, lr=LR)
 
 
+class Received:
+    """What a rollout server does with a push, for every tensor of the trainer; a WeightReceiver."""
+
+    def __init__(self, specs):
+        self.tensors = {}
+        self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
+        for step in ("connect", "begin", "install", "finish"):
+            setattr(self, step, partial(asyncio.to_thread, getattr(self._session, step)))
+
+    async def needs(self):
+        return (self._session.needs,)
+
+    def _load(self, name, tensor):
+        self.tensors[name] = tensor.clone()
+        return self.tensors[name]
+
+
+async def receiver_for(group):
+    return Received(stored_specs((await group.weight_source.outline()).tensors))
+
+
 async def pushed(group, version):
     """Every tensor of one push by name, received and verified as a rollout server does."""
-    manifest, tensors = await group.manifest(version), {}
-
-    def install(name, tensor):
-        tensors[name] = tensor.clone()
-        return tensors[name]
-
-    session = WeightSession({spec.name: spec for spec in manifest.tensors}, install)
-    try:
-        session.connect(TransportOffer(transport="shm", address=await group.listen("shm", 1)))
-        await group.connect()
-        session.begin(manifest)
-        for index in count():
-            bucket = await group.next_bucket(index)
-            if bucket is None:
-                break
-            await group.transmit(bucket)
-            session.install(bucket)
-        session.finish(version)
-    finally:
-        session.close()
-    return tensors
+    receiver = await receiver_for(group)
+    await WeightSync(group.weight_source, {"server": receiver}, transport="shm").push(version)
+    return receiver.tensors
 
 
 def test_every_token_has_a_logprob_of_the_current_weights(served):
@@ -175,13 +180,17 @@ def test_a_push_brings_exactly_the_tensors_of_the_manifest_as_they_are_after_the
     assert any(not before[name].equal(after[name]) for name in before)
 
 
-def test_a_push_that_was_abandoned_leaves_the_trainer_ready_for_everything(served):
+async def fail(*_):
+    raise WeightError("no more")
+
+
+def test_a_push_that_failed_leaves_the_trainer_ready_for_everything(served):
     async def scenario(group, _):
         before = await pushed(group, 1)
-        await group.listen("shm", 1)
-        await group.connect()
-        assert await group.next_bucket(0) is not None
-        await group.abandon()
+        receiver = await receiver_for(group)
+        receiver.finish = receiver.install = fail
+        with pytest.raises(WeightError, match="no more"):
+            await WeightSync(group.weight_source, {"server": receiver}, transport="shm").push(2)
         assert (await group.logprobs(BATCH)).shape == BATCH.token_ids_T.shape
         return before, await pushed(group, 1)
 

@@ -1,129 +1,92 @@
 """Pushes from two expert-parallel trainer ranks to a real server, with faults injected between the ranks' parameters and the server's."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from push_ranks import Ranks, Tensors, follow, new_worker
 
-from moerl.config.schema import WeightsConfig
-from moerl.push_types import Bucket, Manifest, Origin, Transport
+from moerl.push_types import Bucket
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.train.settings import EngineSettings
+from moerl.train.worker import TrainWorker
 from moerl.types import TrainBatch, WeightError
 from moerl.weights.canary import run_canary
-from moerl.weights.digest import tensor_digest
+from moerl.weights.spec import box_of
 from moerl.weights.sync import WeightSync
 
-Tensors = dict[str, torch.Tensor]
-Fault = Callable[[Tensors, Tensors], Tensors]
-"""(what the export gives, what it gave for the version before) -> what it gives instead."""
+Fault = Callable[[str, Tensors, Tensors], torch.Tensor | None]
+"""(name, all tensors, all tensors of the version before) -> what is packed as the tensor; None: nothing, the sender drops it."""
 
 PROMPTS = ((1, 2, 3), (4,), (5, 6))
 
 
-class Ranks:
-    """Rank 0's view of all: a WeightSource over the verbs of real training workers, and a log-prob function."""
+class FaultyWorker(TrainWorker):
+    """What it packs passes `fault` first; what it digests does not."""
 
-    def __init__(self, worker: Any):
-        self.worker = worker
-        self.last: Tensors = {}
-        self.fault: Fault = lambda tensors, last: tensors
-
-    def everywhere(self, verb: str, *arguments: Any) -> None:
-        """The other ranks run it; so must this one."""
-        dist.broadcast_object_list([(verb, arguments)], src=0)
+    faults: dict[str, Fault] = {}
+    fault = ""
+    values: Tensors = {}
+    last: Tensors = {}
 
     def change_weights(self) -> None:
-        self.everywhere("change_weights")
-        change_weights(self.worker)
+        """As an update would, and equally on ranks that hold the same. Collective."""
+        with torch.no_grad():
+            for number, tensor in enumerate(self._engine.model.bridge.tensors()):
+                tensor.mul_(1 + 0.001 * (number + 1))
+        everything = [{name: tensor.clone() for name, tensor in self._engine.export(with_mtp=False)}]
+        dist.broadcast_object_list(everything, src=0)
+        self.last, self.values = self.values, everything[0]
 
-    async def logprobs(self, batch: TrainBatch) -> np.ndarray:
-        self.everywhere("logprobs", batch, False)
-        return self.worker.logprobs(batch, False)
+    def set_fault(self, name: str) -> None:
+        self.fault = name
 
-    async def manifest(self, version: int) -> Manifest:
-        self.everywhere("manifest", version)
-        return self.worker.manifest(version)
+    def hide(self, hidden: str) -> None:
+        """A bridge that does not know this tensor; "" brings it back."""
+        bridge = self._engine.model.bridge
+        bridge.__dict__.pop("parts", None)
+        parts = bridge.parts
+        if hidden:
+            bridge.parts = lambda dtype: [part for part in parts(dtype) if part.name != hidden]
 
-    async def listen(self, transport: Transport, num_receivers: int) -> str:
-        return self.worker.listen(transport, num_receivers, WeightsConfig(bucket_bytes=2**14), "127.0.0.1", Path())
+    def pack(self, index: int) -> Bucket:
+        assert self._sender is not None
+        read = self._sender._read
+        self._sender._read = self._read_with_fault
+        try:
+            bucket = super().pack(index)
+        finally:
+            self._sender._read = read
+        return replace(bucket, entries=tuple(entry for entry in bucket.entries if self._packed(entry.name) is not None))
 
-    async def connect(self) -> None:
-        await asyncio.to_thread(self.worker.connect)
+    def _packed(self, name: str) -> torch.Tensor | None:
+        return self.faults[self.fault](name, self.values, self.last) if self.fault else self.values[name]
 
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self.everywhere("join_export")
-        return self.worker.next_bucket(index)
-
-    async def transmit(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.worker.transmit, bucket)
-
-    async def abandon(self) -> None:
-        self.worker.drop_export()
-
-    def inject_into_export(self) -> None:
-        """What the export gives passes `fault` before it is packed."""
-        export = self.worker._engine.export
-
-        def damaged(**options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            tensors = dict(export(**options))
-            self.last, last = {name: tensor.clone() for name, tensor in tensors.items()}, self.last
-            yield from self.fault(tensors, last).items()
-
-        self.worker._engine.export = damaged
-
-
-def change_weights(worker: Any) -> None:
-    """As an update would, and equally on ranks that hold the same."""
-    with torch.no_grad():
-        for number, tensor in enumerate(worker._engine.model.bridge.tensors()):
-            tensor.mul_(1 + 0.001 * (number + 1))
-
-
-def new_worker(settings: EngineSettings) -> Any:
-    from engine_jobs import new_engine
-
-    from moerl.train.worker import TrainWorker
-
-    worker = TrainWorker(dist.get_rank(), dist.get_world_size())
-    worker._engine = new_engine(settings)
-    return worker
-
-
-def follow(worker: Any) -> None:
-    """Ranks other than 0: run what rank 0 asks for until it says "end"."""
-    while True:
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, src=0)
-        verb, arguments = message[0]
-        if verb == "end":
-            return
-        if verb == "change_weights":
-            change_weights(worker)
-        else:
-            getattr(worker, verb)(*arguments)
+    def _read_with_fault(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        packed = self._packed(name)
+        return box_of(self.values[name] if packed is None else packed, start, shape)
 
 
 def faults_of_pushes(
     settings: EngineSettings, exported: dict[str, Fault], served: dict[str, str], hidden: str, command: Sequence[str], fault_file: Path
 ) -> dict[str, str]:
-    """What a push says with each fault, on rank 0; "" if it succeeds. `exported`: faults of the trainer's export; `served`: of the server.
+    """What a push says with each fault, on rank 0; "" if it succeeds. `exported`: faults of the trainer's ranks; `served`: of the server.
 
-    "hidden": with the tensor `hidden` left out of names, origins and export. "none": without any fault.
+    "hidden": with the tensor `hidden` unknown to the trainer. "none": without any fault.
     """
-    worker = new_worker(settings)
+    worker = new_worker(settings, FaultyWorker)
+    worker.faults = exported
     if dist.get_rank() != 0:
         follow(worker)
         return {}
     ranks = Ranks(worker)
-    ranks.inject_into_export()
     found = asyncio.run(_push_all(ranks, exported, served, hidden, command, fault_file))
-    ranks.everywhere("end")
+    dist.broadcast_object_list([(None, "end", ())], src=0)
     return found
 
 
@@ -135,18 +98,15 @@ async def _push_all(
     try:
         await engine.start()
         case = _Pushes(ranks, engine, fault_file)
-        for name, fault in exported.items():
-            ranks.fault = fault
+        for name in exported:
+            ranks.ask(None, "set_fault", name)
             found[name] = await case.with_fault()
         for name, text in served.items():
             fault_file.write_text(text)  # noqa: ASYNC240  # nothing else runs meanwhile
             found[name] = await case.with_fault()
-        bridge = ranks.worker._engine.model.bridge
-        names, originals = bridge.names, bridge.originals
-        bridge.names = lambda **options: [name for name in names(**options) if name != hidden]
-        bridge.originals = lambda dtype: (item for item in originals(dtype) if item[0] != hidden)
-        ranks.fault = lambda tensors, last: {name: tensor for name, tensor in tensors.items() if name != hidden}
-        found["hidden"] = await case.with_fault(lambda: bridge.__dict__.update(names=names, originals=originals))
+        ranks.ask(None, "hide", hidden)
+        case.connect_anew()
+        found["hidden"] = await case.with_fault()
         found["none"] = await case.with_fault()
     finally:
         await engine.close()
@@ -156,35 +116,35 @@ async def _push_all(
 class _Pushes:
     def __init__(self, ranks: Ranks, engine: HTTPEngine, fault_file: Path):
         self._ranks, self._engine, self._fault_file, self._version = ranks, engine, fault_file, 0
-        self._sync = WeightSync(ranks, {engine.name: engine.receiver()}, transport="shm", settle_seconds=25)
+        self.connect_anew()
 
-    async def with_fault(self, mend: Callable[[], object] = lambda: None) -> str:
+    def connect_anew(self) -> None:
+        receivers = {self._engine.name: self._engine.receiver()}
+        self._sync = WeightSync(self._ranks.source(), receivers, transport="shm", settle_seconds=25)
+
+    async def with_fault(self) -> str:
         """What the next push, or its canary, says; then the fault is mended, and a push of changed weights must succeed."""
         message = ""
         try:
             await self._push()
         except WeightError as error:
             message = str(error)
-        self._ranks.fault = lambda tensors, last: tensors
+        self._ranks.ask(None, "set_fault", "")
+        self._ranks.ask(None, "hide", "")
         self._fault_file.write_text("none")
-        mend()
         await self._push()
         return message
 
     async def _push(self) -> None:
         self._version += 1
-        self._ranks.change_weights()
+        self._ranks.ask(None, "change_weights")
         await self._sync.push(self._version)
         await self._canary()
 
     def _canary(self) -> Awaitable[object]:
         version = self._version
-        return run_canary([self._engine], self._ranks.logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version)
+        return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version)
 
-
-def origins_and_exported_digests(settings: EngineSettings) -> tuple[dict[str, Origin], dict[str, str]]:
-    from engine_jobs import new_engine
-
-    engine = new_engine(settings)
-    origins = engine.origins()
-    return origins, {name: tensor_digest(tensor) for name, tensor in engine.export(with_mtp=False)}
+    async def _logprobs(self, batch: TrainBatch) -> np.ndarray:
+        found: list[Any] = self._ranks.ask(None, "logprobs", batch, False)
+        return found[0]

@@ -1,17 +1,20 @@
-"""Real processes for the weight tests: a WeightSession or a WeightSender behind a pipe, and the trainer's side over a sender."""
+"""Real processes for the weight tests: a WeightSession or a WeightSender behind a pipe, and a trainer of one process."""
 
 import asyncio
 import multiprocessing
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Collection, Mapping
 from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.push_types import Bucket, Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, Transport, TransportOffer
 from moerl.types import EngineError, WeightError
+from moerl.weights.deliveries import Job, manifest_of
 from moerl.weights.digest import tensor_digest
+from moerl.weights.fleet_plan import plan_deliveries
+from moerl.weights.local import LocalSource
 from moerl.weights.receive import WeightSession
-from moerl.weights.send import WeightSender
 from moerl.weights.spec import spec_of, torch_dtype
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -32,9 +35,18 @@ SPECS = {name: spec_of(name, tensor) for name, tensor in MODEL.items()}
 class Engine:
     """A model that starts as zeros, and its session. The loader damages tensor `damages`, and fails on tensor `fails_on`."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec] = SPECS, *, damages: str = "", fails_on: str = "", timeout_seconds: float = 10.0):
-        self.tensors = {name: torch.zeros(spec.shape).to(torch_dtype(spec)) for name, spec in specs.items()}
-        self.session = WeightSession(specs, self.load, read=self.tensors.__getitem__, timeout_seconds=timeout_seconds)
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec] = SPECS,
+        *,
+        needs: Collection[str] | None = None,
+        damages: str = "",
+        fails_on: str = "",
+        timeout_seconds: float = 10.0,
+    ):
+        held = specs if needs is None else needs
+        self.tensors = {name: torch.zeros(specs[name].shape).to(torch_dtype(specs[name])) for name in held}
+        self.session = WeightSession(specs, self.load, needs=needs, read=self.tensors.__getitem__, timeout_seconds=timeout_seconds)
         self.damages, self.fails_on = damages, fails_on
 
     def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,8 +57,17 @@ class Engine:
             self.tensors[name].view(torch.uint8).reshape(-1)[0] ^= 1
         return self.tensors[name]
 
+    def names(self) -> tuple[str, ...]:
+        return self.session.needs
+
+    def damage(self, name: str) -> None:
+        self.damages = name
+
     def digests(self) -> dict[str, str]:
         return {name: tensor_digest(tensor) for name, tensor in self.tensors.items()}
+
+    async def needs(self) -> Needs:
+        return (self.session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:
         await asyncio.to_thread(self.session.connect, offer)
@@ -66,19 +87,24 @@ class EngineProcess:
 
     def __init__(self, **engine_arguments: object):
         self._pipe, theirs = CONTEXT.Pipe()
+        self._one_at_a_time = threading.Lock()
         self.process = CONTEXT.Process(target=_serve_engine, args=(theirs, engine_arguments), daemon=True)
         self.process.start()
         theirs.close()
 
     def call(self, step: str, *arguments: object) -> object:
         try:
-            self._pipe.send((step, arguments))
-            result = self._pipe.recv()
+            with self._one_at_a_time:
+                self._pipe.send((step, arguments))
+                result = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise EngineError(f"server process {self.process.pid} died") from error
         if isinstance(result, BaseException):
             raise result
         return result
+
+    async def needs(self) -> Needs:
+        return (await asyncio.to_thread(self.call, "names"),)
 
     async def connect(self, offer: TransportOffer) -> None:
         await asyncio.to_thread(self.call, "connect", offer)
@@ -106,60 +132,44 @@ def _serve_engine(pipe: Connection, engine_arguments: dict) -> None:
             step, arguments = pipe.recv()
         except EOFError:
             return
-        target = engine if step == "digests" else engine.session
+        target = engine if step in ("digests", "names", "damage") else engine.session
         try:
             pipe.send(getattr(target, step)(*arguments))
         except WeightError as error:
             pipe.send(error)
 
 
-def serve_sender(pipe: Connection) -> None:
-    """Packs MODEL into one shm bucket, sends it over the pipe and waits to be ended."""
-    sender = WeightSender("shm", bucket_bytes=2**20)
-    pipe.send(sender.pack(0, iter(MODEL.items())))
-    pipe.recv()
-
-
-class Source:
-    """The trainer's side: a WeightSource over a real WeightSender."""
+class Source(LocalSource):
+    """The trainer's side, whose `model` may be changed between pushes."""
 
     def __init__(
         self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, timeout_seconds: float = 10.0, **sender: object
     ):
         self.model = dict(model)
-        self.num_listens = self.num_abandoned = 0
-        self._options = {"bucket_bytes": bucket_bytes, "timeout_seconds": timeout_seconds, **sender}
-        self._sender: WeightSender | None = None
-        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self.num_listens = 0
+        super().__init__(lambda: self.model, bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds, **sender)
 
-    @property
-    def sender(self) -> WeightSender:
-        assert self._sender is not None
-        return self._sender
-
-    async def manifest(self, version: int) -> Manifest:
-        return Manifest(version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in self.model.items()))
-
-    async def listen(self, transport: str, num_receivers: int) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
         self.num_listens += 1
-        self.close()
-        self._sender = WeightSender(transport, **self._options)
-        return self.sender.listen(num_receivers)
+        return await super().listen(transport, jobs)
 
-    async def connect(self) -> None:
-        await asyncio.to_thread(self.sender.connect)
 
-    async def next_bucket(self, index: int) -> Bucket | None:
-        if index == 0:
-            self._tensors = iter(self.model.items())
-        return self.sender.pack(index, self._tensors)
+def first_push(source: Source, transport: Transport = "shm", *, version: int = 1, readers: int = 1) -> tuple[Manifest, list[Bucket], str]:
+    """The manifest, the job of its sender, and its address, for readers that need everything."""
 
-    async def transmit(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.sender.transmit, bucket)
+    async def prepare() -> tuple[Manifest, list[Bucket], str]:
+        outline = await source.outline()
+        names = tuple(tensor.name for tensor in outline.tensors)
+        found = plan_deliveries(outline, {f"server{i}": (names,) for i in range(readers)})
+        address = await source.listen(transport, found.jobs)
+        return manifest_of(found, await source.digests(), version=version), list(found.jobs[0]), address
 
-    async def abandon(self) -> None:
-        self.num_abandoned += 1
+    return asyncio.run(prepare())
 
-    def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+
+def serve_sender(pipe: Connection) -> None:
+    """Packs MODEL into one shm bucket, sends it over the pipe and waits to be ended."""
+    source = Source(bucket_bytes=2**20)
+    manifest, _, _ = first_push(source)
+    pipe.send((manifest, source.sender.pack(0)))
+    pipe.recv()

@@ -34,6 +34,10 @@ def make_source(tmp_path):
         source.close()
 
 
+def entry_of(name, size):
+    return BucketEntry(name=name, start=(0,), shape=(size,), offset=0, num_bytes=size)
+
+
 def changed(source, name="layers.2.weight", row=7):
     source.model = {other: tensor.clone() for other, tensor in source.model.items()}
     source.model[name][row] += 1.0
@@ -72,16 +76,17 @@ def test_without_delta_every_push_is_whole(make_source):
     assert min(written) > WHOLE
 
 
-def test_one_bucket_is_on_disk_at_any_time_and_none_after_a_push(make_source, tmp_path):
+def test_two_buckets_are_on_disk_at_any_time_and_none_after_a_push(make_source, tmp_path):
     source, seen = make_source(), []
 
     class Watching(Engine):
         async def install(self, bucket):
-            seen.append([file.name for file in (tmp_path / "push").glob("push-*")])
+            seen.append(len(list((tmp_path / "push").glob("push-*"))))
             await super().install(bucket)
 
     asyncio.run(WeightSync(source, {"a": Watching(specs=LARGE_SPECS)}, transport="disk").push(1))
-    assert seen == [["push-000001-bucket-00000"], ["push-000001-bucket-00001"], ["push-000001-bucket-00002"], ["push-000001-bucket-00003"]]
+    assert len(seen) > 3
+    assert max(seen) <= 2
     assert list((tmp_path / "push").glob("push-*")) == []
     source.close()
     assert list((tmp_path / "push").iterdir()) == []
@@ -155,7 +160,7 @@ def test_one_server_that_does_not_see_it_stops_the_push_before_any_server_gets_a
             await super().connect(TransportOffer(transport="disk", address=offer.address + "-of-another-host"))
 
     engines = {"good": Counting(specs=LARGE_SPECS), "far": Elsewhere(specs=LARGE_SPECS)}
-    with pytest.raises(WeightError, match=r"(?s)at connecting by disk, 1 .*\* far: WeightError: .*does not see"):
+    with pytest.raises(WeightError, match=r"(?s)at connecting by disk.*\* far: WeightError: .*does not see"):
         asyncio.run(WeightSync(make_source(), engines, transport="disk").push(1))
     assert installed == []
 
@@ -182,7 +187,7 @@ def test_a_reader_that_missed_a_push_refuses_its_delta(tmp_path):
         sender.write(0, data)
         sender.end()
     path, _ = sender.write(0, data)
-    bucket = BucketOf(index=0, num_bytes=100, entries=(BucketEntry(name="a", offset=0, num_bytes=100, digest=""),), source=str(path))
+    bucket = BucketOf(sender=0, readers=(0,), index=0, num_bytes=100, entries=(entry_of("a", 100),), source=str(path))
     with pytest.raises(WeightError, match="changed since push 2, and the last one read here is 0"):
         reader.fetch(bucket)
 
@@ -195,13 +200,13 @@ def test_any_sequence_of_changes_arrives(tmp_path_factory, size, changes):
     sender = DiskSender(tmp_path_factory.mktemp("delta") / "push", delta=True)
     held = torch.zeros(size, dtype=torch.uint8)
     reader, data = DiskReader(sender.listen(), read=lambda name: held), torch.randint(0, 256, (size,)).to(torch.uint8)
-    entry = BucketEntry(name="a", offset=0, num_bytes=size, digest="")
+    entry = entry_of("a", size)
     for positions in changes:
         for position in positions:
             data[position % size] += 1
         path, num_written = sender.write(0, data)
         assert path.stat().st_size == num_written
-        held.copy_(reader.fetch(BucketOf(index=0, num_bytes=size, entries=(entry,), source=str(path))))
+        held.copy_(reader.fetch(BucketOf(sender=0, readers=(0,), index=0, num_bytes=size, entries=(entry,), source=str(path))))
         sender.end()
         assert torch.equal(held, data)
     sender.close()

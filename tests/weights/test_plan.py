@@ -9,19 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.layout import Layout
+from moerl.push_types import TensorSpec
 from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, holders, plan_transfers, readers
 from moerl.weights.schedule import bound_seconds, schedule
 
 EXPERTS = 8
 
 
+def planned(name: str, num_bytes: int, *, stage: int, expert: int | None, cut_dim: int | None) -> PlannedTensor:
+    return PlannedTensor(spec=TensorSpec(name=name, shape=(num_bytes,), dtype="uint8"), stage=stage, expert=expert, cut_dim=cut_dim)
+
+
 def tensors_of(stages: int, *, dense_bytes: int = 1000, expert_bytes: int = 400, experts: int = EXPERTS) -> list[PlannedTensor]:
     found = []
     for stage in range(stages):
-        found.append(PlannedTensor(name=f"{stage}.norm", num_bytes=7, stage=stage, expert=None, is_cut=False))
-        found.append(PlannedTensor(name=f"{stage}.attention", num_bytes=dense_bytes, stage=stage, expert=None, is_cut=True))
+        found.append(planned(f"{stage}.norm", 7, stage=stage, expert=None, cut_dim=None))
+        found.append(planned(f"{stage}.attention", dense_bytes, stage=stage, expert=None, cut_dim=0))
         for expert in range(experts):
-            found.append(PlannedTensor(name=f"{stage}.{expert}", num_bytes=expert_bytes, stage=stage, expert=expert, is_cut=True))
+            found.append(planned(f"{stage}.{expert}", expert_bytes, stage=stage, expert=expert, cut_dim=0))
     return found
 
 
@@ -97,10 +102,10 @@ def test_the_load_is_spread_over_ranks_that_hold_the_same():
 
 
 def test_holders_are_in_megatrons_order():
-    dense = PlannedTensor(name="a", num_bytes=1, stage=1, expert=None, is_cut=True)
+    dense = planned("a", 1, stage=1, expert=None, cut_dim=0)
     layout = Layout(ranks=16, tp=2, pp=2, cp=2, ep=2, etp=2)
     assert list(holders(dense, 1, layout, EXPERTS)) == [9, 11, 13, 15]
-    assert list(holders(replace(dense, is_cut=False), 0, layout, EXPERTS)) == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert list(holders(replace(dense, cut_dim=None), 0, layout, EXPERTS)) == [8, 9, 10, 11, 12, 13, 14, 15]
     assert list(holders(replace(dense, expert=5), 1, layout, EXPERTS)) == [11, 15]
     assert list(holders(replace(dense, expert=3, stage=0), 0, layout, EXPERTS)) == [0, 4]
 

@@ -3,25 +3,36 @@ from dataclasses import replace
 
 import pytest
 import torch
-from session_process import MODEL, SPECS, Engine
+from session_process import MODEL, SPECS, Engine, Source, first_push
 
-from moerl.push_types import Manifest, TensorSpec, TransportOffer
+from moerl.push_types import Manifest, Piece, TensorSpec, TransportOffer
 from moerl.types import WeightError
-from moerl.weights.send import WeightSender
+from moerl.weights.digest import tensor_digest
 
-MANIFEST = Manifest(version=4, tensors=tuple(SPECS.values()))
-
-
-@pytest.fixture
-def sender():
-    sender = WeightSender("shm", bucket_bytes=2**20)
-    yield sender
-    sender.close()
+PIECES = {
+    name: (Piece(start=(0,) * tensor.dim(), shape=tuple(tensor.shape), ranks=(0,), digest=tensor_digest(tensor)),)
+    for name, tensor in MODEL.items()
+}
+MANIFEST = Manifest(version=4, tensors=tuple(SPECS.values()), pieces=PIECES)
 
 
 @pytest.fixture
-def bucket(sender):
-    return sender.pack(0, iter(MODEL.items()))
+def source():
+    source = Source(bucket_bytes=2**20)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def bucket(source):
+    """All tensors."""
+    manifest, _, _ = first_push(source, version=4)
+    assert manifest.pieces == PIECES
+    return source.sender.pack(0)
+
+
+def without(bucket, name):
+    return replace(bucket, entries=tuple(entry for entry in bucket.entries if entry.name != name))
 
 
 def connected(**arguments):
@@ -38,7 +49,7 @@ def test_a_push_installs_every_tensor_and_its_version(bucket):
     assert engine.session.version is None
     engine.session.finish(4)
     assert engine.session.version == 4
-    assert engine.digests() == {entry.name: entry.digest for entry in bucket.entries}
+    assert engine.digests() == {name: piece.digest for name, (piece,) in PIECES.items()}
 
 
 def changed(**fields):
@@ -59,7 +70,7 @@ def changed(**fields):
 def test_a_manifest_of_another_model_is_refused(tensors, said):
     engine = connected()
     with pytest.raises(WeightError, match=said):
-        engine.session.begin(Manifest(version=1, tensors=tensors))
+        engine.session.begin(Manifest(version=1, tensors=tensors, pieces=PIECES))
 
 
 def test_a_loader_that_changes_one_bit_is_found(bucket):
@@ -69,10 +80,10 @@ def test_a_loader_that_changes_one_bit_is_found(bucket):
         engine.session.install(bucket)
 
 
-def test_bytes_damaged_on_the_way_are_found(sender, bucket):
+def test_bytes_damaged_on_the_way_are_found(source, bucket):
     engine = connected()
     engine.session.begin(MANIFEST)
-    sender._buffer.reserve(bucket.num_bytes)[bucket.entries[1].offset] ^= 1
+    source.sender._buffers[0].reserve(bucket.num_bytes)[bucket.entries[1].offset] ^= 1
     with pytest.raises(WeightError, match=bucket.entries[1].name):
         engine.session.install(bucket)
 
@@ -108,19 +119,20 @@ def test_the_loader_s_own_error_names_the_tensor(bucket):
         engine.session.install(bucket)
 
 
-def test_a_tensor_may_arrive_only_once(sender, bucket):
+def test_a_tensor_may_arrive_only_once(bucket):
     engine = connected()
     engine.session.begin(MANIFEST)
     engine.session.install(bucket)
-    with pytest.raises(WeightError, match="'embed.weight' arrived twice"):
+    with pytest.raises(WeightError, match=f"'{bucket.entries[0].name}' arrived twice"):
         engine.session.install(replace(bucket, index=1))
 
 
-def test_an_unknown_tensor_is_refused(sender):
+def test_an_unknown_tensor_is_refused(bucket):
     engine = connected()
     engine.session.begin(MANIFEST)
+    entry = replace(bucket.entries[0], name="lm_head.weight")
     with pytest.raises(WeightError, match="'lm_head.weight' is not a tensor of this model"):
-        engine.session.install(sender.pack(0, iter([("lm_head.weight", torch.ones(3))])))
+        engine.session.install(replace(bucket, entries=(entry,)))
 
 
 def test_an_entry_of_another_size_is_refused(bucket):
@@ -131,11 +143,11 @@ def test_an_entry_of_another_size_is_refused(bucket):
         engine.session.install(replace(bucket, entries=(entry,)))
 
 
-def test_an_incomplete_push_cannot_finish(sender):
+def test_an_incomplete_push_cannot_finish(bucket):
     engine = connected()
     engine.session.begin(MANIFEST)
-    engine.session.install(sender.pack(0, iter(list(MODEL.items())[:-1])))
-    with pytest.raises(WeightError, match="1 of 7 tensors never arrived: nothing"):
+    engine.session.install(without(bucket, "nothing"))
+    with pytest.raises(WeightError, match="1 of 7 tensors never arrived: nothing, trainer rank 0"):
         engine.session.finish(4)
     assert engine.session.version is None
 
@@ -149,11 +161,47 @@ def test_the_version_must_be_the_manifest_s(bucket):
     assert engine.session.version is None
 
 
-def test_a_skipped_bucket_is_found(bucket):
+def test_a_bucket_of_other_readers_is_left_alone(bucket):
     engine = connected()
     engine.session.begin(MANIFEST)
-    with pytest.raises(WeightError, match="bucket.index = 1: must be 0"):
-        engine.session.install(replace(bucket, index=1))
+    engine.session.install(replace(bucket, readers=(1, 2), source="/proc/self/nothing"))
+    engine.session.install(bucket)
+    engine.session.finish(4)
+
+
+def test_a_tensor_comes_in_pieces_and_is_loaded_when_it_is_whole(source):
+    source.model = {"embed.weight": MODEL["embed.weight"]}
+    source._bucket_bytes = 3000  # of 8448
+    manifest, job, _ = first_push(source)
+    assert [piece.start for piece in manifest.pieces["embed.weight"]] == [(0, 0), (22, 0), (43, 0)]
+    engine, loaded = connected(specs={"embed.weight": SPECS["embed.weight"]}), []
+    engine.session._load = lambda name, tensor: loaded.append(name) or engine.load(name, tensor)
+    engine.session.begin(manifest)
+    for index in range(len(job)):
+        assert loaded == []
+        engine.session.install(source.sender.pack(index))
+    engine.session.finish(1)
+    assert loaded == ["embed.weight"]
+    assert torch.equal(engine.tensors["embed.weight"], MODEL["embed.weight"])
+
+
+def test_a_manifest_whose_pieces_do_not_make_up_a_tensor_is_refused():
+    half = replace(PIECES["embed.weight"][0], shape=(32, 33))
+    with pytest.raises(WeightError, match=r"'embed.weight' \[64, 33\]: its pieces \(\[32, 33\] at \[0, 0\]\) do not make it up"):
+        connected().session.begin(replace(MANIFEST, pieces=PIECES | {"embed.weight": (half,)}))
+
+
+def test_a_process_installs_what_it_needs_and_no_more(bucket):
+    needs = ["embed.weight", "steps"]
+    engine = connected(needs=needs)
+    engine.session.begin(MANIFEST)
+    with pytest.raises(WeightError, match="arrived twice in one push, or where nobody needs it"):
+        engine.session.install(bucket)
+    engine.session.begin(MANIFEST)
+    entries = tuple(entry for entry in bucket.entries if entry.name in needs)
+    engine.session.install(replace(bucket, entries=entries))
+    engine.session.finish(4)
+    assert engine.digests() == {name: PIECES[name][0].digest for name in needs}
 
 
 def test_after_an_error_everything_is_refused_until_the_next_begin(bucket):
@@ -177,7 +225,7 @@ def test_a_refused_manifest_ends_the_served_version(bucket):
     engine.session.install(bucket)
     engine.session.finish(4)
     with pytest.raises(WeightError, match="missing"):
-        engine.session.begin(Manifest(version=5, tensors=()))
+        engine.session.begin(Manifest(version=5, tensors=(), pieces={}))
     assert engine.session.version is None
 
 
@@ -197,16 +245,16 @@ def test_close_is_safe_to_repeat_and_ends_the_push(bucket):
         engine.session.install(bucket)
 
 
-@pytest.mark.parametrize("source", ["/proc/0/fd/3", f"/proc/{os.getpid()}/fd/0"])
-def test_memory_that_cannot_be_mapped_names_the_remedy(bucket, source):
+@pytest.mark.parametrize("path", ["/proc/0/fd/3", f"/proc/{os.getpid()}/fd/0"])
+def test_memory_that_cannot_be_mapped_names_the_remedy(bucket, path):
     engine = connected()
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="weights.transport=gloo"):
-        engine.session.install(replace(bucket, source=source))
+        engine.session.install(replace(bucket, source=path))
 
 
 def test_a_bucket_larger_than_its_memory_is_refused(bucket):
     engine = connected()
     engine.session.begin(MANIFEST)
-    with pytest.raises(WeightError, match=r"holds 1048576 bytes, but the bucket has 1048577"):
-        engine.session.install(replace(bucket, num_bytes=2**20 + 1))
+    with pytest.raises(WeightError, match=rf"holds {bucket.num_bytes} bytes, but the bucket has {bucket.num_bytes + 1}"):
+        engine.session.install(replace(bucket, num_bytes=bucket.num_bytes + 1))

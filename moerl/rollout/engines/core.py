@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.types import FinishReason, SamplingParams, VersionSpan
 
 
@@ -39,6 +39,9 @@ class Core(Protocol):
         """Nothing runs then. No-op where there is no memory to give back."""
 
     async def wake(self) -> None: ...
+
+    def needs(self) -> Needs:
+        """Of WeightReceiver."""
 
     async def connect(self, offer: TransportOffer) -> None: ...
 

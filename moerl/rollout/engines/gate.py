@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, Literal
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.engines.core import Core, Sampled
 from moerl.rollout.hf.scheduler import Request
@@ -65,6 +65,9 @@ class Gate:
 
     def wake(self) -> "Future[None]":
         return self._submit(self._wake())
+
+    def needs(self) -> Needs:
+        return self._core.needs()
 
     def connect(self, offer: TransportOffer) -> None:
         """Blocks until the sender has joined."""

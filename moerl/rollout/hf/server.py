@@ -12,7 +12,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Outcome, Request
@@ -38,6 +38,8 @@ class Worker(Protocol):
     def wake(self) -> "Future[None]": ...
 
     def health(self) -> EngineHealth: ...
+
+    def needs(self) -> Needs: ...
 
     def connect(self, offer: TransportOffer) -> None: ...
 
@@ -77,6 +79,9 @@ def build_app(worker: Worker, limits: Limits) -> Starlette:
     async def health(request: HTTPRequest) -> Response:
         return _json(wire.HEALTH, worker.health())
 
+    async def needs(request: HTTPRequest) -> Response:
+        return _json(wire.NEEDS, worker.needs())
+
     async def connect(request: HTTPRequest) -> Response:
         await asyncio.to_thread(worker.connect, await _parse(request, wire.OFFER))
         return Response()
@@ -105,7 +110,8 @@ def build_app(worker: Worker, limits: Limits) -> Starlette:
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
     statuses = {BadRequest: 400, EngineUnavailable: wire.UNAVAILABLE, EngineError: 409, WeightError: 409, Exception: 500}
     handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in statuses.items()}
-    return Starlette(routes=[*routes, Route("/health", health, methods=["GET"])], exception_handlers=handlers)
+    routes += [Route("/health", health, methods=["GET"]), Route("/weights/needs", needs, methods=["GET"])]
+    return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def _generate(request: HTTPRequest, worker: Worker, body: wire.GenerateBody) -> Response:

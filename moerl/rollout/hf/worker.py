@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout.engine import EngineHealth, PauseMode
 from moerl.rollout.hf.scheduler import Request, Scheduler
 from moerl.types import EngineError, EngineUnavailable, WeightError
@@ -88,6 +88,9 @@ class Worker:
             num_waiting=self._scheduler.num_waiting,
             reason=self._stale,
         )
+
+    def needs(self) -> Needs:
+        return (self._session.needs,)
 
     def connect(self, offer: TransportOffer) -> None:
         """Blocks until the sender has joined; call it from a thread that may wait. The model is not touched."""

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from moerl.config.model_shape import read_config, shape_of_config
-from moerl.push_types import Bucket, Manifest, TransportOffer
+from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled
 from moerl.rollout.engines.options import Options
+from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.sglang import cpu, launch, scheduler
 from moerl.types import EngineError, Problem, RouteShape, SamplingParams, VersionSpan, WeightError
 
@@ -74,8 +76,6 @@ def _own_arguments(options: Options) -> dict[str, Any]:
 
 
 def _has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
@@ -95,6 +95,7 @@ class SGLangCore:
         self._engine, self._manager, self._routes = engine, engine.tokenizer_manager, routes
         self._num_groups = num_groups
         self._session_is_open = False
+        self._needs = scheduler.needs_of(engine.server_args, checkpoint_specs(Path(engine.server_args.model_path), torch.float32))
         self._in_flight: set[str] = set()
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
         self._unlink_loads()
@@ -140,6 +141,9 @@ class SGLangCore:
     async def wake(self) -> None:
         if self._engine.server_args.enable_memory_saver:
             await self._occupation("resume")
+
+    def needs(self) -> Needs:
+        return self._needs
 
     async def connect(self, offer: TransportOffer) -> None:
         await self._call("connect", wire.OFFER.dump_json(offer))

@@ -1,13 +1,16 @@
 """In the process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moerl.push_types import Needs
 from moerl.rollout import wire
+from moerl.rollout.engines.expert_share import needed_names
 from moerl.rollout.engines.installed import InstalledBytes
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.types import WeightError
@@ -35,6 +38,12 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
+
+
+def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
+    """Of all processes of a server, from the `names` of its model's tensors."""
+    names, size = tuple(names), server_args.tp_size
+    return tuple(needed_names(names, process=p, num_processes=size, expert_parallel=server_args.ep_size) for p in range(size))
 
 
 def _has_no_body(record: logging.LogRecord) -> bool:
@@ -83,9 +92,7 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     session = model.session
     if step == "connect":
         offer = wire.OFFER.validate_json(body)
-        if offer.transport == "gloo" and scheduler.tp_group.world_size > 1:
-            raise WeightError("weights.transport = gloo: reaches one process of a server only; a server with tp > 1 needs shm")
-        session.connect(offer)
+        session.connect(replace(offer, reader=offer.reader + scheduler.tp_rank, rank=offer.rank + scheduler.tp_rank))
     elif step == "begin":
         model.installed.begin()
         session.begin(wire.MANIFEST.validate_json(body))
@@ -105,7 +112,9 @@ class _Model:
         self._module: torch.nn.Module = runner.model
         self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
         self.installed = InstalledBytes(runner.model.load_weights)
-        self.session = WeightSession(checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype), self._load)
+        specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
+        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_rank]
+        self.session = WeightSession(specs, self._load, needs=needs)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._module.named_parameters()

@@ -1,0 +1,101 @@
+"""A run that is asked to end soon saves what it has trained first: after a signal, and before the time of its allocation is over.
+
+    stop = Stop(config.checkpoint.reserve_seconds, ends_at=...)
+    groups = await stop.unless(buffer.take(n))      RunStopped instead, at once, when the run is asked to end
+
+Rollouts are given up, since a continued run draws the same prompts again; an update that has begun is brought to its end.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from moerl.types import RunStopped
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONTINUE = 75
+"""Exit code: saved, start the same command again. EX_TEMPFAIL of sysexits.h."""
+
+
+class Stop:
+    """Made inside the event loop, by the task that it may cancel."""
+
+    def __init__(self, reserve_seconds: float, *, ends_at: float | None = None, now: Callable[[], float] = time.time):
+        """`ends_at`: when the machine is taken away, in seconds since 1970; None: unknown. `reserve_seconds`: for the last checkpoint."""
+        self._reserve_seconds, self._ends_at, self._now = reserve_seconds, ends_at, now
+        self._task = asyncio.current_task()
+        self._asked = asyncio.Event()
+        self._stopped: RunStopped | None = None
+        self._is_heeded = False
+        self._step_began: float | None = None
+        self._longest_step = 0.0
+
+    @property
+    def stopped(self) -> RunStopped | None:
+        """Why and how the run ends, once it was asked to."""
+        return self._stopped
+
+    def ask(self, reason: str, exit_code: int = CONTINUE) -> None:
+        """End soon; before the first step, when there is nothing to save, at once. Asking again changes nothing: schedulers send several
+        signals, and the second must not break off the save that the first one began."""
+        if self._stopped is not None:
+            return
+        self._stopped = RunStopped(reason, exit_code)
+        self._asked.set()
+        if self._is_heeded:
+            logger.warning("%s: the run saves its last step and ends", reason)
+        else:
+            assert self._task is not None
+            self._task.cancel()
+
+    async def unless(self, work: Awaitable[T]) -> T:
+        """`work`, which begins a step; RunStopped, with `work` cancelled, once the run is asked to end or has no time for another step."""
+        self._is_heeded = True
+        self._begin_step()
+        working, asked = asyncio.ensure_future(work), asyncio.create_task(self._until_asked())
+        try:
+            await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stopped is not None:
+                raise self._stopped
+            return working.result()
+        finally:
+            for task in (working, asked):
+                task.cancel()
+            await asyncio.gather(working, asked, return_exceptions=True)
+
+    def _begin_step(self) -> None:
+        now = self._now()
+        if self._step_began is not None:
+            self._longest_step = max(self._longest_step, now - self._step_began)
+        self._step_began = now
+        if self._stopped is None and self._ends_at is not None and now + self._longest_step > self._ends_at - self._reserve_seconds:
+            left, step = self._ends_at - now, self._longest_step
+            self.ask(f"{left:.0f} s left, {self._reserve_seconds:g} s of them for the last checkpoint; a step took up to {step:.0f} s")
+
+    async def _until_asked(self) -> None:
+        if self._ends_at is None:
+            await self._asked.wait()
+            return
+        seconds = self._ends_at - self._reserve_seconds - self._now()
+        try:
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await self._asked.wait()
+        except TimeoutError:
+            self.ask(f"{self._reserve_seconds:g} s left, which are for the last checkpoint")
+
+
+@contextmanager
+def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[Stop]:
+    """A Stop for the block; a cancellation that comes from it leaves as RunStopped."""
+    stop = Stop(reserve_seconds, ends_at=ends_at)
+    try:
+        yield stop
+    except asyncio.CancelledError:
+        if stop.stopped is None:
+            raise
+        raise stop.stopped from None

@@ -1,0 +1,14 @@
+"""Which tensors a process of an engine needs, when the engine spreads experts over its processes."""
+
+from collections.abc import Iterable
+
+from moerl.weights.spec import expert_of
+
+
+def needed_names(names: Iterable[str], *, process: int, num_processes: int, expert_parallel: int) -> tuple[str, ...]:
+    """All but experts of others. Neighbouring processes share experts, and those of each share are consecutive: the order of vLLM
+    and SGLang without redundant experts."""
+    names = tuple(names)
+    num_experts = 1 + max((expert for name in names if (expert := expert_of(name)) is not None), default=0)
+    share, size = process // (num_processes // expert_parallel), num_experts // expert_parallel
+    return tuple(name for name in names if (expert := expert_of(name)) is None or expert // size == share)

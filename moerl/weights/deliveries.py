@@ -1,0 +1,102 @@
+"""From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
+
+A bucket has pieces for the same readers, in the order of their tensors' names. What a plan passes on within a node is read by every GPU
+of the node where the first of them reads it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moerl.models.stacks import stack_of, stored_name
+from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec
+from moerl.types import WeightError
+from moerl.weights.plan import Plan, PlannedTensor
+
+ALIGNMENT = 64
+"""Of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
+
+Job = tuple[Bucket, ...]
+"""What one trainer rank sends in every push."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliveries:
+    tensors: tuple[TensorSpec, ...]
+    jobs: Mapping[int, Job]
+    """By trainer rank; only those that send."""
+
+
+def deliveries(plan: Plan, *, bucket_bytes: int) -> Deliveries:
+    """A piece larger than `bucket_bytes` travels alone."""
+    jobs: dict[int, list[Bucket]] = {}
+    for (sender, readers), parts in sorted(_by_readers(plan).items()):
+        mine = jobs.setdefault(sender, [])
+        for entries in _buckets([_entry(plan, part) for part in sorted(parts)], bucket_bytes):
+            size = entries[-1].offset + entries[-1].num_bytes
+            mine.append(Bucket(sender=sender, index=len(mine), num_bytes=size, entries=tuple(entries), readers=readers))
+    return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
+
+
+def manifest_of(found: Deliveries, digests: Mapping[int, Sequence[str]], *, version: int) -> Manifest:
+    """`digests`: by trainer rank, of its job's entries in their order. WeightError if ranks that hold the same do not agree."""
+    pieces: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
+    for sender, job in found.jobs.items():
+        entries = [entry for bucket in job for entry in bucket.entries]
+        for entry, digest in zip(entries, digests[sender], strict=True):
+            mine = Piece(start=entry.start, shape=entry.shape, ranks=(sender,), digest=digest)
+            other = pieces[entry.name].setdefault(entry.start, mine)
+            if other.digest != digest:
+                raise WeightError(
+                    f"tensor {entry.name!r} at {list(entry.start)}: trainer ranks {other.ranks[0]} and {sender} hold copies of it, "
+                    "and their bytes differ: the trainer's replicas have diverged; resume from a checkpoint"
+                )
+            if sender not in other.ranks:
+                pieces[entry.name][entry.start] = replace(other, ranks=(*other.ranks, sender))
+    return Manifest(version=version, tensors=found.tensors, pieces={name: tuple(boxes.values()) for name, boxes in pieces.items()})
+
+
+def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
+    """As checkpoints hold them: stacks whole."""
+    num_parts = Counter(stored_name(tensor.name) for tensor in tensors)
+    found: dict[str, TensorSpec] = {}
+    for tensor in tensors:
+        spec, name = tensor.spec, stored_name(tensor.name)
+        found[name] = spec if name == spec.name else replace(spec, name=name, shape=(num_parts[name], *spec.shape))
+    return tuple(found.values())
+
+
+def _by_readers(plan: Plan) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Parts by sender and all who read them from there."""
+    passed_on: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for relay, target, part in zip(plan.spread.source.tolist(), plan.spread.target.tolist(), plan.spread.part.tolist(), strict=True):
+        passed_on[part, relay].append(target)
+    readers: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for source, target, part in zip(plan.network.source.tolist(), plan.network.target.tolist(), plan.network.part.tolist(), strict=True):
+        readers[part, source] += [target, *passed_on[part, target]]
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for (part, source), gpus in readers.items():
+        found[source, tuple(sorted(gpus))].append(part)
+    return found
+
+
+def _entry(plan: Plan, part: int) -> BucketEntry:
+    name = plan.tensors[plan.parts.tensor[part]].name
+    start, shape = plan.box(part)
+    if (stack := stack_of(name)) is not None:
+        name, start, shape = stack[0], (stack[1], *start), (1, *shape)
+    return BucketEntry(name=name, start=start, shape=shape, offset=0, num_bytes=int(plan.parts.num_bytes[part]))
+
+
+def _buckets(entries: Sequence[BucketEntry], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
+    filled: list[BucketEntry] = []
+    end = 0
+    for entry in entries:
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        if filled and offset + entry.num_bytes > bucket_bytes:
+            yield filled
+            filled, offset = [], 0
+        filled.append(replace(entry, offset=offset))
+        end = offset + entry.num_bytes
+    if filled:
+        yield filled

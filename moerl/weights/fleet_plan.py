@@ -1,0 +1,90 @@
+"""The plan that a run executes: from what the trainer says it holds and the rollout servers say they need. Pure.
+
+It is the plan that `moerl plan` prints for the same layouts; what it assumes of a server's processes is compared with what they say.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moerl.config.layout import Layout
+from moerl.models.stacks import stored_name
+from moerl.push_types import Needs
+from moerl.types import WeightError
+from moerl.weights.deliveries import Deliveries, deliveries
+from moerl.weights.plan import PART_BYTES, Plan, PlannedTensor, RolloutLayout, faults, plan_transfers, readers
+from moerl.weights.spec import expert_of, first_few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What a trainer has to push."""
+
+    tensors: Sequence[PlannedTensor]
+    layout: Layout
+    bucket_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        """0: none."""
+        return 1 + max((tensor.expert for tensor in self.tensors if tensor.expert is not None), default=-1)
+
+
+def plan_deliveries(outline: Outline, needs: Mapping[str, Needs]) -> Deliveries:
+    """`needs`: of every server, by the name errors use. WeightError if the plan has a fault or is not what the servers need."""
+    plan = plan_of_run(outline, needs)
+    if wrong := [*_misread(plan, outline.num_experts, needs), *faults(plan, outline.num_experts)]:
+        raise WeightError(f"the plan of the push is wrong, nothing was sent: {'; '.join(wrong)}")
+    return deliveries(plan, bucket_bytes=outline.bucket_bytes)
+
+
+def plan_of_run(outline: Outline, needs: Mapping[str, Needs]) -> Plan:
+    return plan_transfers(
+        outline.tensors,
+        outline.layout,
+        _rollout(outline.num_experts, needs),
+        num_experts=outline.num_experts,
+        part_bytes=part_bytes(outline.bucket_bytes),
+    )
+
+
+def part_bytes(bucket_bytes: int) -> int:
+    """A large tensor is cut, so that it fits into a bucket."""
+    return min(PART_BYTES, bucket_bytes)
+
+
+def _rollout(num_experts: int, needs: Mapping[str, Needs]) -> RolloutLayout:
+    """One node: every server of this version runs on rollout.host."""
+    sizes = {name: len(processes) for name, processes in needs.items()}
+    if len(set(sizes.values())) != 1:
+        rule = f"servers of one rollout must have equally many model processes, and have {sizes}"
+        raise WeightError(f"{rule}; give all the same engine arguments")
+    (size,) = set(sizes.values())
+    shares = max(len({_experts(names) for names in processes}) for processes in needs.values())
+    if num_experts and (num_experts % shares or size % shares):
+        rule = f"{num_experts} experts on {size} processes of a server in {shares} different shares"
+        raise WeightError(f"{rule}: shares must be equal; balance experts with whole copies of a server, not within one")
+    return RolloutLayout(num_servers=len(needs), gpus_per_server=size, gpus_per_node=size * len(needs), expert_parallel=shares)
+
+
+def _experts(names: Sequence[str]) -> frozenset[str]:
+    return frozenset(name for name in names if expert_of(name) is not None)
+
+
+def _misread(plan: Plan, num_experts: int, needs: Mapping[str, Needs]) -> list[str]:
+    """Tensors that the plan brings to a process that does not need them, but another of its server, and the other way round.
+
+    What a whole server needs and the trainer has not, or the other way round, servers find themselves when a push begins.
+    """
+    planned: list[set[str]] = [set() for _ in range(plan.rollout.num_gpus)]
+    for tensor in plan.tensors:
+        for gpu in readers(tensor, plan.rollout, num_experts):
+            planned[gpu].add(stored_name(tensor.name))
+    offered, found = {stored_name(tensor.name) for tensor in plan.tensors}, []
+    places = iter(planned)
+    for server, processes in needs.items():
+        known = offered & {name for names in processes for name in names}
+        for index, names in enumerate(processes):
+            wanted, mine = known.intersection(names), known & next(places)
+            kinds = {"needs and would not get": wanted - mine, "does not need and would get": mine - wanted}
+            found += [f"{server}, process {index}, {what} {first_few(sorted(tensors))}" for what, tensors in kinds.items() if tensors]
+    return found

@@ -1,0 +1,154 @@
+"""A run that is asked to end saves its last step, and the run that continues it trains what one never stopped would have."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+from in_process_run import InProcessRun, make_config, play
+
+from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
+from moerl.train import checkpoint
+from moerl.types import RunStopped
+
+SIGTERM = 143
+
+
+def newest(config):
+    directory = checkpoint.newest(config.run_dir / "checkpoints")
+    return 0 if directory is None else int(directory.name.removeprefix("step-"))
+
+
+def stopped_in(config, phase, version):
+    """A run asked to end while it updates to `version`, or while the groups of the step after `version` are drawn."""
+    run = InProcessRun(config)
+
+    async def scenario():
+        async def while_updating():
+            if run.trainer.version == version - 1:
+                run.stop.ask("SIGTERM", SIGTERM)
+
+        def score(prompt, text):
+            if run.trainer.version == version:
+                run.stop.ask("SIGTERM", SIGTERM)
+            return original(prompt, text)
+
+        if phase == "update":
+            run.trainer.while_updating = while_updating
+        else:
+            original, run._rewards._function = run._rewards._function, score
+        await run.play()
+
+    with pytest.raises(RunStopped) as stopped:
+        asyncio.run(scenario())
+    assert stopped.value.exit_code == SIGTERM
+    return run
+
+
+@pytest.mark.parametrize("phase", ["update", "rollout"])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_asked_to_end_saves_its_last_step_and_goes_on_with_the_next_prompt(tmp_path, phase, max_staleness):
+    config = make_config(tmp_path, num_steps=8, save_every=5, max_staleness=max_staleness)
+    whole = play(replace(config, name="whole"))
+    first = stopped_in(replace(config, name="stopped"), phase, 3)
+    assert newest(first.config) == 3
+    resumed = play(first.config)
+    assert first.trained() | resumed.trained() == whole.trained()
+    assert first.groups.keys().isdisjoint(resumed.groups)
+
+
+def test_a_second_signal_does_not_break_off_the_update_or_the_save(tmp_path):
+    run = InProcessRun(make_config(tmp_path, save_every=0))
+
+    async def while_updating():
+        for _ in range(3):
+            run.stop.ask("SIGTERM", SIGTERM)
+            await asyncio.sleep(0)
+
+    run.trainer.while_updating = while_updating
+    run.trainer.after_save = lambda version: run.stop.ask("SIGKILL is near")
+    with pytest.raises(RunStopped, match="SIGTERM"):
+        asyncio.run(run.play())
+    assert newest(run.config) == 1
+
+
+def test_a_step_that_was_saved_is_not_saved_again(tmp_path):
+    run = InProcessRun(make_config(tmp_path, num_steps=8, save_every=2))
+    saves = []
+
+    def after_save(version):
+        saves.append(version)
+        if version == 4:
+            run.stop.ask("SIGTERM", SIGTERM)
+
+    run.trainer.after_save = after_save
+    with pytest.raises(RunStopped):
+        asyncio.run(run.play())
+    assert saves == [2, 4]
+
+
+def test_a_run_without_time_for_a_step_takes_none_and_writes_no_checkpoint(tmp_path):
+    run = InProcessRun(make_config(tmp_path), ends_at=time.time() + 0.5)  # 1 s is kept for the checkpoint
+    with pytest.raises(RunStopped, match="for the last checkpoint") as stopped:
+        asyncio.run(run.play())
+    assert stopped.value.exit_code == CONTINUE
+    assert run.groups == {}
+    assert newest(run.config) == 0
+
+
+class Clock:
+    """Says what a test sets."""
+
+    def __init__(self, now=0.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+async def nothing():
+    return "done"
+
+
+def test_no_step_begins_that_would_end_after_the_time_is_over():
+    async def scenario():
+        clock = Clock()
+        stop = Stop(10.0, ends_at=100.0, now=clock)
+        for clock.now in (0.0, 30.0, 50.0, 60.0):  # the longest step took 30 s, 30 s are left beside the reserve
+            assert await stop.unless(nothing()) == "done"
+        clock.now = 61.0
+        with pytest.raises(RunStopped, match="39 s left, 10 s of them for the last checkpoint; a step took up to 30 s"):
+            await stop.unless(nothing())
+
+    asyncio.run(scenario())
+
+
+def test_work_that_waits_is_cancelled_when_the_time_is_over():
+    async def scenario():
+        stop = Stop(0.0, ends_at=time.time() + 0.01)
+        waiting = asyncio.Event()
+        task = asyncio.create_task(waiting.wait())
+        with pytest.raises(RunStopped):
+            await stop.unless(task)
+        assert task.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_a_run_that_has_not_begun_a_step_ends_at_once():
+    async def scenario():
+        with asked_to_stop(1.0, ends_at=None) as stop:
+            asyncio.get_running_loop().call_soon(stop.ask, "SIGUSR1")
+            await asyncio.Event().wait()
+
+    with pytest.raises(RunStopped, match="SIGUSR1; the same command continues the run"):
+        asyncio.run(scenario())
+
+
+def test_a_cancellation_of_another_kind_stays_one():
+    async def scenario():
+        with asked_to_stop(1.0, ends_at=None):
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(scenario())

@@ -1,0 +1,123 @@
+"""Training ranks of a test as the source of a push, led by rank 0, which runs the driver too."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moerl.config.schema import WeightsConfig
+from moerl.push_types import Bucket, TensorSpec
+from moerl.train.push_source import MegatronSource
+from moerl.train.settings import EngineSettings
+from moerl.weights.deliveries import stored_specs
+from moerl.weights.digest import tensor_digest
+from moerl.weights.sync import WeightSync
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Ranks:
+    """Rank 0's view of all workers. One call at a time, to all of them or to one: between processes that are not Ray's nothing overlaps."""
+
+    def __init__(self, worker: Any):
+        self.worker = worker
+
+    def source(self, *, bucket_bytes: int = 2**14, directory: Path = Path()) -> MegatronSource:
+        weights = WeightsConfig(bucket_bytes=bucket_bytes)
+        return MegatronSource(weights, directory=directory, all_ranks=self.everywhere, one_rank=self.one)
+
+    async def everywhere(self, verb: str, *arguments: Any) -> list[Any]:
+        return self.ask(None, verb, *arguments)
+
+    async def one(self, rank: int, verb: str, *arguments: Any) -> Any:
+        return self.ask(rank, verb, *arguments)[rank]
+
+    def ask(self, rank: int | None, verb: str, *arguments: Any) -> list[Any]:
+        """What the ranks that run it return; raises the first error of one."""
+        dist.broadcast_object_list([(rank, verb, arguments)], src=0)
+        answers = _run(self.worker, rank, verb, arguments)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def follow(worker: Any) -> None:
+    """Ranks other than 0: run what rank 0 asks for until it says "end"."""
+    while True:
+        message: list[Any] = [None]
+        dist.broadcast_object_list(message, src=0)
+        rank, verb, arguments = message[0]
+        if verb == "end":
+            return
+        _run(worker, rank, verb, arguments)
+
+
+def _run(worker: Any, rank: int | None, verb: str, arguments: tuple[Any, ...]) -> list[Any]:
+    answer = None
+    if rank in (None, dist.get_rank()):
+        try:
+            answer = getattr(worker, verb)(*arguments)
+        except Exception as error:  # rank 0 raises it
+            answer = error
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    return answers
+
+
+def new_worker(settings: EngineSettings, kind: Any) -> Any:
+    """`kind`: TrainWorker or a class of it; the engine runs in the present process group."""
+    from engine_jobs import new_engine
+
+    worker = kind(dist.get_rank(), dist.get_world_size())
+    worker._engine = new_engine(settings)
+    return worker
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------
+
+
+def pushed_and_exported(
+    settings: EngineSettings, bucket_bytes: int = 5000
+) -> tuple[dict[str, str], dict[str, str], dict[str, set[int]], int]:
+    """Digests of what a push from all ranks brought, of what an export gives, and by name the ranks that sent; the number of buckets."""
+    from session_process import Engine
+
+    from moerl.train.worker import TrainWorker
+
+    worker = new_worker(settings, TrainWorker)
+    exported = {name: tensor_digest(tensor) for name, tensor in worker._engine.export(with_mtp=False)}
+    if dist.get_rank() != 0:
+        follow(worker)
+        return {}, {}, {}, 0
+    ranks = Ranks(worker)
+    source = Watched(ranks, 5000)
+    engine = Engine(specs_of(source))
+    asyncio.run(WeightSync(source, {"server": engine}, transport="shm").push(1))
+    dist.broadcast_object_list([(None, "end", ())], src=0)
+    senders: dict[str, set[int]] = {}
+    for bucket in source.buckets:
+        for entry in bucket.entries:
+            senders.setdefault(entry.name, set()).add(bucket.sender)
+    return engine.digests(), exported, senders, len(source.buckets)
+
+
+class Watched(MegatronSource):
+    """Keeps the buckets that were packed."""
+
+    def __init__(self, ranks: Ranks, bucket_bytes: int):
+        weights = WeightsConfig(bucket_bytes=bucket_bytes)
+        super().__init__(weights, directory=Path(), all_ranks=ranks.everywhere, one_rank=ranks.one)
+        self.buckets: list[Bucket] = []
+
+    async def pack(self, rank: int, index: int) -> Bucket:
+        self.buckets.append(await super().pack(rank, index))
+        return self.buckets[-1]
+
+
+def specs_of(source: MegatronSource) -> Mapping[str, TensorSpec]:
+    outline = asyncio.run(source.outline())
+    return {spec.name: spec for spec in stored_specs(outline.tensors)}
