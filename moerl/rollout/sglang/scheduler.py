@@ -92,7 +92,9 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     session = model.session
     if step == "connect":
         offer = wire.OFFER.validate_json(body)
-        session.connect(replace(offer, reader=offer.reader + scheduler.tp_rank, rank=offer.rank + scheduler.tp_rank))
+        session.connect(
+            replace(offer, reader=offer.reader + scheduler.tp_group.rank_in_group, rank=offer.rank + scheduler.tp_group.rank_in_group)
+        )
     elif step == "begin":
         model.installed.begin()
         session.begin(wire.MANIFEST.validate_json(body))
@@ -113,7 +115,7 @@ class _Model:
         self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
         self.installed = InstalledBytes(runner.model.load_weights)
         specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
-        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_rank]
+        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
         self.session = WeightSession(specs, self._load, needs=needs)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
