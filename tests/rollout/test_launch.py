@@ -6,11 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch_cases import DIRECTORY, EVERYTHING, arguments, cases, options, text
+import yaml
+from launch_cases import DIRECTORY, EVERYTHING, RECIPES, arguments, cases, options, text
 
 from moerl.config import engines
+from moerl.config.load import build, load
 from moerl.config.server_layout import ServerLayout
+from moerl.config.summary import summary
+from moerl.rollout.commands import described, native_command
 from moerl.rollout.engines.arguments import as_command_line
+from moerl.rollout.engines.process import LAYOUT, _parse
 from moerl.rollout.sglang import launch as sglang
 from moerl.rollout.vllm import launch as vllm
 from moerl.types import EngineError
@@ -53,6 +58,27 @@ def test_nodes_of_a_server_differ_in_their_rank_alone():
     lines = [as_command_line(arguments("sglang", options(EVERYTHING, node_rank=rank))) for rank in (0, 1)]
     differing = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
     assert differing == [("0", "1")]
+
+
+def test_check_prints_what_starts_every_node_as_comments_of_its_yaml():
+    config = load([f"recipe={RECIPES['qwen3-235b']}"])
+    text = summary(config, described(config))
+    assert build(yaml.safe_load(text)) == config
+    started, given, others = [line for line in text.splitlines() if line.startswith(("# node 0", "# which is", "# other nodes"))]
+    assert "moerl.rollout.sglang.server --model MODEL" in started and started.endswith("--node-rank 0 --head HEAD")
+    assert "sglang --model-path MODEL" in given and "--attn-dp-size 4" in given and given.endswith("--dist-init-addr HEAD:25000")
+    assert "--node-rank 1 to 3" in others
+
+
+def test_an_engine_without_an_environment_of_its_own_has_no_command_to_print():
+    assert list(described(load(["recipe=grpo-tiny-moe-1n2g-sync"]))) == []
+
+
+def test_a_servers_command_brings_its_layout_and_place_to_its_process():
+    config = load([f"recipe={RECIPES['deepseek-v3']}"])
+    parsed = _parse("sglang", native_command(config, Path("MODEL"), 2, node_rank=5, head="node-16")[3:])
+    assert LAYOUT.validate_json(parsed.layout) == config.rollout.layout
+    assert (parsed.node_rank, parsed.head, parsed.max_running) == (5, "node-16", 1024)
 
 
 # -- by the engines' own parsers, in their environments -----------------------------------------------------------

@@ -29,8 +29,15 @@ PROBLEMS = TypeAdapter(list[Problem])
 LAYOUT = TypeAdapter(ServerLayout)
 
 
-def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem]], start: Callable[[Options], Core]) -> None:
-    """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model."""
+def main(
+    name: str,
+    *,
+    find_problems: Callable[[Mapping[str, Any]], list[Problem]],
+    start: Callable[[Options], Core],
+    follow: Callable[[Options], None] | None = None,
+) -> None:
+    """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model.
+    `follow`: instead of it on a server's other nodes; returns when the server ends. None: the engine's servers have one node."""
     parsed = _parse(name)
     ready = private_stdout()
     arguments = json.loads(parsed.engine_args)
@@ -54,7 +61,12 @@ def main(name: str, *, find_problems: Callable[[Mapping[str, Any]], list[Problem
     try:
         if problems := find_problems(arguments):
             raise EngineError("\n".join(map(str, problems)))
-        asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))
+        if options.node_rank > 0:
+            if follow is None:
+                raise EngineError(f"rollout.layout.gpus = {options.layout.gpus}: {name} servers of several nodes are not supported yet")
+            follow(options)
+        else:
+            asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))
     except EngineError as error:
         report_error(ready, error)
         sys.exit(1)

@@ -52,6 +52,17 @@ def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
 
 
 def start(options: Options) -> "SGLangCore":
+    model = read_config(options.model)
+    routes = shape_of_config(model).routes if options.returns_routes else None
+    return SGLangCore(_engine(options), routes, num_groups=options.layout.dp)
+
+
+def follow(options: Options) -> None:
+    """The part of a node after the first; SGLang's own constructor returns when the server has ended."""
+    _engine(options)
+
+
+def _engine(options: Options) -> Any:
     os.environ.update(launch.environment(options))
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
@@ -59,11 +70,8 @@ def start(options: Options) -> "SGLangCore":
     class OurEngine(Engine):
         run_scheduler_process_func = staticmethod(scheduler.run_scheduler)
 
-    model = read_config(options.model)
-    routes = shape_of_config(model).routes if options.returns_routes else None
     line = as_command_line(_own_arguments(options) | dict(options.engine_args))
-    server_args = ServerArgs.from_cli_args(_parser().parse_args(line))
-    return SGLangCore(OurEngine(server_args=server_args), routes, num_groups=options.layout.dp)
+    return OurEngine(server_args=ServerArgs.from_cli_args(_parser().parse_args(line)))
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
