@@ -78,7 +78,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     own = launch.arguments(options, importlib.metadata.version("sglang"))
     if _has_gpu():
         return own
-    os.environ.update(cpu.environment(min(options.layout.gpus, options.layout.gpus_per_node)))
+    os.environ.update(cpu.environment(options.layout))
     positions = options.max_running * (options.max_context + launch.SPARE_POSITIONS)
     return cpu.ARGUMENTS | {"max_total_tokens": positions} | own
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from moerl.config.server_layout import ServerLayout
+
 ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -40,10 +42,11 @@ def prepare() -> None:
         _stub_triton()
 
 
-def environment(processes: int) -> dict[str, str]:
-    """The cores, shared out among the processes of one server: SGLang asks for that where it has more of them than NUMA nodes."""
-    if processes == 1:
+def environment(layout: ServerLayout) -> dict[str, str]:
+    """This host's cores, shared out among a server's processes here: SGLang asks for that where it has more of them than NUMA nodes."""
+    if layout.gpus == 1:
         return {}
+    processes = min(layout.gpus, layout.gpus_per_node)
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank * len(cores) // processes :][: max(1, len(cores) // processes)] for rank in range(processes)]
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}
