@@ -19,7 +19,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines lint format clean
+.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines test-slurm lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,11 +46,15 @@ test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside 
 	ls -d build/bridges/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target build/bridges megatron-bridge==0.3.1 triton==3.9.0
 	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q -m "not slow" tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
 
-engines: ## make or update SGLang's own environment, for CPU where there is no GPU (Python 3.11)
+engines: ## make or update the environments of SGLang and vLLM, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh
 
-test-engines: venv engines ## the tests that start SGLang, one server at a time
-	$(BIN)/python -m pytest -q -m engine tests/rollout tests/run $(ARGS)
+test-engines: venv engines ## the tests that start SGLang and vLLM, one server at a time
+	$(BIN)/python -m pytest -q -m "engine and not slow" tests/rollout tests/run $(ARGS)
+
+test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs Debian's slurm-wlm and munge)
+	@bash scripts/slurm.sh
+	$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
@@ -62,5 +66,5 @@ format: venv ## ruff, with fixes
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and every cache; keeps runs/
-	rm -rf .venv .venv-py312 .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-sglang .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

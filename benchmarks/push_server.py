@@ -22,13 +22,15 @@ class Server:
     """A WeightReceiver whose model lies in another process."""
 
     def __init__(self, specs: dict[str, TensorSpec]):
-        self.pipe, theirs = CONTEXT.Pipe()
+        self._pipe, theirs = CONTEXT.Pipe()
         self._names, self._one_at_a_time = tuple(specs), asyncio.Lock()
         self.process = CONTEXT.Process(target=serve, args=(theirs, specs), daemon=True)
         self.process.start()
 
-    def answer(self) -> Any:
-        result = self.pipe.recv()
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        async with self._one_at_a_time:
+            self._pipe.send((verb, arguments))
+            result = await asyncio.to_thread(self._pipe.recv)
         if isinstance(result, Exception):
             raise result
         return result
@@ -37,21 +39,16 @@ class Server:
         return (self._names,)
 
     async def connect(self, offer: TransportOffer) -> None:
-        await self._call("connect", offer)
+        await self.ask("connect", offer)
 
     async def begin(self, manifest: Manifest) -> None:
-        await self._call("begin", manifest)
+        await self.ask("begin", manifest)
 
     async def install(self, bucket: Bucket) -> None:
-        await self._call("install", bucket)
+        await self.ask("install", bucket)
 
     async def finish(self, version: int) -> None:
-        await self._call("finish", version)
-
-    async def _call(self, verb: str, argument: object) -> None:
-        async with self._one_at_a_time:
-            self.pipe.send((verb, (argument,)))
-            await asyncio.to_thread(self.answer)
+        await self.ask("finish", version)
 
 
 class Model:
@@ -78,7 +75,8 @@ class Model:
                     self.tensors[name].copy_(stored.get_tensor(name))
 
     def growth(self) -> int:
-        return resident("VmHWM") - self._before
+        """Without the trainer's buffers, which it maps and the trainer counts."""
+        return resident("VmHWM") - self._before - mapped_buffers()
 
 
 def serve(pipe: Connection, specs: dict[str, TensorSpec]) -> None:
@@ -97,6 +95,17 @@ def resident(field: str) -> int:
     """Bytes. VmRSS: now. VmHWM: the most since `reset_peak`."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def mapped_buffers() -> int:
+    """Resident bytes of weight senders' memory in this process."""
+    lines, total, is_buffer = Path("/proc/self/smaps").read_text().splitlines(), 0, False
+    for line in lines:
+        if "-" in line.split(" ", 1)[0]:
+            is_buffer = "memfd:moerl-weights" in line
+        elif is_buffer and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def reset_peak() -> None:

@@ -52,6 +52,34 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 
 
 @app.command()
+def launch(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and submit nothing.")] = False,
+) -> None:
+    """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
+    from moerl.check import load_checked
+    from moerl.cluster.launch import submit
+    from moerl.cluster.script import render_train
+
+    config = load_checked(overrides, config_dir, starts=not dry_run)
+    arguments = (overrides if overrides is not None else [], config_dir)
+    typer.echo(render_train(config, *arguments) if dry_run else submit(config, *arguments), nl=not dry_run)
+
+
+@app.command()
+def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+    """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
+    from moerl.cluster.node import run_node
+    from moerl.config.load import load
+
+    arguments = overrides if overrides is not None else []
+    config = load(arguments, config_dir)
+    options = [] if config_dir is None else [f"--config-dir={config_dir}"]
+    raise typer.Exit(run_node(config, [*options, *arguments]))
+
+
+@app.command()
 def plan(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
@@ -139,6 +167,40 @@ def compare(
     typer.echo(str(comparison))
     if not comparison.is_equal:
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="That there must be.", show_default=False)] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="That every node must have.", show_default=False)] = None,
+    gb_per_second: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Between two nodes, one way; the sum of InfiniBand rates if not given.", show_default=False),
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Whose disk is looked at; the recipe's if not given.", show_default=False)] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="The findings, to write there.", show_default=False)
+    ] = None,
+    with_fixes: Annotated[bool, typer.Option("--fix", help="Print the commands that mend what is wrong; none is run.")] = False,
+    measure: Annotated[bool, typer.Option(help="Measure the bandwidth between nodes and GPUs.")] = True,
+    deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for the nodes to answer, and again to measure.")] = 180.0,
+) -> None:
+    """Examine every node that a run would use; exit code 1 if one cannot carry it. With a recipe: by what that run needs.
+
+    On this machine; on all nodes of a Ray cluster with RAY_ADDRESS; on all nodes of a job as `srun --ntasks-per-node=1 moerl doctor`.
+    """
+    from moerl.config.load import load
+    from moerl.doctor.expected import expected_of
+    from moerl.doctor.preflight import examine_nodes
+    from moerl.doctor.preflight import report as print_report
+
+    config = load(overrides, config_dir) if overrides else None
+    expected = expected_of(config, nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=run_dir)
+    diagnosis = examine_nodes(expected, seconds=deadline, measures=measure)
+    if diagnosis is not None:
+        raise typer.Exit(print_report(diagnosis, json_file=json_file, with_fixes=with_fixes))
 
 
 def main() -> None:

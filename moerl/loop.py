@@ -1,6 +1,7 @@
 """The RL loop. Read this file first.
 
     prompts -> runner -> (algorithm keeps or drops) -> GroupBuffer -> batch -> train.update -> weights.push -> release the slots
+    whose GPUs:  the servers'                                      |  the trainer's        | both's      |  the servers'
 
 Synchronous is asynchronous with max_staleness = 0: the buffer has (max_staleness + 1) * groups_per_step slots, and a slot is
 free again only after the weights that its group trained were pushed.
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from moerl.algorithms.base import Algorithm
+from moerl.cluster.residency import Residency
 from moerl.cluster.stop import Stop
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
@@ -32,16 +34,15 @@ logger = logging.getLogger(__name__)
 
 async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
-    observe: Observer, stop: Stop,
+    residency: Residency, observe: Observer, stop: Stop,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
-    async with train.awake():
-        with observe.phase("load"):
-            first_version, state = await train.load()
-            if state:
-                prompts.seek(state)  # refuses other data than the checkpoint was made with
-        with observe.phase("push"):
-            await weights.push(first_version)
+    with observe.phase("load"):
+        first_version, state = await train.load()
+        if state:
+            prompts.seek(state)  # refuses other data than the checkpoint was made with
+    with observe.phase("push"):
+        await weights.push(first_version)
     buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)
     cursor = buffer.oldest_untrained_ticket
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
@@ -51,23 +52,25 @@ async def run(
                     groups = await stop.unless(weights.serve_while(buffer.take(config.groups_per_step)))
             except RunStopped:
                 if step > first_version and not _is_saved(config, step):
-                    async with train.awake():
-                        await _save(step, cursor, prompts, train, observe)
+                    await residency.train()
+                    await _save(step, cursor, prompts, train, observe)
                 raise
-            async with train.awake():
-                batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
-                with observe.phase("update"):
-                    stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
-                _check(config, stats, step=step, is_first=step == first_version)
-                version = step + 1
-                with observe.phase("push"):
-                    await weights.push(version)
-                cursor = buffer.oldest_untrained_ticket
-                num_dropped = buffer.num_drawn_by_last_take - len(groups)
-                observe.step(version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed)
-                buffer.release(config.groups_per_step)  # only now may new groups start
-                if _is_saved(config, version):
-                    await _save(version, cursor, prompts, train, observe)
+            with observe.phase("switch"):
+                await residency.train()
+            batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
+            with observe.phase("update"):
+                stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
+            _check(config, stats, step=step, is_first=step == first_version)
+            version, cursor, num_dropped = step + 1, buffer.oldest_untrained_ticket, buffer.num_drawn_by_last_take - len(groups)
+            observe.step(
+                version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
+                moves=residency.moves(),
+            )  # fmt: skip
+            if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs
+                await _save(version, cursor, prompts, train, observe)
+            with observe.phase("push"):
+                await weights.push(version)
+            buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
 
 

@@ -15,10 +15,15 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.network import applied, find_settings
+from moerl.cluster.ray_address import reached_at
 from moerl.cluster.reaper import reaping_ray
+from moerl.cluster.residency import Residency
+from moerl.cluster.seats import Seats, find_seats
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
 from moerl.config.model_shape import read_config
+from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
@@ -56,24 +61,25 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
     prompts = _prompts(config, tokenizer)
     with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
+        seats = find_seats(config)
         if config.sft is not None:
-            model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, observe)
-        async with _processes(config, model_dir, observe) as (pool, rewards, group):
+            model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, seats, observe)
+        async with _processes(config, model_dir, seats, observe) as (pool, rewards, group, residency):
             runner = GroupRunner(config, pool=pool, rewards=rewards, tokenizer=tokenizer, stop_token_ids=_stop_tokens(model_dir, tokenizer))
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
-            weights = WeightPublisher(config, train=group, pool=pool, canary_prompts=canary)
+            weights = WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
-            await loop.run(config, algorithm, prompts, runner, group, weights, observe, stop)
+            await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)
 
 
 @asynccontextmanager
 async def _processes(
-    config: RunConfig, model_dir: Path, observe: Observer
-) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup]]:
+    config: RunConfig, model_dir: Path, seats: Seats, observe: Observer
+) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
     rollout = config.rollout
     pool = RolloutPool(
-        build_engines(config, model_dir, config.run_dir / "logs"),
+        build_engines(config, model_dir, config.run_dir / "logs", seats),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
         vocab_size=read_config(model_dir)["vocab_size"],
@@ -82,13 +88,21 @@ async def _processes(
         probe_seconds=rollout.probe_seconds,
     )
     rewards = RewardPool(config.reward)
-    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints")
+    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks)
+    residency = Residency(group, pool, num_shared=num_shared(config))
     async with AsyncExitStack() as stack:
+        # For the servers, which this process starts; ranks look at the node that Ray chose for them.
+        stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
         for part in (pool, rewards, group):
             stack.push_async_callback(part.close)
         with observe.phase("start"):
-            await _together(pool.start(), rewards.start(), group.start())
-        yield pool, rewards, group
+            if num_shared(config):  # a server takes the memory it finds free
+                await _together(pool.start(), rewards.start())
+                await residency.make_room()
+                await group.start()
+            else:
+                await _together(pool.start(), rewards.start(), group.start())
+        yield pool, rewards, group, residency
 
 
 async def _together(*starts: Any) -> None:

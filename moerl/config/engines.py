@@ -1,4 +1,4 @@
-"""The rules of rollout.engine=sglang: its environment, its arguments by name, the models it is tested with."""
+"""The rules of rollout.engine=vllm and sglang: their environments, their arguments by name, the models they are tested with."""
 
 import functools
 import json
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
+from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape
 from moerl.config.problems import problem
 from moerl.types import Problem
@@ -17,7 +18,7 @@ from moerl.types import Problem
 if TYPE_CHECKING:
     from moerl.config.schema import RolloutConfig, RunConfig
 
-FAMILIES = {"sglang": ("qwen3", "qwen3_moe")}
+FAMILIES = {"sglang": ("qwen3", "qwen3_moe"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
 """Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
 
 CHECK_SECONDS = 120.0
@@ -35,7 +36,8 @@ def interpreter(rollout: "RolloutConfig") -> str:
 
 
 def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
-    """Every rule it breaks, for a model of `shape` if it is known. Asks the engine's environment about its arguments: some seconds.
+    """Every rule it breaks, for a model of `shape` if it is known. Asks the engine's environment, some seconds: about its version, its
+    arguments, and the model's sizes.
 
     A model that is only named (model.published without a path) cannot be started, and a login node that checks its recipe needs no
     environment: what belongs to starting is asked for with model.path.
@@ -44,7 +46,9 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
     if rollout.engine not in FAMILIES:
         if rollout.engine_args:
             reason = f"rollout.engine={rollout.engine} has no arguments of its own"
-            yield problem("rollout.engine_args", rollout.engine_args, "has no effect", reason, "rollout.engine=sglang, or leave it out")
+            yield problem(
+                "rollout.engine_args", rollout.engine_args, "has no effect", reason, "rollout.engine=vllm or sglang, or leave it out"
+            )
         return
     families = FAMILIES[rollout.engine]
     if config.deterministic:
@@ -58,7 +62,8 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf")
     python = Path(interpreter(rollout))
     if python.is_file():
-        yield from _argument_problems(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True))
+        model = model_config(config.model) if shape is not None and shape.model_type in families else None
+        yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None:  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
         reason = "engines pin packages that a trainer's environment cannot have"
@@ -70,9 +75,9 @@ def _own_environment(engine: str) -> Path:
 
 
 @functools.cache
-def _argument_problems(python: str, engine: str, arguments: str) -> tuple[Problem, ...]:
-    """By the engine's own parser, in its environment; nothing is started."""
-    command = [python, "-m", f"moerl.rollout.{engine}.server", "--check", "--engine-args", arguments]
+def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[Problem, ...]:
+    """By the engine's own parser, in its environment; nothing is started. `arguments` and `model` (or null) are JSON."""
+    command = [python, "-m", f"moerl.rollout.{engine}.server", "--check", "--engine-args", arguments, "--model-config", model]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
         return tuple(_PROBLEMS.validate_json(ended.stdout))

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")
 """Those of rollout.engine that return the experts tokens went to."""
 
+_WITHOUT_ROUTES = {
+    "vllm": "vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first (0.32)",
+}
+"""Why, of the engines that do not."""
+
 _IN_THE_WAY = {
     "moe_router_fusion": "the fused router chooses experts itself and takes no routes",
     "moe_expert_capacity_factor": "it drops routes of full experts, so that not all of those given could be followed",
@@ -35,7 +40,8 @@ def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
     if shape is not None and shape.routes is None:
         yield problem(path, mode, "must be off for a dense model", "there are no experts to choose", f"{path}=off")
     if mode == "rollout" and config.rollout.engine not in ENGINES_WITH_ROUTES:
-        reason = f"rollout.engine={config.rollout.engine} does not say which experts its tokens went to"
+        engine = config.rollout.engine
+        reason = _WITHOUT_ROUTES.get(engine, f"rollout.engine={engine} does not say which experts its tokens went to")
         fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
         yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
     for name, reason in _IN_THE_WAY.items():

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moerl.config.placement import PlacementConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.server_layout import ServerLayout
+from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
@@ -164,20 +166,21 @@ AlgorithmConfig = Annotated[GRPOConfig | DAPOConfig, Field(discriminator="name")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Strict):
-    engine: Literal["hf", "sglang", "fake"] = "hf"
-    """hf: transformers, as moerl runs it. sglang: in an environment of its own, which `make engines` builds for CPU. fake: random tokens,
-    without a model."""
+    engine: Literal["hf", "vllm", "sglang", "fake"] = "hf"
+    """hf: transformers, as moerl runs it. vllm, sglang: in an environment of their own, which `make engines` builds for CPU. fake: random
+    tokens, without a model."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Passed to sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
+    """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
     layout: ServerLayout = field(default_factory=ServerLayout)
     """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
-    host: str = "127.0.0.1"
+    host: str | None = None
+    """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
-    """Interpreter of the server's environment, which must have this moerl. None: this one; for sglang that of .venv-sglang in the
-    checkout."""
+    """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
+    .venv-sglang in the checkout."""
     max_response_tokens: Positive
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""
@@ -246,6 +249,21 @@ class ObserveConfig(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NetworkConfig(Strict):
+    """What NCCL and gloo are told of the links between nodes; `moerl doctor` prints it with reasons."""
+
+    detect: bool = True
+    """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
+    environment already has wins. Without GPUs nothing is set."""
+    interface: str | None = None
+    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). None: on nodes with GPUs the one
+    that other nodes reach, elsewhere the libraries' choice."""
+    variables: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
+    detection and environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTConfig(Strict):
     """Supervised warm start on the data set's own answers, before the first rollout."""
 
@@ -272,6 +290,9 @@ class RunConfig(Strict):
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"
     seed: int = 0

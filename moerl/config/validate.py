@@ -14,11 +14,14 @@ from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
+from moerl.config.network import network_problems
+from moerl.config.placement import placement_problems
 from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
 from moerl.config.server_layout_rules import layout_problems
+from moerl.config.slurm import slurm_problems
 from moerl.types import Problem
 
 
@@ -271,6 +274,10 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
     yield from fp8_problems(config.train, _hf_config(config.model))
 
 
+def _slurm(config: RunConfig) -> Iterator[Problem]:
+    yield from slurm_problems(config.slurm, config.train.layout.ranks)
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _run,
     _staleness,
@@ -292,6 +299,9 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _mtp,
     _bridge,
     _fp8,
+    _slurm,
+    lambda config: network_problems(config.network),
+    placement_problems,
 )
 
 

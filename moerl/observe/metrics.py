@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.types import Group, MemoryStats, RoutingStats, Sample, SavedCheckpoint, StepStats
+from moerl.types import Group, MemoryStats, Move, RoutingStats, Sample, SavedCheckpoint, StepStats
 
 
 class Reduction(Enum):
@@ -95,9 +95,11 @@ METRICS = (
     Metric("memory/device/*", "bytes", "none", MAX, "device/STATE/KIND: on the device in that state, of the train rank that holds most"),
     Metric("memory/host/*", "bytes", "none", MAX, "host/KIND: copies in host memory, of the same rank"),
     Metric("memory/seconds/*", "s", "down", SUM, "moves from one state to another since the update before (train.offload)"),
+    Metric("residency/seconds/*", "s", "down", SUM, "moves between trainer and servers on shared GPUs, since the step before"),
+    Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
-    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name"),
+    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push and save: those after the step before"),
 )  # fmt: skip
 
 _BY_NAME = {entry.name: entry for entry in METRICS}
@@ -128,6 +130,7 @@ def step_metrics(
     dropped_groups: int,
     restarts: int,
     resumed: int,
+    moves: Mapping[str, Move],
     full_reward: float,
 ) -> dict[str, float]:
     """Everything about the step that produced `version`, trained on `groups`.
@@ -147,6 +150,8 @@ def step_metrics(
         "fleet/resumed": float(resumed),
         **_train_metrics(stats),
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
+        **{f"residency/seconds/{name}": move.seconds for name, move in moves.items()},
+        **{f"residency/bytes/{name}": float(move.num_bytes) for name, move in moves.items()},
         **({} if stats.routing is None else _routing_metrics(stats.routing)),
         **_payload_metrics(samples),
         "tokens/response": float(num_tokens),

@@ -11,9 +11,9 @@ A resumed run needs nothing more: the first step it reports removes what an earl
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
 from rich.console import Console
@@ -26,11 +26,12 @@ from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
-from moerl.types import Group, RunStopped, SavedCheckpoint, StepStats
+from moerl.types import Group, Move, RunStopped, SavedCheckpoint, StepStats
 
 log = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted"]
+_NO_MOVES: Mapping[str, Move] = MappingProxyType({})
 
 
 class Observer:
@@ -67,10 +68,11 @@ class Observer:
             self._show_phase(None)
 
     def step(
-        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0
-    ) -> dict[str, float]:
+        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0,
+        moves: Mapping[str, Move] = _NO_MOVES,
+    ) -> dict[str, float]:  # fmt: skip
         """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts` of servers and
-        `resumed` completions: so far."""
+        `resumed` completions: so far. `moves` of the GPUs' memory: since the step before."""
         if self._last_version is None:
             self._forget_after(version - 1)
         assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
@@ -84,6 +86,7 @@ class Observer:
             dropped_groups=dropped_groups,
             restarts=restarts,
             resumed=resumed,
+            moves=moves,
             full_reward=self._full_reward,
         )
         metrics |= self._checkpoint_metrics

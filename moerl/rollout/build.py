@@ -1,40 +1,77 @@
 """From the configuration to the run's rollout engines."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from moerl.cluster.seats import Seats
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.schema import RunConfig
 from moerl.rollout.commands import native_command, port_of, server_command
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
+from moerl.rollout.remote_process import RemoteProcess
+from moerl.rollout.server_process import ServerProcess
 
 
-def build_engines(config: RunConfig, model_dir: Path, log_dir: Path) -> list[RolloutEngine]:
+@dataclass(frozen=True, kw_only=True)
+class _Home:
+    """Of one server."""
+
+    index: int
+    host: str = "127.0.0.1"
+    process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess
+
+
+def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, seats: Seats | None = None) -> list[RolloutEngine]:
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
-    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log."""
+    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `seats` None: all of them run on this node."""
     build = ENGINES[config.rollout.engine]
-    return [build(config, model_dir, log_dir, index) for index in range(config.rollout.num_servers)]
+    homes = [_Home(index=index) if seats is None else _home(config, seats, index) for index in range(config.rollout.num_servers)]
+    if config.rollout.host is not None:
+        homes = [replace(home, host=config.rollout.host) for home in homes]
+    return [build(config, model_dir, log_dir, home) for home in homes]
 
 
-def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+def _home(config: RunConfig, seats: Seats, index: int) -> _Home:
+    seat = seats.servers[index]
+    environment = {} if seat.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)}
+    process: Callable[..., ServerProcess | RemoteProcess] = partial(ServerProcess, environment=environment)
+    if seat.node.id != seats.here:
+        process = partial(RemoteProcess, environment=environment, node_id=seat.node.id)
+    host = "127.0.0.1" if config.placement.nodes == 1 and seat.node.id == seats.here else seat.node.address
+    return _Home(index=index, host=host, process=process)
+
+
+def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
     extra = ["--deterministic"] if config.deterministic else []
-    return _engine(server_command(config, model_dir, index, extra=extra, module="moerl.rollout.hf"), config, log_dir, index)
+    return _engine(
+        server_command(config, model_dir.absolute(), home.index, module="moerl.rollout.hf", extra=extra, host=home.host),
+        config,
+        log_dir,
+        home,
+    )
 
 
-def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
-    """In an environment of its own; a server of one node, on this host."""
-    return _engine(native_command(config, model_dir, index), config, log_dir, index)
+def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
+    """vLLM or SGLang, in an environment of its own; a server of one node."""
+    return _engine(native_command(config, model_dir.absolute(), home.index, host=home.host), config, log_dir, home)
 
 
-def _engine(command: list[str], config: RunConfig, log_dir: Path, index: int) -> RolloutEngine:
-    rollout = config.rollout
-    log_path, port = log_dir / f"rollout-{index}.log", port_of(rollout, index)
-    return HTTPEngine(command, host=rollout.host, port=port, log_path=log_path, start_seconds=rollout.start_seconds)
+def _engine(command: list[str], config: RunConfig, log_dir: Path, home: _Home) -> RolloutEngine:
+    return HTTPEngine(
+        command,
+        host=home.host,
+        port=port_of(config.rollout, home.index),
+        log_path=log_dir.absolute() / f"rollout-{home.index}.log",
+        start_seconds=config.rollout.start_seconds,
+        process=home.process,
+    )
 
 
-def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -> RolloutEngine:
+def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
     # torch and transformers are imported for this engine only.
     import torch
 
@@ -43,15 +80,16 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int) -
 
     model = read_config(model_dir)
     return FakeEngine(
-        f"fake-{index}",
+        f"fake-{home.index}",
         limits=Limits(max_context=config.model.max_context, vocab_size=model["vocab_size"], routes=shape_of_config(model).routes),
         expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype)),
         max_running=config.rollout.max_running,
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, Path, Path, int], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[RunConfig, Path, Path, _Home], RolloutEngine]] = {
     "hf": _build_hf,
+    "vllm": _build_native,
     "sglang": _build_native,
     "fake": _build_fake,
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.engines import interpreter
+from moerl.config.placement import num_shared
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RolloutConfig, RunConfig
 from moerl.config.server_layout import ServerLayout
@@ -19,7 +20,7 @@ from moerl.rollout.vllm import launch as vllm
 _LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
 
 
-def server_command(config: RunConfig, model_dir: Path, index: int, *, module: str, extra: list[str]) -> list[str]:
+def server_command(config: RunConfig, model_dir: Path, index: int, *, module: str, extra: list[str], host: str) -> list[str]:
     """Of server `index`, in the terms that all servers have."""
     rollout = config.rollout
     options = {
@@ -28,24 +29,28 @@ def server_command(config: RunConfig, model_dir: Path, index: int, *, module: st
         "--max-context": config.model.max_context,
         "--max-running": rollout.max_running,
         "--prefill-chunk": rollout.prefill_chunk,
-        "--host": rollout.host,
+        "--host": host,
         "--port": port_of(rollout, index),
     }
     return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
 
 
-def native_command(config: RunConfig, model_dir: Path, index: int, *, node_rank: int = 0, head: str | None = None) -> list[str]:
+def native_command(
+    config: RunConfig, model_dir: Path, index: int, *, host: str = "127.0.0.1", node_rank: int = 0, head: str | None = None
+) -> list[str]:
     """What starts the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are
-    started together, with the same `head`: the host of node 0 (None: rollout.host), which alone reports a port and answers requests."""
+    started together, with the same `head`: the host of node 0 (None: `host`), which alone reports a port and answers requests on `host`."""
     layout = config.rollout.layout
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
+    if index < num_shared(config):
+        extra.append("--shares-gpus")
     if layout != ServerLayout():
         extra += ["--layout", json.dumps(given(layout))]
     if layout.nodes > 1:
-        extra += ["--node-rank", str(node_rank), "--head", config.rollout.host if head is None else head]
+        extra += ["--node-rank", str(node_rank), "--head", host if head is None else head]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
-    return server_command(config, model_dir, index, extra=extra, module=f"moerl.rollout.{config.rollout.engine}.server")
+    return server_command(config, model_dir, index, module=f"moerl.rollout.{config.rollout.engine}.server", extra=extra, host=host)
 
 
 def port_of(rollout: RolloutConfig, index: int) -> int:
@@ -68,6 +73,7 @@ def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head:
         max_running=config.rollout.max_running,
         prefill_chunk=config.rollout.prefill_chunk,
         returns_routes=routes_to_replay(config) is not None,
+        shares_gpus=num_shared(config) > 0,
         engine_args=config.rollout.engine_args,
         layout=config.rollout.layout,
         node_rank=node_rank,

@@ -5,7 +5,7 @@ is how a push holds requests back.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.types import Completion, EngineUnavailable, SamplingParams
@@ -13,6 +13,11 @@ from moerl.types import Completion, EngineUnavailable, SamplingParams
 PauseMode = Literal["keep", "wait", "abort"]
 """keep: running requests stop where they are and go on after resume, on their cached keys and values. wait: running requests
 finish first. abort: running requests return what they have, finish_reason "abort"."""
+
+
+Part = Literal["weights", "cache"]
+"""Of a server's memory on its GPUs. cache: keys and values, and recorded graphs, which hold on to them."""
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,7 @@ class EngineHealth:
     num_waiting: int
     reason: str = ""
     """Why it is stale."""
+    asleep: tuple[Part, ...] = ()
 
 
 class WeightReceiver(Protocol):
@@ -49,6 +55,8 @@ class RolloutEngine(Protocol):
 
     name: str
     """host:port, or a label for an engine without a socket."""
+    host: str
+    """The address of its node."""
 
     async def start(self) -> None:
         """Returns when the server answers; raises EngineError with its last log lines if it dies first. After close it starts anew."""
@@ -65,10 +73,12 @@ class RolloutEngine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Give the accelerator's memory back. A no-op, reported as "asleep", where the platform has none."""
+    async def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Give the GPU's memory of these back; weights are kept in host memory, a cache is lost. Returns bytes; 0, and only the state
+        changes, where the platform has nothing to give. EngineError while requests run that need the cache."""
 
-    async def wake(self) -> None: ...
+    async def wake(self, parts: tuple[Part, ...] = PARTS) -> int:
+        """Bytes taken again. A server without weights takes no push, and one that lacks any part no request."""
 
     async def health(self) -> EngineHealth: ...
 

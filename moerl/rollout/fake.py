@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.asleep import push_refusal, sleep_refusal
+from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
 from moerl.rollout.limits import Limits
 from moerl.types import Completion, EngineError, EngineUnavailable, FinishReason, SamplingParams, VersionSpan, WeightError
 from moerl.weights.receive import WeightSession
@@ -40,7 +41,7 @@ class FakeEngine:
 
     def __init__(self, name: str, *, limits: Limits, expected: Mapping[str, TensorSpec], max_running: int):
         """`expected`: the tensors a push must bring, by name."""
-        self.name = name
+        self.name, self.host = name, "127.0.0.1"
         self.tensors: dict[str, torch.Tensor] = {}
         """What pushes installed."""
         self._limits = limits
@@ -50,7 +51,8 @@ class FakeEngine:
         self._dead = asyncio.Event()
         self._version: int | None = None
         self._stale = "no weights were pushed yet"
-        self._pushing = self._asleep = self._started = False
+        self._pushing = self._started = False
+        self._asleep: set[Part] = set()
         self._paused: PauseMode | None = None
         self._num_pauses = 0
         self._session = WeightSession(expected, self._load, read=lambda name: self.tensors[name])
@@ -58,7 +60,8 @@ class FakeEngine:
     async def start(self) -> None:
         self._dead.clear()
         self._version, self._stale, self._paused = None, "no weights were pushed yet", None
-        self._pushing = self._asleep = False
+        self._pushing = False
+        self._asleep.clear()
         self._started = True
 
     async def ended(self) -> EngineUnavailable:
@@ -109,13 +112,19 @@ class FakeEngine:
         async with self._change():
             self._paused, self._num_pauses = None, self._num_pauses + 1
 
-    async def sleep(self) -> None:
+    async def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
         async with self._change():
-            self._asleep = True
+            self._require_start("sleep")
+            if reason := sleep_refusal(parts, self._num_running()):
+                raise EngineError(f"{self.name}: {reason}")
+            self._asleep |= set(parts)
+        return 0
 
-    async def wake(self) -> None:
+    async def wake(self, parts: tuple[Part, ...] = PARTS) -> int:
         async with self._change():
-            self._asleep = False
+            self._require_start("wake")
+            self._asleep -= set(parts)
+        return 0
 
     async def health(self) -> EngineHealth:
         self._require_start("health")
@@ -124,7 +133,12 @@ class FakeEngine:
         )
         running = self._num_running()
         return EngineHealth(
-            status=status, version=self._version, num_running=running, num_waiting=len(self._requests) - running, reason=self._stale
+            status=status,
+            version=self._version,
+            num_running=running,
+            num_waiting=len(self._requests) - running,
+            reason=self._stale,
+            asleep=tuple(sorted(self._asleep)),
         )
 
     def receiver(self) -> "FakeReceiver":
@@ -213,7 +227,7 @@ class FakeEngine:
             raise EngineError(f"{self.name}: pause(wait) ended before its requests did, by another pause or resume")
 
     def _num_running(self) -> int:
-        return sum(request.running for request in self._requests.values())
+        return sum(request.running and not request.ended for request in self._requests.values())
 
     def _end_all(self, reason: str) -> None:
         for request in self._requests.values():
@@ -248,6 +262,8 @@ class FakeReceiver:
 
     async def begin(self, manifest: Manifest) -> None:
         engine = self._engine
+        if reason := push_refusal(engine._asleep):
+            raise WeightError(f"{engine.name}: {reason}")
         async with self._stale_on_error():
             engine._stale = f"the push of version {manifest.version} is in progress"
             engine._pushing, engine._version = True, None

@@ -35,6 +35,9 @@ class Member:
     num_starts: int = 1
     gone: EngineError | None = None
     """Why it stays dead."""
+    is_lent: bool = False
+    """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
+    is_starting: bool = False
 
 
 class Fleet:
@@ -81,12 +84,25 @@ class Fleet:
 
     def refused(self, member: Member) -> None:
         """It says that it may not serve: no more requests before the next push."""
-        if member.state == "healthy":
+        if member.state == "healthy" and not member.is_lent:
             self._enter(member, "stale")
 
     def healthy(self) -> list[Member]:
         """Those that serve."""
-        return [member for member in self.members if member.state == "healthy"]
+        return [member for member in self.members if member.state == "healthy" and not member.is_lent]
+
+    async def lend(self, members: Collection[Member]) -> None:
+        """Until `take_back` they get no requests, and one that ends is not started again. Returns when none is being started."""
+        for member in members:
+            member.is_lent = True
+        self._tell()
+        while any(member.is_starting for member in members):
+            await self._changed.wait()
+
+    def take_back(self, members: Collection[Member]) -> None:
+        for member in members:
+            member.is_lent = False
+        self._tell()
 
     def check(self) -> None:
         """EngineError if none will ever serve again."""
@@ -170,11 +186,17 @@ class Fleet:
         self._enter(member, "restarting")
         member.num_starts += 1
         await member.engine.close()
+        while member.is_lent:  # a server takes its GPUs' memory when it starts
+            await self._changed.wait()
+        member.is_starting = True
         try:
             await member.engine.start()
         except EngineError as error:
             logger.warning("could not restart: %s", error)
             return
+        finally:
+            member.is_starting = False
+            self._tell()
         self._enter(member, "stale")
 
     # -- changes -----------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
+from moerl.rollout.remote_process import RemoteProcess
 from moerl.rollout.server_process import ServerProcess
 from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams, WeightError
 
@@ -23,11 +24,14 @@ EXIT_SECONDS = 2.0
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.wire and reports like moerl.rollout.hf."""
 
-    def __init__(self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float):
-        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start."""
+    def __init__(
+        self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float,
+        process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess,
+    ):  # fmt: skip
+        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: starts it somewhere."""
         self.name = f"{host}:{port}"
-        self._host = host
-        self._process = ServerProcess(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
+        self.host = host
+        self._process = process(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -37,10 +41,10 @@ class HTTPEngine:
 
     async def start(self) -> None:
         port = await self._process.start()
-        self.name = self._process.label = f"{self._host}:{port}"
+        self.name = self._process.label = f"{self.host}:{port}"
         # One connection per running request, and no deadline here: that is the pool's.
         self._session = aiohttp.ClientSession(
-            base_url=f"http://{_bracketed(self._host)}:{port}",
+            base_url=f"http://{_bracketed(self.host)}:{port}",
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -62,11 +66,15 @@ class HTTPEngine:
     async def resume(self) -> None:
         await self.call("POST", "/resume")
 
-    async def sleep(self) -> None:
-        await self.call("POST", "/sleep")
+    async def sleep(self, parts: tuple[Part, ...] = PARTS) -> int:
+        return await self._move("/sleep", parts)
 
-    async def wake(self) -> None:
-        await self.call("POST", "/wake")
+    async def wake(self, parts: tuple[Part, ...] = PARTS) -> int:
+        return await self._move("/wake", parts)
+
+    async def _move(self, path: str, parts: tuple[Part, ...]) -> int:
+        content = await self.call("POST", path, wire.PARTS, wire.PartsBody(parts=parts))
+        return _parse(self.name, wire.MOVED.validate_json, content).num_bytes
 
     async def health(self) -> EngineHealth:
         return _parse(self.name, wire.HEALTH.validate_json, await self.call("GET", "/health"))

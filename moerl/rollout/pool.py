@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
 from moerl.rollout.completion_check import check_completion
-from moerl.rollout.engine import EngineHealth, PauseMode, RolloutEngine
+from moerl.rollout.engine import EngineHealth, Part, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.partial import completed, joined, rest
 from moerl.rollout.places import Claim, Places
@@ -78,11 +78,16 @@ class RolloutPool:
         """`members`: these servers only."""
         await self._all("resume", lambda engine: engine.resume(), members)
 
-    async def sleep(self) -> None:
-        await self._all("sleep", lambda engine: engine.sleep())
+    async def abort(self, members: Collection[Member] | None = None) -> None:
+        """Every request on them returns what it has, and goes on when a server is free."""
+        await self._all("abort", lambda engine: engine.abort(), members)
 
-    async def wake(self) -> None:
-        await self._all("wake", lambda engine: engine.wake())
+    async def sleep(self, parts: tuple[Part, ...], members: Collection[Member] | None = None) -> int:
+        """Bytes all of them gave back."""
+        return sum(await self._all("sleep", lambda engine: engine.sleep(parts), members))
+
+    async def wake(self, parts: tuple[Part, ...], members: Collection[Member] | None = None) -> int:
+        return sum(await self._all("wake", lambda engine: engine.wake(parts), members))
 
     async def close(self) -> None:
         await self.fleet.close()

@@ -6,10 +6,12 @@ process, however that ends, and the child with the pipe.
 
 import asyncio
 import logging
+import os
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -18,6 +20,7 @@ from moerl.types import EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
+_NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 LOG_LINES = 20
 """Of the server's log, in an error."""
 
@@ -25,10 +28,13 @@ LOG_LINES = 20
 class ServerProcess:
     """One child at a time: `start`, `close`, and so on; close is safe at any time."""
 
-    def __init__(self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0):
-        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL."""
+    def __init__(
+        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
+        environment: Mapping[str, str] = _NOTHING_MORE,
+    ):  # fmt: skip
+        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own."""
         self.label = label
-        self._command = list(command)
+        self._command, self._environment = list(command), environment
         self._log_path = log_path
         self._start_seconds = start_seconds
         self._close_seconds = close_seconds
@@ -82,8 +88,9 @@ class ServerProcess:
             try:
                 # A session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order.
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True
-                )
+                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True,
+                    env={**os.environ, **self._environment},
+                )  # fmt: skip
             except OSError as error:
                 raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
 

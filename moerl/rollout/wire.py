@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
 UNAVAILABLE = 503
@@ -49,6 +49,16 @@ class PauseBody:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartsBody:
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedBody:
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishBody:
     version: int
 
@@ -72,6 +82,8 @@ GENERATE = TypeAdapter(GenerateBody)
 COMPLETION_HEAD = TypeAdapter(CompletionHead)
 ABORT = TypeAdapter(AbortBody)
 PAUSE = TypeAdapter(PauseBody)
+PARTS = TypeAdapter(PartsBody)
+MOVED = TypeAdapter(MovedBody)
 HEALTH = TypeAdapter(EngineHealth)
 NEEDS = TypeAdapter(Needs)
 OFFER = TypeAdapter(TransportOffer)

@@ -67,13 +67,16 @@ class MegatronEngine:
 
     # -- where its memory is ---------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Collective, as `sleep`. ResidencyError, as from every verb below, if it is not asleep."""
-        self._residency.wake()
+    def wake(self) -> int:
+        """Bytes that came to the device. Collective, as the next two. ResidencyError, as from every verb below, if it is not asleep."""
+        return self._residency.wake()
 
-    def sleep(self) -> None:
-        """Afterwards every verb but `wake` is refused."""
-        self._residency.sleep()
+    def shed(self) -> int:
+        """What scoring and export do not need leaves the device, until a verb needs it; bytes that left."""
+        return self._residency.shed()
+
+    def sleep(self) -> int:  # afterwards every verb but wake is refused
+        return self._residency.sleep()
 
     def _move(self, before: State, after: State) -> None:
         if before == "asleep" and self._groups is not None:

@@ -4,8 +4,7 @@ For tests of everything around the trainer; checkpoints hold the driver's state 
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,14 @@ class FakeTrainGroup:
 
     async def start(self) -> None: ...
 
-    @asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
-        if self._residency.state == "asleep":
-            self._residency.wake()
-        yield
-        self._residency.sleep()
+    async def wake(self) -> int:
+        return self._residency.wake()
+
+    async def shed(self) -> int:
+        return self._residency.shed()
+
+    async def sleep(self) -> int:
+        return self._residency.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint.newest(self._checkpoint_dir)

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import numpy as np
 import ray
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.seats import Seat, find_seats, on_node
 from moerl.config.schema import RunConfig
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
@@ -34,11 +34,13 @@ class TrainGroup(Protocol):
     async def start(self) -> None:
         """It starts awake."""
 
-    def awake(self) -> AbstractAsyncContextManager[None]:
-        """What training needs is on the GPU inside; afterwards the trainer sleeps, and every verb but close raises ResidencyError.
+    async def wake(self) -> int:
+        """From sleep, after which every verb but wake and close raises ResidencyError. Bytes of all ranks that came to the GPUs."""
 
-        Not to be nested. A failure inside leaves the trainer as it is.
-        """
+    async def shed(self) -> int:
+        """Keep on the GPUs only what log-probs and a push need, until a verb needs more. Bytes of all ranks that left; so for sleep."""
+
+    async def sleep(self) -> int: ...
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         """(version, the state saved with it) of the newest checkpoint; (0, {}) without one."""
@@ -74,7 +76,9 @@ class TrainGroup(Protocol):
 class MegatronTrainGroup:
     """Ray actors running moerl.train.worker.TrainWorker, one per rank. Ray must be initialised."""
 
-    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path):
+    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path, seats: Sequence[Seat] | None = None):
+        """`seats` of the ranks. None: as the cluster has them when it starts."""
+        self._seats = seats
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
         self._source = MegatronSource(
@@ -88,32 +92,31 @@ class MegatronTrainGroup:
             all_ranks=self._all,
             rank0=self._rank0,
         )
-        self._is_asleep = self._is_in_use = False
 
     async def start(self) -> None:
         from moerl.train.worker import SAVE_THREAD, TrainWorker
 
         config, num_ranks = self._config, self._config.train.layout.ranks
-        resources = ray.cluster_resources()
-        # Where there are fewer cores than ranks they share them; Ray would never start the last ones.
-        share = {f"num_{name.lower()}s": 1 if resources.get(name, 0) >= num_ranks else 0 for name in ("CPU", "GPU")}
-        actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1}, **share)(TrainWorker)
-        self._workers = [actor.remote(rank, num_ranks) for rank in range(num_ranks)]
+        seats = find_seats(config).ranks if self._seats is None else self._seats
+        actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1})(TrainWorker)
+        options = [_options(seat, seats) for seat in seats]
+        self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, seat.gpus) for rank, seat in enumerate(seats)]
         settings, deadline = self._settings(), config.train.start_seconds
-        host = await self._rank0("host", deadline=deadline)
+        network = await self._all("use_network", config.network, deadline=deadline)
+        logger.info("rank 0's network settings: %s", network[0] or "none")
+        host = await self._rank0("address", deadline=deadline)
         port = await self._rank0("open_store", deadline=deadline)
         patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
-    @asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
-        assert not self._is_in_use, "awake() inside awake(): the inner one would end with a trainer that sleeps"
-        if self._is_asleep:
-            await self._all("wake")
-        self._is_in_use, self._is_asleep = True, False
-        yield
-        await self._all("sleep")
-        self._is_in_use, self._is_asleep = False, True
+    async def wake(self) -> int:
+        return sum(await self._all("wake"))
+
+    async def shed(self) -> int:
+        return sum(await self._all("shed"))
+
+    async def sleep(self) -> int:
+        return sum(await self._all("sleep"))
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = newest(self._checkpoint_dir)
@@ -208,6 +211,13 @@ class MegatronTrainGroup:
             _cancel(calls)
             raise TrainError(f"{verb}: ranks {silent} of {len(self._workers)} did not answer within {seconds:g} s")
         return [call.result() for call in calls]
+
+
+def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:
+    """Ray's, for the rank at `seat`."""
+    # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
+    num_cpus = 1 if seat.node.num_cpus >= sum(other.node.id == seat.node.id for other in seats) else 0
+    return {"num_cpus": num_cpus, "num_gpus": 0 if seat.gpus is None else 1, "scheduling_strategy": on_node(seat.node)}
 
 
 async def _await(reference: Any) -> Any:

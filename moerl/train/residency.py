@@ -1,9 +1,9 @@
 """Where a trainer's memory is, as one state machine: every call runs in one state, and what it needs is on the device by then.
 
-    asleep --wake--> scoring <--> training      sleep: back to asleep from either
+    asleep --wake--> scoring <--> training      sleep: back to asleep from either; shed: to scoring from training
 
-The caller says wake and sleep (`TrainGroup.awake()`). Between scoring and training the machine moves by itself: log-probs and
-export need parameters only, update, save and load everything. What a state holds on the device follows from train.offload.
+The caller says wake, shed and sleep (moerl/cluster/residency.py: when). From scoring to training the machine moves by itself: log-probs
+and export need parameters only, update, save and load everything. What a state holds on the device follows from train.offload.
 """
 
 import time
@@ -58,13 +58,19 @@ class Residency:
         self._seconds: dict[str, float] = {}
         self._bytes: dict[State, Mapping[Kind, Bytes]] = {}
 
-    def wake(self) -> None:
+    def wake(self) -> int:
+        """Bytes that came to the device."""
         self._check("wake", is_legal=self.state == "asleep")
-        self._enter("scoring")
+        return self._enter("scoring")
 
-    def sleep(self) -> None:
+    def shed(self) -> int:
+        """Keep only what scoring and export need. Bytes that left the device; so for sleep."""
+        self._check("shed", is_legal=self.state != "asleep" and self._running is None)
+        return -self._enter("scoring")
+
+    def sleep(self) -> int:
         self._check("sleep", is_legal=self.state != "asleep" and self._running is None)
-        self._enter("asleep")
+        return -self._enter("asleep")
 
     @contextmanager
     def running(self, call: Call) -> Iterator[None]:
@@ -90,7 +96,7 @@ class Residency:
     def legal_calls(self) -> tuple[str, ...]:
         if self.state == "asleep":
             return ("wake",)
-        return () if self._running is not None else ("sleep", *_NEEDS)
+        return () if self._running is not None else ("shed", "sleep", *_NEEDS)
 
     def _check(self, call: str, *, is_legal: bool) -> None:
         if is_legal:
@@ -100,12 +106,19 @@ class Residency:
         now = f"legal now: {legal}" if legal else f"no call is legal before {self._running} has ended"
         raise ResidencyError(f"{call}: the trainer is {doing}; {now}")
 
-    def _enter(self, after: State) -> None:
-        before = self.state
+    def _enter(self, after: State) -> int:
+        """Bytes by which the device holds more."""
+        before, difference = self.state, 0
         if self._places[before] != self._places[after]:
-            begun = time.perf_counter()
+            held, begun = _on_device(self._measure()), time.perf_counter()
             self._move(before, after)
             name = f"{before}_to_{after}"
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
             self._bytes[after] = self._measure()
+            difference = _on_device(self._bytes[after]) - held
         self.state = after
+        return difference
+
+
+def _on_device(kinds: Mapping[Kind, Bytes]) -> int:
+    return sum(held.device for held in kinds.values())

@@ -1,6 +1,7 @@
 """One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
 
-Every method but `host`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the controller calls it on all.
+Every method but `host`, `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+controller calls it on all.
 """
 
 import os
@@ -16,7 +17,9 @@ import torch.distributed as dist
 
 import megatron_patches
 from moerl.algorithms.base import Objective
-from moerl.config.schema import WeightsConfig
+from moerl.cluster.network import find_settings, variables
+from moerl.cluster.ray_address import reached_at
+from moerl.config.schema import NetworkConfig, WeightsConfig
 from moerl.push_types import Bucket, Transport
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
@@ -34,14 +37,28 @@ SAVE_THREAD = "save"
 
 
 class TrainWorker:
-    def __init__(self, rank: int, num_ranks: int):
+    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
+        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
         torch.set_num_threads(1)
 
     def host(self) -> str:
+        """Its name: who has the same one shares memory."""
         return socket.gethostname()
+
+    def address(self) -> str:
+        """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
+        return ray.util.get_node_ip_address()
+
+    def use_network(self, network: NetworkConfig) -> dict[str, str]:
+        """Set what libraries are told of this node's links, before one of them asks; returns it."""
+        found = variables(find_settings(network, "train", reached_at=reached_at()))
+        os.environ.update(found)
+        return found
 
     def open_store(self) -> int:
         """Rank 0: the port of the store at which the ranks meet. Bound here, so that nobody can take it in between."""
@@ -63,11 +80,14 @@ class TrainWorker:
         megatron_patches.assert_active()
         return megatron_patches.active_names()
 
-    def wake(self) -> None:
-        self._engine.wake()
+    def wake(self) -> int:
+        return self._engine.wake()
 
-    def sleep(self) -> None:
-        self._engine.sleep()
+    def shed(self) -> int:
+        return self._engine.shed()
+
+    def sleep(self) -> int:
+        return self._engine.sleep()
 
     def logprobs(self, batch: TrainBatch, records_routes: bool) -> np.ndarray:
         return self._engine.logprobs(batch, records_routes=records_routes)
@@ -131,7 +151,7 @@ class TrainWorker:
             transport,
             job,
             self._engine.pushed.read,
-            host=self.host(),
+            host=self.address(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,
         )

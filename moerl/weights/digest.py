@@ -1,5 +1,7 @@
 """The bytes of a tensor, and their xxh3_128 digest. Copies nothing for a contiguous CPU tensor."""
 
+import ctypes
+
 import torch
 import xxhash
 
@@ -11,4 +13,6 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """xxh3_128 of the tensor's row-major bytes as 32 hex digits. Shape and dtype are not part of it."""
-    return xxhash.xxh3_128_hexdigest(tensor_bytes(tensor).numpy().data)
+    data = tensor_bytes(tensor)
+    # Not through numpy: torch would never again resize the storage of a parameter that numpy has seen, as offloading it does.
+    return xxhash.xxh3_128_hexdigest((ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b"")

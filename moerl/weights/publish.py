@@ -8,12 +8,15 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
+
+from moerl.cluster.residency import Residency
 from moerl.config.schema import RunConfig
 from moerl.push_types import Transport
 from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
-from moerl.types import EngineError, Prompt, WeightError
+from moerl.types import EngineError, Prompt, TrainBatch, WeightError
 from moerl.weights.canary import CanaryResult, run_canary
 from moerl.weights.sync import WeightSync, resolve_transport
 
@@ -24,9 +27,9 @@ _CANARY_TOKENS = 8
 
 
 class WeightPublisher:
-    def __init__(self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, canary_prompts: Sequence[Prompt]):
+    def __init__(self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt]):
         """The pool must have started before the first push."""
-        self._config, self._train, self._pool = config, train, pool
+        self._config, self._train, self._pool, self._residency = config, train, pool, residency
         self._prompts = [prompt.token_ids for prompt in canary_prompts]
         self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
@@ -45,8 +48,8 @@ class WeightPublisher:
         return self._pool.num_resumed
 
     async def push(self, version: int) -> CanaryResult | None:
-        """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. The canary's
-        result, when it ran."""
+        """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. Afterwards the
+        servers have their GPUs back. The canary's result, when it ran."""
         self._version, self._num_pushes = version, self._num_pushes + 1
         return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
 
@@ -55,19 +58,20 @@ class WeightPublisher:
         working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
         try:
             await asyncio.wait({working, reviving}, return_when=asyncio.FIRST_COMPLETED)
-            if reviving.done():
-                reviving.result()
-            async with self._pushing:  # a push that has begun is brought to its end
+            async with self._pushing:
+                if reviving.done():
+                    reviving.result()
                 return working.result()
         finally:
-            for task in (working, reviving):
-                task.cancel()
+            working.cancel()
+            async with self._pushing:  # a push that has begun is brought to its end: whatever comes next needs the trainer
+                reviving.cancel()
             await asyncio.gather(working, reviving, return_exceptions=True)
 
     async def _revive(self) -> None:
         while True:
             await self._pool.fleet.until_stale()
-            async with self._pushing, self._train.awake():
+            async with self._pushing:
                 await self._bring(self._pool.fleet.stale, with_canary=True)
 
     async def _bring(self, select: Callable[[], list[Member]], *, with_canary: bool) -> CanaryResult | None:
@@ -80,20 +84,24 @@ class WeightPublisher:
                 if not await self._pool.fleet.lost(before):
                     raise
                 logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
+        await self._residency.share()
+        await self._residency.serve()  # those that come back start then
         return None
 
     async def _push(self, members: list[Member], *, with_canary: bool) -> CanaryResult | None:
+        await self._residency.share()
         sync = await self._sync_with(members)
         await self._pool.pause("abort" if self._config.rollout.partial else "keep", members)
         await sync.push(self._version)
         self._pool.fleet.served(members)
-        await self._pool.resume(members)
+        await self._pool.resume([member for member in members if not member.is_lent])
+        await self._residency.serve()
         return await self._canary(members) if with_canary else None
 
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
         if self._transport is None:
-            hosts = [self._config.rollout.host] * self._config.rollout.num_servers
+            hosts = [member.engine.host for member in self._pool.fleet.members]
             self._transport = resolve_transport(self._config.weights.transport, source_host=await self._train.host(), receiver_hosts=hosts)
         wanted = [(member.engine.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
@@ -108,7 +116,7 @@ class WeightPublisher:
     async def _canary(self, members: list[Member]) -> CanaryResult:
         return await run_canary(
             [member.engine for member in members],
-            self._train.logprobs,
+            self._scored,
             self._prompts,
             max_tokens=min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
             limit=self._config.weights.mismatch_limit,
@@ -116,3 +124,9 @@ class WeightPublisher:
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
         )
+
+    async def _scored(self, batch: TrainBatch) -> np.ndarray:
+        await self._residency.share()
+        logprobs_T = await self._train.logprobs(batch)
+        await self._residency.serve()
+        return logprobs_T

@@ -56,7 +56,7 @@ def test_a_group_file_replaces_the_recipes_choice():
         ("train.optimizer.betas=[0.9,b]", "train.optimizer.betas.1", "must be a number"),
         ("train.dtype=float16", "train.dtype", "train.dtype=bfloat16"),
         ("train.layout=3", "train.layout", "must be a section with"),
-        ("rollout.engine=vlm", "rollout.engine", "must be one of hf, sglang, fake"),
+        ("rollout.engine=vlm", "rollout.engine", "must be one of hf, vllm, sglang, fake"),
         ("data.kind=tinny", "data.kind", "data.kind=tiny"),
         ("data.task=repaet", "data.task", "data.task=repeat"),
         ("~data.kind", "data.kind", "data.kind=<one of files, gym, tiny>"),

@@ -29,6 +29,8 @@ def test_a_recipes_name_says_what_it_runs(recipe: str, tmp_path):
     algorithm, _, nodes, ranks, mode = match.groups()
     assert algorithm == config.algorithm.name
     assert int(nodes) * int(ranks) == config.train.layout.ranks
+    assert int(nodes) == config.placement.nodes
+    assert config.placement.gpus_per_node in (None, int(ranks))
     assert (mode == "async") == (config.max_staleness > 0)
 
 

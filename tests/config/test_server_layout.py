@@ -161,7 +161,7 @@ def test_a_recipe_whose_model_is_only_named_needs_no_environment_of_its_engine(m
 
 
 def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_path, downloaded):
-    monkeypatch.setattr(engines, "_argument_problems", lambda *arguments: ())
+    monkeypatch.setattr(engines, "_found_there", lambda *arguments: ())
     python = tmp_path / "python"
     python.touch()
     given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8", "rollout.layout.redundant_experts=32"]

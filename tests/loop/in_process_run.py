@@ -8,6 +8,7 @@ from typing import Any
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.residency import Residency
 from moerl.cluster.stop import Stop
 from moerl.config.schema import (
     GRPOConfig,
@@ -133,9 +134,10 @@ class InProcessRun:
 
     def __init__(
         self, config: RunConfig, *, score: Callable[[Prompt, str], Score] = parity, engines: Sequence[FakeEngine] = (), rewards: Any = None,
-        ends_at: float | None = None,
+        num_shared: int = 0, ends_at: float | None = None,
     ):  # fmt: skip
-        self.config = config
+        """`num_shared`: the first so many engines are on the trainer's GPUs."""
+        self.config, self.num_shared = config, num_shared
         self._ends_at = ends_at
         self.engines = list(engines) if engines else [new_engine()]
         self.events: list[tuple[str, int]] = []
@@ -167,15 +169,17 @@ class InProcessRun:
             max_restarts=config.rollout.max_restarts,
         )
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, tokenizer=tokenizer, stop_token_ids=())
-        publisher = RecordingPublisher(config, train=self.trainer, pool=pool, canary_prompts=[prompts.prompt_at(0)])
+        residency = self.residency = Residency(self.trainer, pool, num_shared=self.num_shared)
+        publisher = RecordingPublisher(config, train=self.trainer, pool=pool, residency=residency, canary_prompts=[prompts.prompt_at(0)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
         self.trainer.events = runner.events = publisher.events = self.events
         try:
             async with asyncio.timeout(SECONDS):
                 await pool.start()
+                await residency.make_room()
                 with RecordingObserver(config) as observer:
                     observer.groups = self.groups
-                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, observer, self.stop)
+                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, residency, observer, self.stop)
         finally:
             await pool.close()
             await self.trainer.close()

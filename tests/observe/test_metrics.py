@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
-from moerl.types import MemoryStats, RoutingStats, SavedCheckpoint
+from moerl.types import MemoryStats, Move, RoutingStats, SavedCheckpoint
 
 
 @pytest.fixture
 def measure(make_stats):
     def measure(*groups, version=1, **changes):
-        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, resumed=0, full_reward=1.0)
+        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, resumed=0, moves={}, full_reward=1.0)
         stats = changes.pop("stats", make_stats())
         return step_metrics(version, groups, stats, **{**settings, **changes})
 
@@ -80,7 +80,9 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
     sample = make_sample(1.0, math=1.0)
     sample = replace(sample, completion=replace(sample.completion, routes=np.zeros((5, 1, 2), dtype=np.uint8)))
-    values = measure(make_group(sample), stats=make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing))
+    stats = make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing)
+    values = measure(make_group(sample), stats=stats, moves={"servers_sleep": Move(seconds=0.25, num_bytes=8)})
+    assert (values["residency/seconds/servers_sleep"], values["residency/bytes/servers_sleep"]) == (0.25, 8.0)
     assert {name: values[name] for name in values if name.startswith("memory/")} == {
         "memory/device/training/parameters": 8.0,
         "memory/host/optimizer": 24.0,

@@ -9,7 +9,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_servers import CONFIGS, NATIVE, SERVER_OPTIONS, Checkpoint, Served, hf_engine, native_engine, new_fake, write_checkpoint
+from tiny_servers import (
+    CONFIGS,
+    MAX_CONTEXT,
+    NATIVE,
+    NATIVE_MAX_CONTEXT,
+    SERVER_OPTIONS,
+    Checkpoint,
+    Served,
+    hf_engine,
+    native_engine,
+    new_fake,
+    write_checkpoint,
+)
 
 from moerl.rollout.http_engine import HTTPEngine
 
@@ -105,7 +117,8 @@ def serve(kind: str, request: pytest.FixtureRequest, run: Callable, checkpoints:
         engine = request.getfixturevalue("native_engines")(kind)
     else:
         engine = request.getfixturevalue("hf_engines")[kind]
-    served = Served(engine=engine, tensors=checkpoint.tensors)
+    max_context = NATIVE_MAX_CONTEXT if kind in NATIVE else MAX_CONTEXT
+    served = Served(engine=engine, tensors=checkpoint.tensors, max_context=max_context)
 
     async def begin() -> None:
         if kind == "fake":

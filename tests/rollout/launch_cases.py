@@ -37,10 +37,12 @@ VLLM = {
 }
 
 
-def options(layout: ServerLayout, *, max_running: int = 512, prefill_chunk: int = 4096, node_rank: int = 0) -> Options:
+def options(
+    layout: ServerLayout, *, max_running: int = 512, prefill_chunk: int = 4096, node_rank: int = 0, shares_gpus: bool = False
+) -> Options:
     return Options(
         model=Path("MODEL"), dtype="bfloat16", max_context=8192, max_running=max_running, prefill_chunk=prefill_chunk, returns_routes=False,
-        engine_args={}, layout=layout, node_rank=node_rank, head="node-0",
+        shares_gpus=shares_gpus, engine_args={}, layout=layout, node_rank=node_rank, head="node-0",
     )  # fmt: skip
 
 
@@ -51,11 +53,12 @@ def cases() -> dict[str, Options]:
     servers = {}
     for name, layout in found.items():
         chunk = 256 if layout.all_to_all == "deepep_low_latency" else 4096
-        servers[name] = options(layout, prefill_chunk=chunk, node_rank=min(1, layout.nodes - 1))
+        rank, shares = min(1, layout.nodes - 1), name.startswith("vllm-qwen3")
+        servers[name] = options(layout, prefill_chunk=chunk, node_rank=rank, shares_gpus=shares)
     for name, recipe in RECIPES.items():
         rollout = load([f"recipe={recipe}"]).rollout
         rank = min(1, rollout.layout.nodes - 1)
-        servers[f"sglang-{name}"] = options(rollout.layout, max_running=rollout.max_running, node_rank=rank)
+        servers[f"sglang-{name}"] = options(rollout.layout, max_running=rollout.max_running, node_rank=rank, shares_gpus=True)
     return servers
 
 

@@ -11,8 +11,6 @@ from moerl.weights.digest import tensor_digest
 from moerl.weights.spec import spec_of
 
 PROMPT = (5, 17, 3, 3, 42, 8, 11, 60, 1, 2, 29)
-LONG = 200
-"""Tokens of a completion that is still running whenever a test looks at it."""
 
 
 def ask(served, name, *, max_tokens=12, seed=7, prompt=PROMPT, **sampling):
@@ -99,21 +97,25 @@ def test_more_requests_than_slots_all_complete(run, served):
 
 def test_abort_returns_the_tokens_so_far(run, served):
     async def scenario():
-        whole, other, aborted = await ask(served, "whole", max_tokens=LONG), ask(served, "other"), ask(served, "cut", max_tokens=LONG)
+        whole, other, aborted = (
+            await ask(served, "whole", max_tokens=served.long),
+            ask(served, "other"),
+            ask(served, "cut", max_tokens=served.long),
+        )
         await other
         await served.engine.abort(("cut", "unknown"))
         return whole, await aborted
 
     whole, aborted = run(scenario())
     assert aborted.finish_reason == "abort"
-    assert 0 < len(aborted.token_ids) < LONG
+    assert 0 < len(aborted.token_ids) < served.long
     assert_prefix(aborted, whole)
     assert aborted.spans == spans_of((1, len(aborted.token_ids)))
 
 
 def test_abort_of_all_ends_waiting_requests_too(run, served):
     async def scenario():
-        tasks = [ask(served, f"r{i}", max_tokens=LONG) for i in range(7)]
+        tasks = [ask(served, f"r{i}", max_tokens=served.long) for i in range(7)]
         await until(served.engine, lambda health: (health.num_running, health.num_waiting) == (4, 3))
         await served.engine.abort()
         completions = await asyncio.gather(*tasks)
@@ -127,8 +129,8 @@ def test_abort_of_all_ends_waiting_requests_too(run, served):
 
 def test_pause_keep_holds_requests_and_resume_lets_them_go_on(run, served):
     async def scenario():
-        whole = await ask(served, "whole", max_tokens=LONG)
-        task = ask(served, "held", max_tokens=LONG)
+        whole = await ask(served, "whole", max_tokens=served.long)
+        task = ask(served, "held", max_tokens=served.long)
         await running(served)
         await served.engine.pause("keep")
         late = ask(served, "late")
@@ -140,14 +142,14 @@ def test_pause_keep_holds_requests_and_resume_lets_them_go_on(run, served):
 
     whole, completion, late, health, held = run(scenario())
     assert held and health.status == "paused" and health.num_running == 1
-    assert len(completion.token_ids) == LONG
+    assert len(completion.token_ids) == served.long
     assert_prefix(completion, whole)
     assert late.finish_reason == "length"
 
 
 def test_pause_wait_returns_when_the_running_requests_have_finished(run, served):
     async def scenario():
-        tasks = [ask(served, f"r{i}", max_tokens=40) for i in range(6)]
+        tasks = [ask(served, f"r{i}", max_tokens=served.long // 4) for i in range(6)]
         await until(served.engine, lambda health: (health.num_running, health.num_waiting) == (4, 2))
         await served.engine.pause("wait")
         health = await served.engine.health()
@@ -164,7 +166,7 @@ def test_pause_wait_returns_when_the_running_requests_have_finished(run, served)
 
 def test_pause_wait_fails_when_resume_comes_first(run, served):
     async def scenario():
-        task = ask(served, "long", max_tokens=LONG)
+        task = ask(served, "long", max_tokens=served.long)
         await running(served)
         pause = asyncio.create_task(served.engine.pause("wait"))
         await until(served.engine, lambda health: health.status == "paused")
@@ -178,7 +180,7 @@ def test_pause_wait_fails_when_resume_comes_first(run, served):
 
 def test_pause_abort_ends_running_requests_and_keeps_waiting_ones(run, served):
     async def scenario():
-        tasks = [ask(served, f"r{i}", max_tokens=LONG) for i in range(5)]
+        tasks = [ask(served, f"r{i}", max_tokens=served.long) for i in range(5)]
         await until(served.engine, lambda health: (health.num_running, health.num_waiting) == (4, 1))
         await served.engine.pause("abort")
         aborted = await asyncio.gather(*tasks[:4])
@@ -189,14 +191,14 @@ def test_pause_abort_ends_running_requests_and_keeps_waiting_ones(run, served):
     aborted, health, waits, rest = run(scenario())
     assert {completion.finish_reason for completion in aborted} == {"abort"}
     assert (health.status, health.num_running, health.num_waiting) == ("paused", 0, 1) and waits
-    assert rest.finish_reason == "length" and len(rest.token_ids) == LONG
+    assert rest.finish_reason == "length" and len(rest.token_ids) == served.long
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_request_held_over_a_push_has_a_span_for_each_version(run, served, transport):
     async def scenario():
-        whole = await ask(served, "whole", max_tokens=LONG)
-        task = ask(served, "held", max_tokens=LONG)
+        whole = await ask(served, "whole", max_tokens=served.long)
+        task = ask(served, "held", max_tokens=served.long)
         await running(served)
         await ask(served, "short", max_tokens=3)
         await served.engine.pause("keep")
@@ -208,7 +210,7 @@ def test_a_request_held_over_a_push_has_a_span_for_each_version(run, served, tra
     assert (health.status, health.version) == ("healthy", 2)
     assert [span.version for span in completion.spans] == [1, 2]
     before = completion.spans[0].num_tokens
-    assert 0 < before < LONG and before + completion.spans[1].num_tokens == LONG
+    assert 0 < before < served.long and before + completion.spans[1].num_tokens == served.long
     assert completion.token_ids[:before] == whole.token_ids[:before]
     assert completion.token_ids != whole.token_ids
 
@@ -264,7 +266,7 @@ def test_a_manifest_of_another_model_is_refused_and_leaves_the_server_stale(run,
 
 def test_a_wrong_digest_makes_the_server_stale_and_ends_what_was_running(run, served):
     async def scenario():
-        task = ask(served, "held", max_tokens=LONG)
+        task = ask(served, "held", max_tokens=served.long)
         await running(served)
         await served.engine.pause("keep")
         with pytest.raises(WeightError, match=r"model\.norm\.weight.*digest"):
@@ -309,7 +311,7 @@ def test_a_sleeping_server_refuses_until_it_wakes(run, served):
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        (PROMPT, dict(max_tokens=246), "11 tokens .* max_tokens = 246: must be at most model.max_context = 256"),
+        (PROMPT, dict(max_tokens=630), r"11 tokens .* max_tokens = 630: must be at most model.max_context = (256|640);"),
         ((), dict(), "at least one token"),
         ((5, 61), dict(), r"token 61 is outside the model's vocabulary \[0, 61\)"),
         (PROMPT, dict(max_tokens=0), "max_tokens = 0"),
@@ -330,7 +332,7 @@ def test_a_request_that_breaks_a_rule_is_refused(run, served, prompt, sampling, 
 
 def test_a_request_id_in_flight_cannot_be_used_again(run, served):
     async def scenario():
-        task = ask(served, "same", max_tokens=LONG)
+        task = ask(served, "same", max_tokens=served.long)
         await running(served)
         with pytest.raises(EngineError, match="same.*in flight"):
             await ask(served, "same")
@@ -341,7 +343,7 @@ def test_a_request_id_in_flight_cannot_be_used_again(run, served):
 
 def test_a_cancelled_request_frees_its_slot(run, served):
     async def scenario():
-        task = ask(served, "gone", max_tokens=LONG)
+        task = ask(served, "gone", max_tokens=served.long)
         await running(served)
         task.cancel()
         await asyncio.wait([task])

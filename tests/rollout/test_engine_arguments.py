@@ -1,15 +1,21 @@
-"""rollout.engine_args against an engine's parser, and the rules of rollout.engine=sglang."""
+"""rollout.engine_args against an engine's parser, and the rules of rollout.engine=vllm and sglang."""
 
 import argparse
 import dataclasses
+import importlib.metadata
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+import torch
 from test_build_engines import config
 
 from moerl.config import engines
 from moerl.config.model_shape import ModelShape
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
+from moerl.rollout.sglang import core as sglang_core
+from moerl.rollout.vllm import core as vllm_core
 
 
 def parser():
@@ -57,9 +63,17 @@ def test_every_problem_is_reported():
 
 
 def test_the_command_line_of_arguments():
-    line = as_command_line({"tp_size": 2, "enable_eplb": True, "off": False, "none": None, "eplb_config": {"n": 1}, "hosts": ["a", "b"]})
+    arguments = {"tp_size": 2, "enable_eplb": True, "off": False, "none": None, "eplb_config": {"n": 1}, "hosts": ["a", "b"]}
+    line = as_command_line(arguments, parser())
     assert line == ["--tp-size", "2", "--enable-eplb", "--eplb-config", '{"n": 1}', "--hosts", "a", "b"]
     assert isinstance(parser().parse_args(["--model-path", "x", *line]), argparse.Namespace)
+
+
+def test_false_switches_off_what_the_engine_has_on_by_default():
+    both_ways = parser()
+    both_ways.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    line = as_command_line({"enable_prefix_caching": False, "enable_eplb": False}, both_ways)
+    assert line == ["--no-enable-prefix-caching"]
 
 
 def test_a_version_outside_the_range_names_what_was_found_and_what_works():
@@ -71,28 +85,73 @@ def test_a_version_outside_the_range_names_what_was_found_and_what_works():
 
 SHAPE = ModelShape(model_type="qwen3_moe", num_layers=2, num_heads=4, num_kv_heads=2, max_positions=256, num_experts=8, expert_ffn_size=48)
 
+NATIVE = ["sglang", "vllm"]
+CORES = [("sglang", sglang_core), ("vllm", vllm_core)]
+
+
+@pytest.mark.parametrize(("engine", "core"), CORES)
+def test_an_installed_version_outside_the_range_is_one_problem(monkeypatch, engine, core):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.1.0")
+    (found,) = core.find_problems({"no_such_argument": 1}, None)
+    assert f"needs {engine}{core.SUPPORTED}" in found.rule and "has 0.1.0" in found.rule
+    assert found.fix == f"pip install '{engine}{core.SUPPORTED}' there"
+
+
+@pytest.mark.parametrize(("engine", "core"), CORES)
+def test_the_range_is_that_of_the_extra_that_installs_it(engine, core):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"][engine] == [f"{engine}{core.SUPPORTED}"]
+
 
 def rules(shape=SHAPE, **changes):
     return list(engines.engine_problems(config(**changes), shape))
 
 
-def test_a_missing_environment_gets_the_command_that_builds_it(monkeypatch, tmp_path):
+@pytest.mark.parametrize("engine", NATIVE)
+def test_a_missing_environment_gets_the_command_that_builds_it(monkeypatch, tmp_path, engine):
     monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
-    (found,) = rules(engine="sglang")
-    assert "make engines ENGINES=sglang" in found.fix
+    (found,) = rules(engine=engine)
+    assert f"make engines ENGINES={engine}" in found.fix
 
 
-def test_models_and_settings_that_sglang_is_not_tested_with_are_refused(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("engine", "model_type"), [("sglang", "deepseek_v3"), ("vllm", "gpt_oss")])
+def test_models_and_settings_that_an_engine_is_not_tested_with_are_refused(monkeypatch, tmp_path, engine, model_type):
     monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
-    found = rules(dataclasses.replace(SHAPE, model_type="deepseek_v3"), engine="sglang", deterministic=True)
+    found = rules(dataclasses.replace(SHAPE, model_type=model_type), engine=engine, deterministic=True)
     assert [problem.path for problem in found] == ["deterministic", "rollout.engine", "rollout.python"]
 
 
-def test_an_environment_without_the_engine_is_refused():
-    (found,) = rules(engine="sglang", python=sys.executable)
+@pytest.mark.parametrize("engine", NATIVE)
+def test_an_environment_without_the_engine_is_refused(engine):
+    (found,) = rules(None, engine=engine, python=sys.executable)
     assert found.path == "rollout.python" and "which has none" in found.rule
 
 
 def test_arguments_for_an_engine_that_has_none_are_refused():
     (found,) = rules(engine="hf", engine_args={"tp_size": 2})
     assert "has no effect" in found.rule
+
+
+ARGUMENTS = {
+    "sglang": {"tp_sise": 2, "dtype": "half", "tp_size": "two"},
+    "vllm": {"tensor_paralel_size": 2, "dtype": "half", "tensor_parallel_size": "two"},
+}
+NEAREST = {"sglang": "rollout.engine_args.tp_size", "vllm": "rollout.engine_args.tensor_parallel_size"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("engine", NATIVE)
+def test_the_engines_own_parser_checks_arguments_and_all_problems_come_at_once(engine):
+    own, misspelt, refused = rules(None, engine=engine, engine_args=ARGUMENTS[engine])
+    assert (misspelt.fix, own.fix) == (NEAREST[engine], "rollout.dtype")
+    assert "two" in refused.reason
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of kernels for CPU")
+def test_a_model_in_sizes_without_cpu_kernels_is_refused(monkeypatch):
+    sizes = {"model_type": "deepseek_v3", "kv_lora_rank": 20, "qk_rope_head_dim": 8, "n_routed_experts": 8, "hidden_size": 80}
+    monkeypatch.setattr(engines, "model_config", lambda model: sizes)
+    latent, experts = rules(dataclasses.replace(SHAPE, model_type="deepseek_v3"), engine="vllm")
+    assert (latent.value, latent.rule) == ("kv_lora_rank and qk_rope_head_dim = (20, 8)", "must be 512 and 64")
+    assert (experts.value, experts.fix) == ("hidden_size = 80", "rollout.engine=hf, or a server on a GPU")

@@ -77,12 +77,14 @@ def test_any_pattern_of_aborts_gives_the_tokens_of_an_undisturbed_request(run, s
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_requests_of_a_push_go_on_after_it(run, served, temperature):
     """Two pushes of the same weights as other versions, and more requests than the server runs at once."""
-    requests = {f"r{i}": SamplingParams(max_tokens=150, seed=i, temperature=temperature) for i in range(MAX_RUNNING + 2)}
+    lengths = {"short": 8} | {f"r{i}": served.long * 3 // 4 for i in range(MAX_RUNNING + 1)}
+    requests = {name: SamplingParams(max_tokens=lengths[name], seed=i, temperature=temperature) for i, name in enumerate(lengths)}
 
     async def scenario():
         pool = pool_of(served.engine)
         wholes = await asyncio.gather(*(served.engine.generate(PROMPT, sampling, name) for name, sampling in requests.items()))
         tasks = [asyncio.create_task(pool.generate(PROMPT, sampling, name)) for name, sampling in requests.items()]
+        await tasks[0]  # those beside it have tokens too now
         for version in (2, 3):
             await until(served.engine, lambda health: health.num_running == MAX_RUNNING)
             await pool.pause("abort")
@@ -92,10 +94,10 @@ def test_requests_of_a_push_go_on_after_it(run, served, temperature):
 
     wholes, parts, num_resumed = run(scenario())
     assert num_resumed >= 2 * MAX_RUNNING
-    for part in parts:
+    for part, length in zip(parts, lengths.values(), strict=True):
         versions = [span.version for span in part.spans]
         assert versions == sorted(set(versions))
-        assert sum(span.num_tokens for span in part.spans) == 150
+        assert sum(span.num_tokens for span in part.spans) == length
     assert any(len(part.spans) > 1 for part in parts)
     if served.engine.name.startswith("fake"):
         return  # its tokens are a function of the version

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tiny_servers import MAX_RUNNING, VOCAB, new_fake, push
 
+from moerl.rollout.engine import PARTS
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.pool import RolloutPool
 from moerl.types import Completion, EngineError, SamplingParams, VersionSpan
@@ -97,7 +98,7 @@ def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run
 def test_commands_reach_every_server(run, pool):
     async def scenario():
         statuses = []
-        for command in (pool.pause("wait"), pool.resume(), pool.sleep(), pool.wake()):
+        for command in (pool.pause("wait"), pool.resume(), pool.sleep(PARTS), pool.wake(PARTS)):
             await command
             statuses.append({health.status for health in (await pool.healths()).values()})
         return statuses

@@ -19,7 +19,7 @@ def outcome(rank, meeting, failing, answers):
     model = SimpleNamespace(
         session=SimpleNamespace(finish=finish), installed=SimpleNamespace(check_reached=lambda parameters: None), parameters=list
     )
-    scheduler = SimpleNamespace(moerl_model=model, tp_group=SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD))
+    scheduler = SimpleNamespace(moerl_model=model, tp_group=SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=dist.group.WORLD))
     try:
         _weights(scheduler, "finish", '{"version": 3}')
         answers.put((rank, None))

@@ -25,6 +25,8 @@ from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
 VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4
+NATIVE_MAX_CONTEXT = 640
+"""Of other engines, which are so fast that a test needs longer completions to find them unfinished."""
 SHAPE = dict(
     vocab_size=VOCAB,
     hidden_size=64,
@@ -33,7 +35,7 @@ SHAPE = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=16,
-    max_position_embeddings=MAX_CONTEXT,
+    max_position_embeddings=NATIVE_MAX_CONTEXT,
     initializer_range=0.2,
 )
 CONFIGS = {
@@ -44,8 +46,18 @@ CONFIGS = {
         n_group=4, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=12, qk_rope_head_dim=8,
         v_head_dim=10,
     ),
+    "moe32": Qwen3MoeConfig(
+        **SHAPE | {"head_dim": 32}, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "dense32": Qwen3Config(**SHAPE | {"head_dim": 32}, tie_word_embeddings=True),
+    "latent512": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.1}, moe_intermediate_size=64, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128,
+    ),
 }  # fmt: skip
-"""dense: tied embeddings. latent: latent attention, a bias that helps to choose experts."""
+"""dense: tied embeddings. latent: latent attention, a bias that helps to choose experts. With a number: in sizes for
+which vLLM has CPU kernels."""
 SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": [], "latent": ["--deterministic"]}
 
 ROUTES = {
@@ -54,7 +66,7 @@ ROUTES = {
 }  # fmt: skip
 """Of those that have experts."""
 
-NATIVE = ("sglang-dense", "sglang-moe")
+NATIVE = ("sglang-dense", "sglang-moe", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
 
 Tensors = dict[str, torch.Tensor]
@@ -94,6 +106,12 @@ class Served:
 
     engine: RolloutEngine
     tensors: Tensors
+    max_context: int = MAX_CONTEXT
+
+    @property
+    def long(self) -> int:
+        """Tokens of a completion that is still running whenever a test looks at it."""
+        return 200 if self.max_context == MAX_CONTEXT else 500
 
     async def push(self, version: int, *, scale: float = 1.0, transport: Transport = "shm", damaged: str = "") -> None:
         """The checkpoint's tensors times `scale`."""
@@ -134,7 +152,7 @@ def native_config(kind: str, checkpoint: Checkpoint, **rollout: Any) -> RunConfi
         num_steps=1,
         groups_per_step=1,
         group_size=2,
-        model=ModelConfig(path=str(checkpoint.directory), max_context=MAX_CONTEXT),
+        model=ModelConfig(path=str(checkpoint.directory), max_context=NATIVE_MAX_CONTEXT),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"exact": RewardTerm(kind="exact")}),
         algorithm=GRPOConfig(),
@@ -152,8 +170,9 @@ def new_fake(checkpoint: Checkpoint) -> FakeEngine:
 
 
 async def until(engine: RolloutEngine, condition: Callable[[EngineHealth], bool]) -> None:
-    """Returns when the engine's health satisfies the condition."""
-    while True:
-        if condition(await engine.health()):
-            return
-        await asyncio.sleep(0)  # the fake answers at once, and its requests need their turn
+    """Returns when the engine's health satisfies the condition, which must come true within a minute."""
+    async with asyncio.timeout(60):
+        while True:
+            if condition(await engine.health()):
+                return
+            await asyncio.sleep(0)  # the fake answers at once, and its requests need their turn

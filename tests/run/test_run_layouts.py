@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SMALL, SYNC, command, rows
+from whole_runs import DIGIT, SMALL, SYNC, command, find, rows
 
 from moerl import run
 from moerl.check import load_checked
@@ -79,15 +79,19 @@ def cluster():
 
 
 def test_a_run_uses_the_cluster_of_ray_address_and_leaves_it_running(tmp_path, cluster):
+    """Its rollout server, which the driver starts, has the run's network settings."""
     environment, processes = cluster
     before = set(psutil.Process(processes[0].pid).children(recursive=True))
-    process = subprocess.Popen(command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    workers = []
+    told = command(tmp_path, "network.variables.NCCL_DEBUG=WARN", "network.interface=lo")
+    process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    workers, of_server = [], {}
     for line in process.stdout:
         if line.strip().startswith("1/6"):
             started = set(psutil.Process(processes[0].pid).children(recursive=True)) - before
             workers = [child for child in started if "ray::TrainWorker" in child.cmdline()]
+            of_server = find(psutil.Process(process.pid).children(recursive=True), "moerl.rollout.hf").environ()
     assert process.wait() == 0
+    assert (of_server["NCCL_DEBUG"], of_server["GLOO_SOCKET_IFNAME"]) == ("WARN", "lo")
     assert len(workers) == 2
     assert psutil.wait_procs(workers, timeout=30)[1] == []
     assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)

@@ -45,7 +45,11 @@ def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:
     """metrics.jsonl without what a clock measured, where memory was, and the checkpoints: which step reports one is a matter of time."""
     lines = (output_dir / recipe / "metrics.jsonl").read_text().splitlines()
     return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "checkpoint/", "memory/")) and k != "tokens/per_second"}
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if not k.startswith(("time/", "checkpoint/", "memory/", "residency/")) and k != "tokens/per_second"
+        }
         for line in lines
     ]
 

@@ -5,8 +5,8 @@ takes the loss per token, as every trainer does. float32, or float64 for compari
 """
 
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -48,12 +48,14 @@ class HFTrainGroup:
         groups = [{"params": decayed, "weight_decay": adam.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
 
-    @asynccontextmanager
-    async def awake(self) -> AsyncIterator[None]:
-        if self._residency.state == "asleep":
-            self._residency.wake()
-        yield
-        self._residency.sleep()
+    async def wake(self) -> int:
+        return self._residency.wake()
+
+    async def shed(self) -> int:
+        return self._residency.shed()
+
+    async def sleep(self) -> int:
+        return self._residency.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
         directory = checkpoint.newest(self._checkpoint_dir)

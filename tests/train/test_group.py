@@ -7,14 +7,25 @@ from dataclasses import replace
 
 import pytest
 import ray
+from awake import awake
 
 from moerl.algorithms.sft import SFT
 from moerl.config.layout import Layout
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
+from moerl.config.schema import (
+    GRPOConfig,
+    ModelConfig,
+    NetworkConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    RunConfig,
+    TinyData,
+    WeightsConfig,
+)
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ResidencyError, TrainError
+from moerl.types import ConfigError, ResidencyError, TrainError
 from moerl.weights.deliveries import stored_specs
 from moerl.weights.fleet_plan import plan_deliveries
 
@@ -46,10 +57,12 @@ def run_with(cluster, checkpoints, tmp_path):
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
         rollout=RolloutConfig(max_response_tokens=8),
         weights=WeightsConfig(bucket_bytes=20_000),
+        network=NetworkConfig(variables={"NCCL_DEBUG": "WARN"}),
     )
 
-    def run(scenario, **changes):
-        changed = replace(config, train=replace(config.train, **changes))
+    def run(scenario, *, interface="lo", **changes):
+        network = replace(config.network, interface=interface)
+        changed = replace(config, train=replace(config.train, **changes), network=network)
         group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)
 
         async def whole():
@@ -95,6 +108,25 @@ def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collec
     run_with(scenario)
 
 
+def test_ranks_meet_over_the_network_that_the_run_names(run_with):
+    async def scenario(group, pids):
+        # What they were told at the start is in their environment, which is kept; variables of the run are set in any case.
+        assert await group._all("use_network", group._config.network) == [{"NCCL_DEBUG": "WARN"}] * 2
+        assert await group._all("use_network", NetworkConfig(interface="lo")) == [{}] * 2
+        stats = await group.update(BATCH, SFT(), lr=1e-3)
+        assert stats.num_tokens == 5
+
+    run_with(scenario)
+
+
+def test_an_interface_that_a_node_does_not_have_is_refused_before_ranks_meet(run_with):
+    async def scenario(group, pids):
+        raise AssertionError("it must not start")
+
+    with pytest.raises(ConfigError, match=r"network\.interface = 'nope0': is not an interface of"):
+        run_with(scenario, interface="nope0")
+
+
 def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
     async def scenario(group, pids):
         stats = await group.update(BATCH, SFT(), lr=1e-3)
@@ -109,15 +141,15 @@ def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
 
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
     async def scenario(group, pids):
-        async with group.awake():
+        async with awake(group):
             assert await group.load() == (0, {})
         with pytest.raises(ResidencyError, match=r"^update: the trainer is asleep; legal now: wake$"):
             await group.update(BATCH, SFT(), lr=1e-3)
-        async with group.awake():
+        async with awake(group):
             stats = await group.update(BATCH, SFT(), lr=1e-3)
             await pack_all(group, await start_push(group))
             await group.save(1, {})
-        async with group.awake():
+        async with awake(group):
             assert await group.load() == (1, {"version": 1})
         assert set(stats.memory.device_bytes["asleep"].values()) == {0}
         assert stats.memory.transition_seconds["scoring_to_training"] > 0

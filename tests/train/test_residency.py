@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
+from awake import awake
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +39,7 @@ def machine(offload):
     return places, Residency(offload, places.move, places.measure)
 
 
-@given(st.sampled_from(get_args(Offload)), st.lists(st.sampled_from(["wake", "sleep", *CALLS])))
+@given(st.sampled_from(get_args(Offload)), st.lists(st.sampled_from(["wake", "shed", "sleep", *CALLS])))
 def test_whatever_is_called_in_whatever_order_legal_calls_find_what_they_need_and_others_change_nothing(offload, calls):
     places, residency = machine(offload)
     for call in calls:
@@ -46,7 +47,7 @@ def test_whatever_is_called_in_whatever_order_legal_calls_find_what_they_need_an
         assert legal == ((before == "asleep") == (call == "wake"))
         if not legal:
             with pytest.raises(ResidencyError, match=f"^{call}: the trainer is {before}; legal now: {', '.join(residency.legal_calls())}$"):
-                getattr(residency, call)() if call in ("wake", "sleep") else residency.running(call).__enter__()
+                getattr(residency, call)() if call in ("wake", "shed", "sleep") else residency.running(call).__enter__()
             assert residency.state == before
         elif call in STATE_OF:
             with residency.running(call):
@@ -55,8 +56,10 @@ def test_whatever_is_called_in_whatever_order_legal_calls_find_what_they_need_an
                 assert {"parameters"} <= places.on_device
                 assert STATE_OF[call] == "scoring" or places.on_device == set(KINDS)
         else:
-            getattr(residency, call)()
-            assert residency.state == {"wake": "scoring", "sleep": "asleep"}[call]
+            held = sum(each.device for each in places.measure().values())
+            num_bytes = getattr(residency, call)()
+            assert residency.state == {"wake": "scoring", "shed": "scoring", "sleep": "asleep"}[call]
+            assert abs(sum(each.device for each in places.measure().values()) - held) == num_bytes
         assert places.on_device == ON_DEVICE[offload][residency.state]
     assert all(first[1] == second[0] or offload != "all" for first, second in pairwise(places.moves))
 
@@ -108,13 +111,13 @@ def test_a_trainer_without_a_model_refuses_the_same_calls(tmp_path):
     batch = sft_batch([((1, 2), (3,))])
 
     async def scenario():
-        async with group.awake():
+        async with awake(group):
             await group.update(batch, SFT(), lr=1e-3)
             await group.save(1, {})
         for call in (group.update(batch, SFT(), lr=1e-3), group.logprobs(batch), group.save(2, {}), group.load()):
             with pytest.raises(ResidencyError, match="the trainer is asleep; legal now: wake"):
                 await call
-        async with group.awake():
+        async with awake(group):
             assert await group.load() == (1, {"version": 1})
 
     asyncio.run(scenario())

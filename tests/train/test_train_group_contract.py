@@ -10,6 +10,7 @@ from math import isfinite
 import numpy as np
 import pytest
 import ray
+from awake import awake
 from engine_cases import random_batch, settings
 from hf_trainer import HFTrainGroup
 
@@ -68,14 +69,14 @@ def served(request, checkpoints, tmp_path_factory):
     checkpoint_dir = tmp_path_factory.mktemp("contract")
     group = request.param(checkpoints["qwen3_moe"], checkpoint_dir)
 
-    async def run(scenario, *, awake):
-        async with group.awake() if awake else nullcontext():
+    async def run(scenario, *, is_awake):
+        async with awake(group) if is_awake else nullcontext():
             return await scenario(group, checkpoint_dir)
 
     with asyncio.Runner() as runner:
         try:
             runner.run(group.start())
-            yield lambda scenario, awake=True: runner.run(run(scenario, awake=awake))
+            yield lambda scenario, is_awake=True: runner.run(run(scenario, is_awake=is_awake))
         finally:
             runner.run(group.close())
             runner.run(group.close())
@@ -200,14 +201,14 @@ def test_a_push_that_failed_leaves_the_trainer_ready_for_everything(served):
 
 def test_a_sleeping_trainer_refuses_every_verb_until_it_is_awake(served):
     async def scenario(group, _):
-        async with group.awake():
+        async with awake(group):
             before_T = await group.logprobs(BATCH)
         with pytest.raises(ResidencyError, match="asleep"):
             await group.logprobs(BATCH)
         with pytest.raises(ResidencyError, match="asleep"):
             await update(group)
-        async with group.awake():
+        async with awake(group):
             np.testing.assert_array_equal(await group.logprobs(BATCH), before_T)
             await update(group)
 
-    served(scenario, awake=False)
+    served(scenario, is_awake=False)

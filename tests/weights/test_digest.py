@@ -47,3 +47,10 @@ def test_contiguous_memory_is_not_copied():
 def test_scalars_empty_tensors_and_parameters_have_a_digest():
     assert tensor_digest(torch.nn.Parameter(torch.tensor(1.5))) == tensor_digest(torch.tensor([1.5]))
     assert tensor_digest(torch.empty(0, 3)) == xxhash.xxh3_128_hexdigest(b"")
+
+
+def test_a_digest_leaves_the_storage_resizable_because_it_may_have_to_leave_a_gpu():
+    tensor = torch.arange(12, dtype=torch.float32)
+    assert tensor_digest(tensor) == tensor_digest(tensor.clone()) != tensor_digest(tensor + 1)
+    tensor.untyped_storage().resize_(0)
+    assert tensor_digest(torch.empty(0)) == xxhash.xxh3_128_hexdigest(b"")

@@ -30,3 +30,10 @@ def test_what_all_ranks_send_is_what_an_export_gives(model, layout, dtype):
     if layout.tp == 2:
         assert {rank % 2 for rank in senders["model.layers.2.self_attn.o_proj.weight"]} == {0, 1}
     assert set().union(*senders.values()) == set(range(layout.ranks))
+
+
+@pytest.mark.parametrize("layout", [TP_EP, Layout(ranks=4, pp=2, ep=2)])
+def test_a_run_plans_with_the_tensors_that_moerl_plan_prints(model, layout, tmp_path):
+    of_run, of_plan = run_ranks(push_ranks.outlines, 4, deepseek_settings(model, layout, dtype="bfloat16"), tmp_path / "store")
+    assert len(of_run) > 50
+    assert of_run == of_plan

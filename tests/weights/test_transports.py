@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from session_process import CONTEXT, MODEL, EngineProcess, Source, first_push, serve_sender
 
 from moerl.push_types import TransportOffer
+from moerl.rollout.engines.expert_share import needed_names
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
+from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
 DIGESTS = {name: tensor_digest(tensor) for name, tensor in MODEL.items()}
@@ -66,6 +69,44 @@ def test_every_byte_arrives_in_every_process_push_after_push(transport, start, m
     assert source.num_listens == 1
     expected = DIGESTS | {"steps": tensor_digest(MODEL["steps"] + 1)}
     assert [engine.call("digests") for engine in engines.values()] == [expected, expected]
+
+
+class Halves:
+    """A server whose two model processes each hold half of the experts; a WeightReceiver over two real processes."""
+
+    def __init__(self, *processes):
+        self.processes = processes
+
+    async def needs(self):
+        return tuple([(await process.needs())[0] for process in self.processes])
+
+    async def connect(self, offer):
+        offers = [replace(offer, reader=offer.reader + i, rank=offer.rank + i) for i in range(2)]
+        await asyncio.gather(*(process.connect(mine) for process, mine in zip(self.processes, offers, strict=True)))
+
+    async def begin(self, manifest):
+        await asyncio.gather(*(process.begin(manifest) for process in self.processes))
+
+    async def install(self, bucket):
+        await asyncio.gather(*(process.install(bucket) for process in self.processes))
+
+    async def finish(self, version):
+        await asyncio.gather(*(process.finish(version) for process in self.processes))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_processes_of_a_server_get_the_experts_they_serve_and_no_others(transport, start, make_source):
+    model = {f"layers.0.mlp.experts.{expert}.up_proj.weight": torch.full((40, 30), float(expert)) for expert in range(8)}
+    model |= {"norm.weight": torch.ones(7)}
+    specs = {name: spec_of(name, tensor) for name, tensor in model.items()}
+    needs = [needed_names(specs, process=process, num_processes=2, expert_parallel=2) for process in range(2)]
+    servers = {name: Halves(*(start(specs=specs, needs=mine) for mine in needs)) for name in "ab"}
+    stats = asyncio.run(WeightSync(make_source(model=model), servers, transport=transport).push(1))
+    for server in servers.values():
+        for process, mine in zip(server.processes, needs, strict=True):
+            assert process.call("digests") == {name: tensor_digest(model[name]) for name in mine}
+    assert sum(len(mine) for mine in needs) == len(model) + 1
+    assert stats.num_bytes < 2 * sum(tensor.nbytes for tensor in model.values())
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])

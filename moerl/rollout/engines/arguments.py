@@ -25,6 +25,11 @@ def version_problems(engine: str, packages: Sequence[str], supported: str) -> li
     return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
 
 
+def installed_version(packages: Sequence[str]) -> str:
+    """Of the first of `packages` that is there; one must be."""
+    return next(version for package in packages if (version := _version(package)) is not None)
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package).partition("+")[0]
@@ -46,7 +51,7 @@ def argument_problems(
     for action in parser._actions:
         action.required = False  # each argument is parsed by itself
     options = [[_name(option) for option in action.option_strings] for action in parser._actions]
-    known = {name for names in options for name in names}
+    known = _names(parser)
     own = {**own, **{name: own[mine] for names in options for mine in own.keys() & set(names) for name in names}}
     return [found for name, value in arguments.items() if (found := _problem(parser, name, value, known, own, engine)) is not None]
 
@@ -68,22 +73,28 @@ def _problem(
         fix = f"{PATH}.{nearest[0]}" if nearest else "leave it out"
         return problem(f"is no argument of {engine}", "the names are those of its command line, with underscores", fix)
     try:
-        parser.parse_args(as_command_line({name: value}))
+        parser.parse_args(as_command_line({name: value}, parser))
     except ValueError as error:
         return problem(f"is refused by {engine}", str(error), f"a value that {engine} takes for --{name.replace('_', '-')}")
     return None
 
 
-def as_command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """true: the option alone. null or false: none. A list: the option with several values. A mapping: JSON."""
+def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParser | None = None) -> list[str]:
+    """true: the option alone. null: none. false: its opposite if the engine has one (--no-OPTION), else none. A list: the option with
+    several values. A mapping: JSON. `parser`: the engine's; None: no option has an opposite."""
     line: list[str] = []
+    known = set() if parser is None else _names(parser)
     for name, value in arguments.items():
         option = "--" + name.replace("_", "-")
-        if value is None or value is False:
+        if value is None or (value is False and f"no_{name}" not in known):
             continue
-        line.append(option)
-        if value is True:
+        line.append(option if value is not False else "--no-" + name.replace("_", "-"))
+        if isinstance(value, bool):
             continue
         values = value if isinstance(value, list | tuple) else [value]
         line.extend(json.dumps(item) if isinstance(item, dict) else str(item) for item in values)
     return line
+
+
+def _names(parser: argparse.ArgumentParser) -> set[str]:
+    return {_name(option) for action in parser._actions for option in action.option_strings}

@@ -1,12 +1,13 @@
 """What moerl's gate needs of an engine that runs in this process or below it."""
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.rollout.engine import Part
 from moerl.types import FinishReason, SamplingParams, VersionSpan
 
 
@@ -19,6 +20,16 @@ class Sampled:
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     routes: np.ndarray | None = None
+
+
+def engine_seed(seed: int) -> int:
+    """Engines take 63 bits of the 128."""
+    return (seed ^ seed >> 64) & (2**63 - 1)
+
+
+def version_spans(spans: Iterable[tuple[str, int, int]]) -> tuple[VersionSpan, ...]:
+    """`spans`: version, first token and the token after the last, as both engines report them; empty ones are left out."""
+    return tuple(VersionSpan(version=int(version), num_tokens=end - start) for version, start, end in spans if end > start)
 
 
 class Core(Protocol):
@@ -35,10 +46,10 @@ class Core(Protocol):
 
     async def release(self) -> None: ...
 
-    async def sleep(self) -> None:
-        """Nothing runs then. No-op where there is no memory to give back."""
+    async def sleep(self, parts: tuple[Part, ...]) -> int:
+        """As RolloutEngine.sleep, of parts that are awake; no request needs them then."""
 
-    async def wake(self) -> None: ...
+    async def wake(self, parts: tuple[Part, ...]) -> int: ...
 
     def needs(self) -> Needs:
         """Of WeightReceiver."""

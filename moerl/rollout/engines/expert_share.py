@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable
 
+from moerl.push_types import Needs
 from moerl.weights.spec import expert_of
+
+
+def needs_of_processes(names: Iterable[str], *, num_processes: int, expert_parallel: int) -> Needs:
+    """Of all processes of a server, from the `names` of its model's tensors."""
+    names = tuple(names)
+    return tuple(needed_names(names, process=p, num_processes=num_processes, expert_parallel=expert_parallel) for p in range(num_processes))
 
 
 def needed_names(names: Iterable[str], *, process: int, num_processes: int, expert_parallel: int) -> tuple[str, ...]:

@@ -10,13 +10,16 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.asleep import push_refusal, sleep_refusal
+from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.engines.core import Core, Sampled
 from moerl.rollout.hf.scheduler import Request
 from moerl.types import Completion, EngineError, EngineUnavailable, WeightError
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,7 +43,8 @@ class Gate:
         self._keys = count()
         self._version: int | None = None
         self._stale = "no weights were pushed yet"
-        self._pushing = self._asleep = self._is_held = self._closing = False
+        self._pushing = self._is_held = self._closing = False
+        self._asleep: set[Part] = set()
         self._paused: PauseMode | None = None
         self._num_pauses = self._num_pushes = 0
         self._changed = asyncio.Condition()
@@ -60,11 +64,11 @@ class Gate:
     def resume(self) -> "Future[None]":
         return self._submit(self._resume())
 
-    def sleep(self) -> "Future[None]":
-        return self._submit(self._sleep())
+    def sleep(self, parts: tuple[Part, ...]) -> "Future[int]":
+        return self._submit(self._sleep(parts))
 
-    def wake(self) -> "Future[None]":
-        return self._submit(self._wake())
+    def wake(self, parts: tuple[Part, ...]) -> "Future[int]":
+        return self._submit(self._wake(parts))
 
     def needs(self) -> Needs:
         return self._core.needs()
@@ -88,7 +92,12 @@ class Gate:
         )
         running = len(self._running())
         return EngineHealth(
-            status=status, version=self._version, num_running=running, num_waiting=len(self._requests) - running, reason=self._stale
+            status=status,
+            version=self._version,
+            num_running=running,
+            num_waiting=len(self._requests) - running,
+            reason=self._stale,
+            asleep=tuple(sorted(self._asleep)),
         )
 
     def close(self) -> None:
@@ -204,21 +213,26 @@ class Gate:
             self._is_held = wants_hold
         self._admit()
 
-    async def _sleep(self) -> None:
+    async def _sleep(self, parts: tuple[Part, ...]) -> int:
         async with self._commands:
-            if running := len(self._running()):
-                raise EngineError(f"sleep with {running} running requests: their keys and values would be lost; pause(abort or wait) first")
-            await self._core.sleep()
-            self._asleep = True
+            if reason := sleep_refusal(parts, len(self._running())):
+                raise EngineError(reason)
+            awake = tuple(part for part in parts if part not in self._asleep)
+            num_bytes = await self._core.sleep(awake) if awake else 0
+            self._asleep |= set(awake)
+            return num_bytes
 
-    async def _wake(self) -> None:
+    async def _wake(self, parts: tuple[Part, ...]) -> int:
         async with self._commands:
-            if self._asleep:
-                await self._core.wake()
-            self._asleep = False
+            asleep = tuple(part for part in parts if part in self._asleep)
+            num_bytes = await self._core.wake(asleep) if asleep else 0
+            self._asleep -= set(asleep)
             self._admit()
+            return num_bytes
 
     async def _begin(self, manifest: Manifest) -> None:
+        if reason := push_refusal(self._asleep):
+            raise WeightError(reason)
         self._stale = f"the push of version {manifest.version} is in progress"
         self._pushing, self._version = True, None
         async with self._commands:
@@ -242,7 +256,7 @@ class Gate:
             self._fail(f"the server is stale: {error}")
             raise
 
-    def _submit(self, coroutine: Coroutine[Any, Any, None]) -> "Future[None]":
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
 

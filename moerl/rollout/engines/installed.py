@@ -31,7 +31,7 @@ class InstalledBytes:
 
     def check_reached(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """WeightError for those of the model's parameters, by name, that got nothing since `begin`."""
-        missed = [name for name, parameter in parameters if parameter.numel() and _memory(parameter) not in self._reached]
+        missed = [name for name, parameter in parameters if parameter.numel() and memory_of(parameter) not in self._reached]
         if missed:
             raise WeightError(
                 f"{len(missed)} parameters of the engine's model got nothing of the push: {first_few(missed)}. It has more of them than "
@@ -42,19 +42,24 @@ class InstalledBytes:
         """`tensor` as the model holds it: the parts this rank has taken are read back, the others are as they were sent."""
         with CopyLog() as log:
             self._load_weights([(name, tensor)])
-        copies = [(target, source) for target, source in log.copies if not target.is_meta and _memory(source) == _memory(tensor)]
+        copies = [(target, source) for target, source in log.copies if not target.is_meta and memory_of(source) == memory_of(tensor)]
         if not copies:
             raise WeightError(
                 "the engine's loader took nothing of it, or not by a plain copy. It may not know the name, or quantize what it loads; "
                 "engine arguments that change the weights' format are not supported"
             )
-        self._reached.update(_memory(target) for target, _ in copies)
+        self._reached.update(memory_of(target) for target, _ in copies)
         if len(copies) == 1 and copies[0][0].numel() == tensor.numel():
             return copies[0][0].view(tensor.shape) if copies[0][0].is_contiguous() else copies[0][0].reshape(tensor.shape)
-        return _read_back(tensor, copies)
+        return read_back(tensor, copies)
 
 
-def _read_back(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Target and source."""
+
+
+def read_back(tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """`tensor`, with what now lies where parts of it were copied to."""
     whole = tensor.clone(memory_format=torch.contiguous_format)
     for target, source in copies:
         offset = source.storage_offset() - tensor.storage_offset() * tensor.element_size() // source.element_size()
@@ -62,7 +67,8 @@ def _read_back(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tens
     return whole
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """The address of the storage it is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -71,7 +77,7 @@ class CopyLog(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies: Copies = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor):

@@ -20,6 +20,8 @@ class Options:
     prefill_chunk: int
     """Of each data-parallel group."""
     returns_routes: bool
+    shares_gpus: bool
+    """It must be able to give its memory back."""
     engine_args: Mapping[str, Any]
     layout: ServerLayout = field(default_factory=ServerLayout)
     node_rank: int = 0

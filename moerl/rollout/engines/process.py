@@ -29,10 +29,14 @@ PROBLEMS = TypeAdapter(list[Problem])
 LAYOUT = TypeAdapter(ServerLayout)
 
 
+FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Problem]]
+"""Of the installed version, of engine_args, and of a model's config.json if it is known."""
+
+
 def main(
     name: str,
     *,
-    find_problems: Callable[[Mapping[str, Any]], list[Problem]],
+    find_problems: FindProblems,
     start: Callable[[Options], Core],
     follow: Callable[[Options], None] | None = None,
 ) -> None:
@@ -42,7 +46,7 @@ def main(
     ready = private_stdout()
     arguments = json.loads(parsed.engine_args)
     if parsed.check:
-        ready.write(PROBLEMS.dump_json(find_problems(arguments)))
+        ready.write(PROBLEMS.dump_json(find_problems(arguments, json.loads(parsed.model_config))))
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=exit_with_owner, name="owner", daemon=True).start()
@@ -53,13 +57,14 @@ def main(
         max_running=parsed.max_running,
         prefill_chunk=parsed.prefill_chunk,
         returns_routes=parsed.returns_routes,
+        shares_gpus=parsed.shares_gpus,
         engine_args=arguments,
         layout=LAYOUT.validate_json(parsed.layout),
         node_rank=parsed.node_rank,
         head=parsed.head,
     )
     try:
-        if problems := find_problems(arguments):
+        if problems := find_problems(arguments, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
         if options.node_rank > 0:
             if follow is None:
@@ -86,7 +91,8 @@ async def _serve(options: Options, host: str, port: int, ready: Any, start: Call
 
 def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m moerl.rollout.{name}.server", description=f"Serve a model with {name} for rollouts.")
-    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args, as JSON, and end")
+    parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args and the model, as JSON, and end")
+    parser.add_argument("--model-config", default="null", help="JSON of the model's config.json, for --check")
     parser.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--max-context", type=int, help="prompt and response together, in tokens")
@@ -95,6 +101,7 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
+    parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
     parser.add_argument("--engine-args", default="{}", help="JSON: the engine's own arguments by name")
     parser.add_argument("--layout", default="{}", help="JSON: rollout.layout")
     parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.hf.scheduler import Outcome, Request
 from moerl.rollout.limits import Limits
 from moerl.types import EngineError, EngineUnavailable, WeightError
@@ -33,9 +33,9 @@ class Worker(Protocol):
 
     def resume(self) -> "Future[None]": ...
 
-    def sleep(self) -> "Future[None]": ...
+    def sleep(self, parts: tuple[Part, ...]) -> "Future[int]": ...
 
-    def wake(self) -> "Future[None]": ...
+    def wake(self, parts: tuple[Part, ...]) -> "Future[int]": ...
 
     def health(self) -> EngineHealth: ...
 
@@ -71,10 +71,10 @@ def build_app(worker: Worker, limits: Limits) -> Starlette:
         return await _wait(worker.resume())
 
     async def sleep(request: HTTPRequest) -> Response:
-        return await _wait(worker.sleep())
+        return await _moved(worker.sleep((await _parse(request, wire.PARTS)).parts))
 
     async def wake(request: HTTPRequest) -> Response:
-        return await _wait(worker.wake())
+        return await _moved(worker.wake((await _parse(request, wire.PARTS)).parts))
 
     async def health(request: HTTPRequest) -> Response:
         return _json(wire.HEALTH, worker.health())
@@ -146,6 +146,10 @@ async def _parse(request: HTTPRequest, adapter: TypeAdapter[Body]) -> Body:
 async def _wait(future: "Future[None]") -> Response:
     await asyncio.wrap_future(future)
     return Response()
+
+
+async def _moved(future: "Future[int]") -> Response:
+    return _json(wire.MOVED, wire.MovedBody(num_bytes=await asyncio.wrap_future(future)))
 
 
 def _json(adapter: TypeAdapter[Any], value: object) -> Response:

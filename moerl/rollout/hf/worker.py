@@ -18,7 +18,8 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
-from moerl.rollout.engine import EngineHealth, PauseMode
+from moerl.rollout.asleep import push_refusal, sleep_refusal
+from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.hf.scheduler import Request, Scheduler
 from moerl.types import EngineError, EngineUnavailable, WeightError
 from moerl.weights.receive import WeightSession
@@ -39,7 +40,7 @@ class Worker:
         self._stale = "no weights were pushed yet" if version is None else ""
         self._pushing = False
         self._paused: PauseMode | None = None
-        self._asleep = False
+        self._asleep: set[Part] = set()
         self._drained: list[Future[None]] = []
         self._on_crash = on_crash
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -70,11 +71,12 @@ class Worker:
     def resume(self) -> Future[None]:
         return self._call(self._resume)
 
-    def sleep(self) -> Future[None]:
-        return self._call(lambda: self._set_asleep(True))
+    def sleep(self, parts: tuple[Part, ...]) -> Future[int]:
+        """Refuses as RolloutEngine.sleep says; nothing is moved, because this server runs on CPU."""
+        return self._call(lambda: self._sleep(parts))
 
-    def wake(self) -> Future[None]:
-        return self._call(lambda: self._set_asleep(False))
+    def wake(self, parts: tuple[Part, ...]) -> Future[int]:
+        return self._call(lambda: self._wake(parts))
 
     def health(self) -> EngineHealth:
         """As of the last iteration; does not wait for the thread."""
@@ -87,6 +89,7 @@ class Worker:
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             reason=self._stale,
+            asleep=tuple(sorted(self._asleep)),
         )
 
     def needs(self) -> Needs:
@@ -171,10 +174,19 @@ class Worker:
             for done in drained:
                 done.set_result(None)
 
-    def _set_asleep(self, asleep: bool) -> None:
-        self._asleep = asleep
+    def _sleep(self, parts: tuple[Part, ...]) -> int:
+        if reason := sleep_refusal(parts, self._scheduler.num_running):
+            raise EngineError(reason)
+        self._asleep |= set(parts)
+        return 0
+
+    def _wake(self, parts: tuple[Part, ...]) -> int:
+        self._asleep -= set(parts)
+        return 0
 
     def _begin(self, manifest: Manifest) -> None:
+        if reason := push_refusal(self._asleep):
+            raise WeightError(reason)
         self._stale = f"the push of version {manifest.version} is in progress"
         self._pushing, self._version = True, None
         with self._stale_on_error():

@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import torch
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
+from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
-from moerl.rollout.engines.core import Sampled
+from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
 from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.sglang import cpu, launch, scheduler
-from moerl.types import EngineError, Problem, RouteShape, SamplingParams, VersionSpan, WeightError
+from moerl.types import EngineError, Problem, RouteShape, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
+
+SUPPORTED = launch.SUPPORTED
 
 OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for setting, argument in names.items()} | {
     "load_format": "leave it out: weights come by a push",
@@ -39,14 +43,16 @@ OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for settin
     "enable_eplb": "rollout.layout.redundant_experts",
     "speculative_algorithm": "rollout.layout.mtp_tokens",
     "node_rank": "leave it out: moerl numbers the nodes of a server",
+    "enable_memory_saver": "placement.mode=colocated",
+    "enable_weights_cpu_backup": "placement.mode=colocated",
 }
 """What moerl sets or relies on, and what to write instead."""
 
 _TURN_SECONDS = 0.002
 
 
-def find_problems(arguments: Mapping[str, Any]) -> list[Problem]:
-    if wrong := version_problems("sglang", ["sglang"], launch.SUPPORTED):
+def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
+    if wrong := version_problems("sglang", ["sglang"], SUPPORTED):
         return wrong
     return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="SGLang")
 
@@ -70,13 +76,15 @@ def _engine(options: Options) -> Any:
     class OurEngine(Engine):
         run_scheduler_process_func = staticmethod(scheduler.run_scheduler)
 
-    line = as_command_line(_own_arguments(options) | dict(options.engine_args))
-    return OurEngine(server_args=ServerArgs.from_cli_args(_parser().parse_args(line)))
+    parser = _parser()
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    return OurEngine(server_args=ServerArgs.from_cli_args(parser.parse_args(line)))
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
-    own = launch.arguments(options, importlib.metadata.version("sglang"))
-    if _has_gpu():
+    has_gpu = _has_gpu()
+    own = launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
+    if has_gpu:
         return own
     os.environ.update(cpu.environment(options.layout))
     positions = options.max_running * (options.max_context + launch.SPARE_POSITIONS)
@@ -93,6 +101,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = QuietParser(add_help=False, allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     return parser
+
+
+_TAGS: Mapping[Part, tuple[str, ...]] = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
+"""SGLang's names of memory (sglang/srt/constants.py)."""
 
 
 class SGLangCore:
@@ -142,13 +154,11 @@ class SGLangCore:
 
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
-    async def sleep(self) -> None:
-        if self._engine.server_args.enable_memory_saver:
-            await self._occupation("release")
+    async def sleep(self, parts: tuple[Part, ...]) -> int:
+        return await self._occupation("release", parts)
 
-    async def wake(self) -> None:
-        if self._engine.server_args.enable_memory_saver:
-            await self._occupation("resume")
+    async def wake(self, parts: tuple[Part, ...]) -> int:
+        return await self._occupation("resume", parts)
 
     def needs(self) -> Needs:
         return self._needs
@@ -205,11 +215,22 @@ class SGLangCore:
         if not success:
             raise WeightError(f"SGLang's {name}: {message}")
 
-    async def _occupation(self, action: str) -> None:
+    async def _occupation(self, action: str, parts: tuple[Part, ...]) -> int:
+        """Bytes that move; 0 where SGLang runs without its memory saver, which needs a GPU."""
         from sglang.srt.managers import io_struct
 
-        body = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")()
+        if not self._engine.server_args.enable_memory_saver:
+            return 0
+        body = getattr(io_struct, f"{action.capitalize()}MemoryOccupationReqInput")(tags=[tag for part in parts for tag in _TAGS[part]])
         await getattr(self._manager, f"{action}_memory_occupation")(body, None)
+        return await self._bytes_of(parts)
+
+    async def _bytes_of(self, parts: tuple[Part, ...]) -> int:
+        """On all GPUs, as the first of each group of tensor-parallel ranks measured its own when it started."""
+        args = self._engine.server_args
+        measured = [state["memory_usage"] for state in await self._manager.get_internal_state()]
+        gigabytes = sum(usage["weight" if part == "weights" else "kvcache"] for usage in measured for part in parts)
+        return int(gigabytes * 2**30) * args.tp_size * args.pp_size // len(measured)
 
     def _sampled(self, answer: Mapping[str, Any], sampling: SamplingParams) -> Sampled:
         meta = answer["meta_info"]
@@ -217,11 +238,10 @@ class SGLangCore:
         if reason["type"] == "abort" and reason.get("err_type"):
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
         token_ids = tuple(answer["output_ids"])
-        spans = [(span["version"], span["end"] - span["start"]) for span in meta.get("weight_versions") or ()]
         return Sampled(
             token_ids=token_ids,
             logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
-            spans=tuple(VersionSpan(version=int(version), num_tokens=count) for version, count in spans if count),
+            spans=version_spans((span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()),
             finish_reason=reason["type"],
             routes=self._routes_of(meta) if sampling.returns_routes and token_ids else None,
         )
@@ -239,6 +259,6 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k else -1,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "sampling_seed": (sampling.seed ^ sampling.seed >> 64) & (2**63 - 1),
+        "sampling_seed": engine_seed(sampling.seed),
         "no_stop_trim": True,
     }

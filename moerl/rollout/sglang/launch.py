@@ -54,7 +54,7 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
         "train.router_replay": options.returns_routes,
     }
     fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "skip_server_warmup": True, "sampling_backend": "pytorch"}
-    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(layout) | _node(options, names)
+    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
 
 
 def environment(options: Options) -> dict[str, str]:
@@ -92,9 +92,10 @@ def _spread(layout: ServerLayout) -> dict[str, Any]:
     return {f"rollout.layout.{name}": value for name, value in values.items()}
 
 
-def _modes(layout: ServerLayout) -> dict[str, Any]:
+def _modes(options: Options) -> dict[str, Any]:
     """What goes with a setting and has none of its own."""
     own: dict[str, Any] = {}
+    layout = options.layout
     if layout.dp > 1:
         # Neither the dense layers nor the output layer are then cut over GPUs that have other tokens.
         own |= {"moe_dense_tp_size": 1, "enable_dp_lm_head": True}
@@ -108,6 +109,8 @@ def _modes(layout: ServerLayout) -> dict[str, Any]:
         # A chain, not a tree, of drafts. Pushes do not bring the drafting layer: it is read from the checkpoint.
         own |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": layout.mtp_tokens + 1}
         own["speculative_draft_load_format"] = "auto"
+    if options.shares_gpus:
+        own |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     if layout.cuda_graph_requests == 0:
         own |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
     return own

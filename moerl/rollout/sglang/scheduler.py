@@ -2,16 +2,15 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moerl.push_types import Needs
-from moerl.rollout import wire
-from moerl.rollout.engines.expert_share import needed_names
+from moerl.rollout.engines.expert_share import needs_of_processes
 from moerl.rollout.engines.installed import InstalledBytes
+from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.types import WeightError
 from moerl.weights.receive import WeightSession
@@ -42,8 +41,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
     """Of all processes of a server, from the `names` of its model's tensors."""
-    names, size = tuple(names), server_args.tp_size
-    return tuple(needed_names(names, process=p, num_processes=size, expert_parallel=server_args.ep_size) for p in range(size))
+    return needs_of_processes(names, num_processes=server_args.tp_size, expert_parallel=server_args.ep_size)
 
 
 def _has_no_body(record: logging.LogRecord) -> bool:
@@ -89,19 +87,10 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     model = getattr(scheduler, "moerl_model", None)
     if model is None:
         model = scheduler.moerl_model = _Model(scheduler)
-    session = model.session
-    if step == "connect":
-        offer = wire.OFFER.validate_json(body)
-        session.connect(
-            replace(offer, reader=offer.reader + scheduler.tp_group.rank_in_group, rank=offer.rank + scheduler.tp_group.rank_in_group)
-        )
-    elif step == "begin":
+    if step == "begin":
         model.installed.begin()
-        session.begin(wire.MANIFEST.validate_json(body))
-    elif step == "install":
-        session.install(wire.BUCKET.validate_json(body))
-    else:
-        session.finish(wire.FINISH.validate_json(body).version)
+    run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
+    if step == "finish":
         model.installed.check_reached(model.parameters())
 
 

@@ -48,7 +48,7 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
         "rollout.prefill_chunk": max(options.prefill_chunk, requests * (layout.mtp_tokens + 1)),
     }
     fixed = {"load_format": "dummy", "skip_tokenizer_init": True}
-    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(layout) | _node(options, names)
+    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
 
 
 def environment(options: Options) -> dict[str, str]:
@@ -87,13 +87,16 @@ def _drafts(tokens: int) -> dict[str, Any]:
     return {"method": "mtp", "num_speculative_tokens": tokens, "draft_load_config": {"load_format": "auto"}}
 
 
-def _modes(layout: ServerLayout) -> dict[str, Any]:
+def _modes(options: Options) -> dict[str, Any]:
     """What goes with a setting and has none of its own."""
     own: dict[str, Any] = {}
+    layout = options.layout
     if layout.redundant_experts is not None:
         own["enable_eplb"] = True
     if layout.weights == "fp8":
         own["hf_overrides"] = {"quantization_config": FP8_BLOCKS}
+    if options.shares_gpus:
+        own["enable_sleep_mode"] = True
     if layout.cuda_graph_requests == 0:
         own["enforce_eager"] = True
     return own

@@ -1,0 +1,208 @@
+"""The variables by which NCCL and gloo are told of a node's links: from what was detected there, each with its reason.
+
+What is set in the environment or in `network.variables` wins. Values that belong to a fabric and not to its links (NCCL_IB_TC, NCCL_IB_SL,
+NCCL_IB_GID_INDEX) are never set. Names and values: NCCL's user guide, "Environment Variables".
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from moerl.cluster.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.cluster.nvidia import DISTANCES, GPU, Topology, find_gpus, find_topology
+from moerl.cluster.tools import Absent
+from moerl.config.problems import problem
+from moerl.config.schema import NetworkConfig
+from moerl.types import ConfigError
+
+Role = Literal["train", "rollout"]
+
+_FAST_GBIT = 200.0
+_QUEUE_PAIRS = 4
+"""Per connection over ports of _FAST_GBIT and more; public recipes take 2 to 8. NCCL's default of 1 follows one path of a routed fabric."""
+_IB_TIMEOUT = 22
+"""4.096 us * 2^22 = 17 s until a packet is sent again: a link that the subnet manager reroutes comes back within it. NCCL's own: 20."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What the links of one node are."""
+
+    gpus: tuple[GPU, ...] | Absent
+    topology: Topology | Absent
+    ports: tuple[Port, ...] | Absent
+    gpudirect: GPUDirect | Absent
+    interfaces: Mapping[str, tuple[str, ...]]
+    """Name -> IP addresses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    name: str
+    value: str | None
+    """None: it is left as it is."""
+    reason: str
+
+
+def find_hardware() -> Hardware:
+    return Hardware(
+        gpus=find_gpus(), topology=find_topology(), ports=find_ports(), gpudirect=find_gpudirect(), interfaces=find_interfaces()
+    )
+
+
+def find_interfaces() -> dict[str, tuple[str, ...]]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {name: tuple(a.address for a in found if a.family in families) for name, found in psutil.net_if_addrs().items()}
+
+
+def network_settings(
+    hardware: Hardware, config: NetworkConfig, role: Role, *, reached_at: str | None, environment: Mapping[str, str]
+) -> tuple[Setting, ...]:
+    """`reached_at`: this node's address for other nodes; None where there are none. `environment`: of the process so far.
+
+    Raises ConfigError for a network.interface that the node does not have.
+    """
+    detected = [*_interface(hardware, config, reached_at)]
+    if config.detect and _has_gpus(hardware):
+        detected += [*_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware), *_megatron(hardware, role)]
+    asked = [Setting(name=name, value=str(value), reason="network.variables says so") for name, value in sorted(config.variables.items())]
+    kept = [_unless_given(setting, environment) for setting in detected if setting.name not in config.variables]
+    return tuple(kept + asked)
+
+
+def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None) -> tuple[Setting, ...]:
+    """Of this node and process. Raises ConfigError like network_settings."""
+    return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ)
+
+
+def variables(settings: tuple[Setting, ...]) -> dict[str, str]:
+    """Those that are to be set."""
+    return {setting.name: setting.value for setting in settings if setting.value is not None}
+
+
+@contextmanager
+def applied(settings: tuple[Setting, ...]) -> Iterator[None]:
+    """For the block, they are in this process's environment and that of processes it starts."""
+    new = variables(settings)
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _unless_given(setting: Setting, environment: Mapping[str, str]) -> Setting:
+    if setting.value is None or setting.name not in environment:
+        return setting
+    return Setting(name=setting.name, value=None, reason=f"the environment has {setting.name}={environment[setting.name]}, which is kept")
+
+
+def _has_gpus(hardware: Hardware) -> bool:
+    return not isinstance(hardware.gpus, Absent) and len(hardware.gpus) > 0
+
+
+def _interface(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> Iterator[Setting]:
+    name, reason = config.interface, "network.interface says so"
+    if name is not None and name not in hardware.interfaces:
+        there = ", ".join(hardware.interfaces)
+        rule = f"is not an interface of {socket.gethostname()}"
+        raise ConfigError([problem("network.interface", name, rule, f"it has {there}", "one that every node has, or null")])
+    if name is None and config.detect and _has_gpus(hardware) and reached_at is not None:
+        name = next((n for n, addresses in hardware.interfaces.items() if reached_at in addresses), None)
+        reason = f"it has {reached_at}, by which other nodes reach this one"
+    if name is not None:
+        yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={name}", reason=reason)
+        yield Setting(name="GLOO_SOCKET_IFNAME", value=name, reason=reason)
+
+
+def _infiniband(hardware: Hardware) -> Iterator[Setting]:
+    ports = fabric_ports(hardware.ports)
+    if not ports:
+        yield Setting(name="NCCL_IB_HCA", value=None, reason=_without_infiniband(hardware.ports))
+        return
+    assert not isinstance(hardware.ports, Absent)
+    left_out = [port.name for port in hardware.ports if port not in ports]
+    rate = f" at {ports[0].gbit:g} Gb/s" if ports[0].gbit is not None else ""
+    reason = f"active InfiniBand ports{rate}" + (f"; others are left out: {', '.join(left_out)}" if left_out else "")
+    yield Setting(name="NCCL_IB_HCA", value="=" + ",".join(port.name for port in ports), reason=reason)
+    reason = "17 s before a packet is sent again, so that a rerouted link does not end the run"
+    yield Setting(name="NCCL_IB_TIMEOUT", value=str(_IB_TIMEOUT), reason=reason)
+    if ports[0].gbit is not None and ports[0].gbit >= _FAST_GBIT:
+        reason = f"one queue pair follows one path of the fabric and rarely fills {ports[0].gbit:g} Gb/s"
+        yield Setting(name="NCCL_IB_QPS_PER_CONNECTION", value=str(_QUEUE_PAIRS), reason=reason)
+
+
+def fabric_ports(ports: tuple[Port, ...] | Absent) -> tuple[Port, ...]:
+    """The active InfiniBand ports of the highest rate: slower ones on the same node lead elsewhere, to storage."""
+    if isinstance(ports, Absent):
+        return ()
+    active = [port for port in ports if port.is_active and port.link_layer == "InfiniBand"]
+    fastest = max((port.gbit for port in active if port.gbit is not None), default=None)
+    return tuple(port for port in active if port.gbit == fastest)
+
+
+def _without_infiniband(ports: tuple[Port, ...] | Absent) -> str:
+    if isinstance(ports, Absent):
+        return ports.reason
+    if any(port.is_active for port in ports):
+        return "RDMA over Ethernet only: which ports carry the compute network cannot be seen here; set network.variables.NCCL_IB_HCA"
+    return "no RDMA port is active" if ports else "no RDMA adapter"
+
+
+def _gpudirect(hardware: Hardware) -> Iterator[Setting]:
+    name, topology = "NCCL_NET_GDR_LEVEL", hardware.topology
+    if not fabric_ports(hardware.ports):
+        return
+    if isinstance(hardware.gpudirect, Absent):
+        yield Setting(name=name, value=None, reason=f"no GPUDirect RDMA: {hardware.gpudirect.reason}")
+        return
+    if isinstance(topology, Absent):
+        yield Setting(name=name, value=None, reason=f"distances of GPUs and adapters are not known: {topology.reason}")
+        return
+    nearest = [topology.to_adapter(gpu) for gpu in topology.gpus]
+    known = [kind for kind in nearest if kind is not None]
+    if not known or len(known) < len(nearest):
+        yield Setting(name=name, value=None, reason="distances of GPUs and adapters are not known: nvidia-smi topo lists no adapter")
+        return
+    farthest = max(known, key=DISTANCES.index)
+    if DISTANCES.index(farthest) > DISTANCES.index("PHB"):
+        reason = f"the nearest adapter of a GPU is at {farthest}, where going through host memory is as fast"
+        yield Setting(name=name, value=None, reason=reason)
+        return
+    reason = f"{hardware.gpudirect}; no GPU's nearest adapter is farther than {farthest}"
+    yield Setting(name=name, value="PHB" if farthest == "PHB" else "PXB", reason=reason)
+
+
+def _nvlink(hardware: Hardware) -> Iterator[Setting]:
+    """NCCL finds out by itself on NVSwitch machines; forced on where the fabric is not complete, it fails."""
+    name, gpus, topology = "NCCL_NVLS_ENABLE", hardware.gpus, hardware.topology
+    if isinstance(gpus, Absent) or isinstance(topology, Absent) or len(gpus) < 2:
+        return
+    if not topology.has_nvlink:
+        yield Setting(name=name, value="0", reason="not every two GPUs have an NVLink between them")
+    elif all(gpu.fabric == "Completed Success" for gpu in gpus):
+        yield Setting(name=name, value="1", reason="NVLink between every two GPUs, and the NVSwitch fabric is complete")
+    else:
+        yield Setting(name=name, value=None, reason="NVLinks without a fabric that says it is complete: NCCL decides")
+
+
+def _megatron(hardware: Hardware, role: Role) -> Iterator[Setting]:
+    if role != "train":
+        return
+    assert not isinstance(hardware.gpus, Absent)
+    name, compute = "CUDA_DEVICE_MAX_CONNECTIONS", hardware.gpus[0].compute
+    if compute is not None and compute < (10, 0):
+        reason = "Megatron relies on one queue to start communication before the computation that it is hidden behind"
+        yield Setting(name=name, value="1", reason=reason)
+    else:
+        yield Setting(name=name, value=None, reason="needed before Blackwell (compute capability 10) only")

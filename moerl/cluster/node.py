@@ -1,0 +1,232 @@
+"""One node of a Slurm job, from its first process to its last.
+
+    every node: look at what it has -> meet at the first node -> Ray's daemons -> ... -> end every descendant, remove its directory
+    first node: enough GPUs? everybody here? nodes alike? -> Ray's head -> everybody registered? -> moerl train -> tell the others
+
+Nothing waits for a fixed time, and every wait has a deadline that names who is missing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
+from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
+from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
+from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
+from moerl.cluster.stop import CONTINUE
+from moerl.config.schema import RunConfig
+from moerl.types import MoerlError, RunStopped
+
+T = TypeVar("T")
+Watch = list["asyncio.Future[None]"]
+"""Tasks that never return: they raise when the job has lost something."""
+
+logger = logging.getLogger(__name__)
+
+_ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: CONTINUE}
+"""Signals that ask a job to end -> its exit code."""
+_LOOPBACK = "127.0.0.1"
+"""A job of one node needs no other address."""
+_END_SECONDS = 30.0
+"""For the driver to end its servers and ranks after SIGTERM."""
+_MAX_DIRECTORY = 40
+"""Characters: Ray's sockets lie up to 67 deeper, and the name of a socket has 107 at most."""
+
+
+def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
+    """The exit code of this node's task. `arguments`: of `moerl train`.
+
+    MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
+    """
+    place = place_of(os.environ)
+    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, config.train.layout.ranks)):
+        raise MoerlError(refusal)
+    log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
+    complaint = _unwritable(log)
+    if complaint is not None and place.index == 0:
+        raise MoerlError(f"{place.name}: {complaint}")
+    _log_to(log if complaint is None else None, place)
+    facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
+    with _own_directory(place, log.with_suffix("")) as directory:
+        node = _Node(config, place, facts, log=log, directory=directory)
+        with no_descendant_outlives():
+            return asyncio.run(node.run(arguments))
+
+
+class _Node:
+    def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path):
+        self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
+        self._meeting_file = log.parent / "meeting.json"
+        self._seconds = config.slurm.start_seconds
+        self._signal: signal.Signals | None = None
+        self._driver: asyncio.subprocess.Process | None = None
+        self._is_led = False
+        for ray in foreign_rays():
+            logger.warning("another Ray runs here (%s); this job does not touch it", ray)
+
+    async def run(self, arguments: Sequence[str]) -> int:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        for number in _ENDS:
+            loop.add_signal_handler(number, self._asked, number, task)
+        try:
+            return await (self._lead(arguments) if self._place.index == 0 else self._follow())
+        except asyncio.CancelledError:
+            if self._signal is None:
+                raise
+            raise RunStopped(self._signal.name, _ENDS[self._signal]) from None
+
+    def _asked(self, number: signal.Signals, task: "asyncio.Task[int]") -> None:
+        """Slurm signals every process of a step, or only this one. The driver saves; Ray and the other nodes wait for it."""
+        self._signal = number
+        if self._driver is not None and self._driver.returncode is None:
+            self._driver.send_signal(number)
+        elif not self._is_led:
+            task.cancel()
+
+    async def _lead(self, arguments: Sequence[str]) -> int:
+        """What the driver's exit code was."""
+        async with hold_meeting(self._meeting_file, self._config.slurm.interface) as meeting, _watching() as watch:
+            guests = await meeting.gather(self._place.names[1:], self._seconds)
+            watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
+            try:
+                ray = self._ray(common_address(guests) if guests else _LOOPBACK, meeting.token)
+                cluster = await self._start_cluster(ray, guests, watch)
+                return await self._train(arguments, cluster, watch)
+            finally:
+                for guest in guests:
+                    await guest.link.tell(ended=True)
+
+    async def _follow(self) -> int:
+        """Ends with the first node."""
+        link, token = await join_meeting(self._meeting_file, self._facts, self._seconds)
+        self._is_led = True
+        async with _watching() as watch:
+            message = await link.hear()
+            if message is not None and "ray" in message:
+                await self._start_ray(self._ray(link.own_address, token), message["ray"], watch)
+                message = await _unless(link.hear(), watch)
+        if message is None:
+            raise MoerlError(f"{self._place.name}: the first node is gone; its log is {self._log.parent}/{self._place.names[0]}.log")
+        return 0
+
+    async def _start_cluster(self, ray: RayNode, guests: Sequence[Guest], watch: Watch) -> str:
+        nodes = [self._facts, *(guest.facts for guest in guests)]
+        if refusals := check_allocation(nodes, self._config.slurm, self._config.train.layout.ranks):
+            raise MoerlError("these nodes cannot run the job\n" + "\n".join(f"* {refusal}" for refusal in refusals))
+        os.environ.update(ray.environment())
+        cluster = await self._start_ray(ray, None, watch)
+        for guest in guests:
+            await guest.link.tell(ray=cluster)
+        expected = [(ray.address, self._facts), *((guest.link.peer_address, guest.facts) for guest in guests)]
+        await _unless(wait_until_registered(cluster, expected, self._seconds), watch)
+        logger.info("Ray runs on %d nodes at %s", len(nodes), cluster)
+        return cluster
+
+    async def _start_ray(self, ray: RayNode, cluster: str | None, watch: Watch) -> str:
+        try:
+            async with asyncio.timeout(self._seconds):
+                address, end = await _unless(ray.start(cluster), watch)
+        except TimeoutError as error:
+            raise MoerlError(f"{self._place.name}: Ray did not start within slurm.start_seconds; see {self._log}") from error
+        watch.append(asyncio.ensure_future(end))
+        return address
+
+    async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
+        # Slurm >= 23.02 says when it takes the nodes away.
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        command = [sys.executable, "-m", "moerl", "train", *([] if end is None else [f"--ends-at={end}"]), *arguments]
+        environment = {**os.environ, "RAY_ADDRESS": cluster}
+        self._driver = driver = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)
+        try:
+            code = await _unless(driver.wait(), watch)
+        finally:
+            if driver.returncode is None:
+                driver.terminate()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_END_SECONDS):
+                        await driver.wait()
+        if self._signal is not None and code == -self._signal:  # it came before the driver heeded it
+            return _ENDS[self._signal]
+        return code if code >= 0 else 128 - code
+
+    async def _lost(self, guest: Guest) -> None:
+        while await guest.link.hear() is not None:
+            pass
+        raise MoerlError(f"{guest.facts.name} is gone; its log is {self._log.parent}/{guest.facts.name}.log")
+
+    def _ray(self, address: str, token: str) -> RayNode:
+        return RayNode(facts=self._facts, address=address, directory=self._directory, token=token, log=self._log)
+
+
+async def _unless(work: Awaitable[T], watch: Watch) -> T:
+    """The result of `work`, or what a watch raises before."""
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
+    waiting: list[asyncio.Future[Any]] = [task, *watch]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            for watcher in watch:
+                if watcher.done():
+                    watcher.result()
+        return await task
+    finally:
+        task.cancel()
+
+
+@asynccontextmanager
+async def _watching() -> AsyncIterator[Watch]:
+    """A list of tasks, which end with the block."""
+    watch: Watch = []
+    try:
+        yield watch
+    finally:
+        for task in watch:
+            task.cancel()
+        await asyncio.gather(*watch, return_exceptions=True)
+
+
+def _unwritable(log: Path) -> str | None:
+    """Why this node cannot keep its log; None if it can."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        return f"{log.parent} cannot be written ({error.strerror}); output_dir= must be on storage that all nodes can write"
+    return None
+
+
+def _log_to(log: Path | None, place: Place) -> None:
+    """The node's own log, in the run's directory; on the job's log only what the first node does, and warnings of the others."""
+    console = logging.StreamHandler()
+    console.setLevel(logging.INFO if place.index == 0 else logging.WARNING)
+    handlers: list[logging.Handler] = [console] if log is None else [console, logging.FileHandler(log)]
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {place.name}: %(message)s", handlers=handlers, force=True)
+
+
+@contextmanager
+def _own_directory(place: Place, kept_logs: Path) -> Iterator[Path]:
+    """On the node's own disk, gone afterwards but for what Ray logged."""
+    root = tempfile.gettempdir()
+    name = f"moerl-{place.job}-{place.index}-"
+    directory = Path(tempfile.mkdtemp(prefix=name, dir=root if len(root) + len(name) + 9 <= _MAX_DIRECTORY else "/tmp"))
+    try:
+        yield directory
+    finally:
+        try:
+            for file in log_files(directory):
+                kept_logs.mkdir(exist_ok=True)
+                shutil.copyfile(file, kept_logs / file.name)
+        except OSError as error:
+            logger.warning("Ray's logs could not be kept: %s", error)
+        shutil.rmtree(directory, ignore_errors=True)

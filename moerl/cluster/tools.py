@@ -1,0 +1,34 @@
+"""Runs the command-line tools that know the hardware. They are found on PATH; what is not there is said, never assumed."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+_SECONDS = 60.0
+"""nvidia-smi takes up to 20 s on a node of 8 GPUs without the persistence daemon."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Absent:
+    """What could not be found out, and why."""
+
+    reason: str
+    is_fault: bool = False
+    """The tool is there and failed; otherwise there is only nothing to ask."""
+
+
+def run_tool(name: str, *args: str) -> str | Absent:
+    """Its standard output."""
+    path = shutil.which(name)
+    if path is None:
+        return Absent(reason=f"{name} is not on PATH")
+    try:
+        done = subprocess.run([path, *args], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Absent(reason=f"{name} did not end within {_SECONDS:g} s", is_fault=True)
+    except OSError as error:
+        return Absent(reason=f"{name} cannot be run: {error}", is_fault=True)
+    if done.returncode == 0:
+        return done.stdout
+    said = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    return Absent(reason=f"{name} ended with code {done.returncode}: {said[0] if said else 'it said nothing'}", is_fault=True)

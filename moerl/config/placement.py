@@ -1,0 +1,117 @@
+"""On which GPUs trainer and rollout servers are: the settings, and their rules. What they lead to: moerl/config/gpu_map.py."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from moerl.config.gpu_map import GPUMap, Machine, ServerShape, map_gpus
+from moerl.config.problems import problem
+from moerl.config.strict import Positive, Strict
+from moerl.types import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from moerl.config.schema import RolloutConfig, RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(Strict):
+    mode: Literal["separate", "colocated", "group_colocated"] = "separate"
+    """separate: rollout servers have GPUs of their own. colocated: all of them are on the trainer's; the two have these in turn, hence
+    max_staleness=0. group_colocated: the first num_shared servers are on the trainer's GPUs and sleep while it trains; the others have
+    their own and go on, also with requests the first ones had begun. What shares GPUs needs train.offload=all."""
+    num_shared: Positive | None = None
+    """Servers on the trainer's GPUs, for group_colocated: at least 1, and not all of them."""
+    nodes: Positive = 1
+    gpus_per_node: Positive | None = None
+    """GPUs the run may use on every node. Where there are none: training ranks and servers that a node takes. None: one node, which takes
+    all."""
+    nodes_per_domain: Positive = 1
+    """Nodes, one after the other in the topology's order, whose GPUs NVLink joins: groups that fit stay inside."""
+    topology: str | None = None
+    """File in the format of Slurm's topology.conf: nodes under one switch become neighbours. None: in the order of their names."""
+
+
+def gpus_per_server(rollout: "RolloutConfig") -> int:
+    """Or processes, where there are no GPUs. The fake engine is part of the driver."""
+    return 0 if rollout.engine == "fake" else rollout.layout.gpus
+
+
+def num_shared(config: "RunConfig") -> int:
+    """The first so many servers are on GPUs of the trainer."""
+    shared = {"separate": 0, "colocated": config.rollout.num_servers, "group_colocated": config.placement.num_shared}
+    count = shared[config.placement.mode]
+    assert count is not None, "validated"
+    return count
+
+
+def gpu_map(config: "RunConfig") -> GPUMap:
+    """ConfigError if there is no room."""
+    placement, rollout = config.placement, config.rollout
+    servers = ServerShape(num_servers=rollout.num_servers, gpus_per_server=gpus_per_server(rollout), num_shared=num_shared(config))
+    gpus = placement.gpus_per_node
+    if gpus is None:
+        gpus = config.train.layout.ranks + (servers.num_servers - servers.num_shared) * servers.gpus_per_server
+    machine = Machine(num_nodes=placement.nodes, gpus_per_node=gpus, nodes_per_domain=placement.nodes_per_domain)
+    return map_gpus(config.train.layout, servers, machine)
+
+
+def placement_problems(config: "RunConfig") -> Iterator[Problem]:
+    found = [*_mode_problems(config), *_node_problems(config)]
+    yield from found
+    if found or any(config.train.layout.problems(None)):
+        return
+    try:
+        mapped = gpu_map(config)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    layout, gpus = config.rollout.layout, config.placement.gpus_per_node
+    numbers = {len({gpu.node for gpu in server}) for server in mapped.servers if server}
+    if gpus is not None and not numbers <= {layout.nodes}:
+        rule = f"must put the {layout.gpus} GPUs of a server on {layout.nodes} nodes"
+        reason = f"rollout.layout.gpus_per_node={layout.gpus_per_node} says so; servers would be on {', '.join(map(str, sorted(numbers)))}"
+        fix = f"rollout.layout.gpus_per_node={gpus}, or servers of fewer GPUs"
+        yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
+
+
+def _mode_problems(config: "RunConfig") -> Iterator[Problem]:
+    placement, mode = config.placement, config.placement.mode
+    if mode == "colocated" and config.max_staleness > 0:
+        reason = "servers sleep while the trainer has the GPUs, so that nothing is sampled ahead"
+        fix = "max_staleness=0, or placement.mode=separate or group_colocated"
+        yield problem("max_staleness", config.max_staleness, "must be 0 with placement.mode=colocated", reason, fix)
+    if mode != "separate" and config.train.offload != "all":
+        reason = "servers take the memory that the trainer leaves, and it must leave their GPUs"
+        yield problem("train.offload", config.train.offload, f"must be all with placement.mode={mode}", reason, "train.offload=all")
+    if mode != "group_colocated" and placement.num_shared is not None:
+        reason = f"with mode={mode} it is {'all of them' if mode == 'colocated' else 'none'}"
+        yield problem("placement.num_shared", placement.num_shared, "has no effect", reason, "leave it out, or mode=group_colocated")
+    if mode == "group_colocated" and not 0 < (placement.num_shared if placement.num_shared is not None else 0) < config.rollout.num_servers:
+        rule = f"must be at least 1 and less than rollout.num_servers={config.rollout.num_servers}"
+        reason = "some servers share the trainer's GPUs and some do not; otherwise mode=colocated or separate says it"
+        yield problem(
+            "placement.num_shared", placement.num_shared, rule, reason, "placement.num_shared=1 with rollout.num_servers=2 or more"
+        )
+
+
+def _node_problems(config: "RunConfig") -> Iterator[Problem]:
+    placement = config.placement
+    if placement.topology is not None and not Path(placement.topology).is_file():
+        reason = "the order of the nodes is read from it"
+        yield problem("placement.topology", placement.topology, "is not a file", reason, "a topology.conf, or leave it out")
+    if placement.nodes == 1:
+        return
+    if placement.gpus_per_node is None:
+        reason = "what does not fit on one node goes to the next, and nothing says how much fits"
+        yield problem("placement.gpus_per_node", None, "must be given for more than one node", reason, "placement.gpus_per_node=8")
+    if config.slurm.nodes is not None and config.slurm.nodes < placement.nodes:
+        reason = "a job must have the nodes that the run is placed on"
+        fix = f"slurm.nodes={placement.nodes}, or leave it out"
+        yield problem("slurm.nodes", config.slurm.nodes, f"must be at least placement.nodes={placement.nodes}", reason, fix)
+    if config.rollout.host is not None:
+        reason = "every server listens on the address of its own node"
+        yield problem("rollout.host", config.rollout.host, "has no meaning for more than one node", reason, "leave it out")
+    if config.weights.transport == "shm":
+        reason = "servers on another node than the trainer's rank 0 cannot map its memory"
+        yield problem("weights.transport", "shm", "reaches one node only", reason, "weights.transport=auto, gloo or disk")

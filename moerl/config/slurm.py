@@ -1,0 +1,125 @@
+"""How Slurm runs a job of moerl: the settings under `slurm`, the rules between them, and the GPUs a run needs."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moerl.config.problems import problem
+from moerl.config.strict import NotNegative, Positive, Seconds, Strict
+from moerl.types import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig(Strict):
+    """An image that has moerl and everything it needs."""
+
+    kind: Literal["pyxis", "apptainer"]
+    """pyxis: srun's --container options, with enroot. apptainer: `apptainer exec`."""
+    image: str
+    """A path on shared storage, or what pyxis or apptainer can fetch."""
+    mounts: tuple[str, ...] = ()
+    """HOST:CONTAINER[:OPTIONS], absolute. The directory of submission is always mounted, and output_dir where that is absolute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig(Strict):
+    """Of `moerl launch`; without effect on a run that Slurm does not start. A job has whole nodes."""
+
+    nodes: Positive | None = None
+    """None: as few as hold the run's GPUs."""
+    gpus_per_node: NotNegative = 8
+    """0: nodes without GPUs."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """Limit, as sbatch takes it: minutes, HH:MM:SS, D-HH:MM:SS. None: the partition's."""
+    segment: Positive | None = None
+    """Nodes that share one block of the network (topology/block, Slurm >= 23.11)."""
+    switches: Positive | None = None
+    """Leaf switches at most (topology/tree)."""
+    constraint: str | None = None
+    """Features that the nodes must have."""
+    exclude: str | None = None
+    """Nodes not to use, as sbatch takes them: n[3-5],n9."""
+    container: ContainerConfig | None = None
+    """None: the plain environment of `python`."""
+    python: str | None = None
+    """Interpreter that has moerl, on every node. None: the one that launches; in a container python3."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the job, with values, e.g. NCCL_IB_HCA. They stand in the script: no secrets."""
+    pass_environment: tuple[str, ...] = ()
+    """Names of variables whose values the job takes from where it is submitted, e.g. WANDB_API_KEY. Beyond these, HOME, USER, LANG and PATH
+    the job inherits nothing."""
+    interface: str | None = None
+    """Network interface for Ray and the process groups, e.g. bond0. None: the one over which the nodes reach the first."""
+    start_seconds: Seconds = 600.0
+    """From the first process to every node ready; a node that is missing then is named."""
+    end_seconds: Annotated[int, Field(ge=30)] = 300
+    """So long before the time limit Slurm asks the job to save its last step; longer than an update, a push and a checkpoint take. The job
+    is then queued again."""
+
+
+def num_gpus(ranks: int) -> int:
+    """GPUs that a run needs: rollout servers share those of the train ranks."""
+    return ranks
+
+
+def num_nodes(slurm: SlurmConfig, ranks: int) -> int:
+    if slurm.nodes is not None:
+        return slurm.nodes
+    return -(-num_gpus(ranks) // slurm.gpus_per_node) if slurm.gpus_per_node else 1
+
+
+def slurm_problems(slurm: SlurmConfig, ranks: int) -> Iterator[Problem]:
+    needed, per_node = num_gpus(ranks), slurm.gpus_per_node
+    if per_node and slurm.nodes is not None and slurm.nodes * per_node < needed:
+        rule = f"must be at least {-(-needed // per_node)}"
+        reason = f"the run needs {needed} GPUs, and {slurm.nodes} nodes of slurm.gpus_per_node={per_node} have {slurm.nodes * per_node}"
+        yield problem("slurm.nodes", slurm.nodes, rule, reason, f"slurm.nodes={-(-needed // per_node)}, or leave it out")
+    if slurm.segment is not None and num_nodes(slurm, ranks) % slurm.segment:
+        rule = f"must divide the number of nodes, {num_nodes(slurm, ranks)}"
+        yield problem("slurm.segment", slurm.segment, rule, "a job consists of whole segments", "slurm.segment of a divisor")
+    yield from _text_problems(slurm)
+    yield from _environment_problems(slurm)
+    for index, mount in enumerate(slurm.container.mounts if slurm.container is not None else ()):
+        if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[^:,]+)?", mount):
+            reason = "nodes and the container have no common working directory"
+            yield problem(f"slurm.container.mounts.{index}", mount, "must be /HOST:/CONTAINER[:OPTIONS]", reason, "/data:/data:ro")
+
+
+_WORDS = {
+    "partition": r"[\w.,+-]+", "account": r"[\w.@+-]+", "qos": r"[\w.+-]+", "interface": r"[\w.:@-]+", "exclude": r"[\w.,\[\]-]+",
+    "time": r"[\d:-]+|UNLIMITED", "constraint": r"[\w.&|*\[\]()+-]+",
+}  # fmt: skip
+"""In an #SBATCH line a space or a quote would end the value."""
+
+
+def _text_problems(slurm: SlurmConfig) -> Iterator[Problem]:
+    for name, pattern in _WORDS.items():
+        value = getattr(slurm, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            reason = "it becomes part of a line of the script, where other characters have a meaning"
+            yield problem(f"slurm.{name}", value, "cannot be written into a job script", reason, "the value as sbatch takes it")
+
+
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE)
+
+
+def _environment_problems(slurm: SlurmConfig) -> Iterator[Problem]:
+    for name in slurm.environment:
+        path = f"slurm.environment.{name}"
+        if not re.fullmatch(_NAME, name):
+            yield problem(path, name, "is not a name of a variable", "the script exports it", "letters, digits and underscores")
+        elif _SECRET.search(name):
+            # Its value must not be repeated here either.
+            reason = "the script and its copies are readable, and the name is that of a secret"
+            yield problem(path, "(not shown)", "must not have its value in the script", reason, f"slurm.pass_environment=[{name}]")
+    for index, name in enumerate(slurm.pass_environment):
+        if not re.fullmatch(_NAME, name):
+            reason = "sbatch takes its value from the environment of the submission"
+            yield problem(f"slurm.pass_environment.{index}", name, "is not a name of a variable", reason, "the name alone, without =VALUE")

@@ -1,0 +1,100 @@
+"""Measures links between ranks: every pair of a node's ranks, every pair of nodes, and the all-reduce of all. Runs on every rank."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from moerl.doctor.judge import rounds
+
+_REPEATS = 5
+
+Exchange = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(peer, what is sent, what is received): returns when both are done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """By one rank, in 1e9 bytes per second."""
+
+    local: dict[int, float]
+    """Other rank of the node -> what it sent and received at the same time, one way."""
+    remote: dict[int, float]
+    """Other node -> the same with its rank of the same local number."""
+    node_all_reduce: float | None
+    """Bus bandwidth (nccl-tests, PERFORMANCE.md) of the node's ranks; None for a single rank, and on a single node."""
+    all_reduce: float | None
+    """Of all ranks; None for a single one."""
+
+
+MEASURED = TypeAdapter(Measured)
+
+
+def measure(nodes: Sequence[Sequence[int]], device: torch.device, num_bytes: int, exchange: Exchange | None = None) -> Measured:
+    """`nodes`: the ranks of every node, as many on each. The default process group is made. `exchange`: of this rank, by default a send and
+    a receive at once."""
+    exchange = _send_and_receive if exchange is None else exchange
+    node = next(index for index, ranks in enumerate(nodes) if dist.get_rank() in ranks)
+    local = nodes[node].index(dist.get_rank())
+    buffers = (torch.zeros(num_bytes, dtype=torch.uint8, device=device), torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+    locals_ = _meet_everyone(local, nodes[node], buffers, exchange)
+    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], buffers, exchange)
+    inside = None
+    if len(nodes) > 1 and len(nodes[node]) > 1:
+        groups = [dist.new_group(list(ranks)) for ranks in nodes]
+        inside = _all_reduce(buffers[0], groups[node])
+    together = _all_reduce(buffers[0]) if dist.get_world_size() > 1 else None
+    return Measured(local=locals_, remote=remotes, node_all_reduce=inside, all_reduce=together)
+
+
+def _meet_everyone(me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor], exchange: Exchange) -> dict[int, float]:
+    """Position in `ranks` -> bandwidth, for all but `me`. All rounds begin together, also on ranks that have no peer in one."""
+    out, into = buffers
+    found = {}
+    for pairs in rounds(len(ranks)):
+        _wait_for_all(out.device)
+        peer = next((a + b - me for a, b in pairs if me in (a, b)), None)
+        if peer is not None:
+            found[peer] = out.numel() / _seconds(partial(exchange, ranks[peer], out, into), out.device) / 1e9
+    return found
+
+
+def _send_and_receive(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
+        work.wait()
+
+
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
+    """Bus bandwidth: what each rank must send and receive at least, 2 (n - 1) / n times the tensor, per second."""
+    _wait_for_all(tensor.device)
+    num = dist.get_world_size(group)
+    summed = tensor.view(torch.float32)
+    seconds = _seconds(lambda: dist.all_reduce(summed, group=group), tensor.device)
+    return 2 * (num - 1) / num * tensor.numel() / seconds / 1e9
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median; the first time, which opens connections, does not count."""
+    taken = []
+    for _ in range(_REPEATS + 1):
+        _finish(device)
+        begin = time.perf_counter()
+        call()
+        _finish(device)
+        taken.append(time.perf_counter() - begin)
+    return median(taken[1:])
+
+
+def _wait_for_all(device: torch.device) -> None:
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    _finish(device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,105 @@
+"""A rollout server on another node of the Ray cluster: a small actor there owns its process.
+
+The actor ends with the driver's job, and the server with the actor, as if it were the driver.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moerl.rollout.server_process import ServerProcess
+from moerl.types import EngineError, EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessOwner:
+    """Runs as a Ray actor. Errors of the process are returned, not raised: Ray would wrap them in its own."""
+
+    def __init__(self, command: Sequence[str], **settings: Any):
+        self._process = ServerProcess(command, **settings)
+
+    async def start(self) -> int | EngineError:
+        try:
+            return await self._process.start()
+        except EngineError as error:
+            return error
+
+    async def label(self, label: str) -> None:
+        self._process.label = label
+
+    async def death(self) -> EngineUnavailable:
+        return await self._process.death()
+
+    async def pid(self) -> int | None:
+        return self._process.pid
+
+    async def close(self) -> None:
+        await self._process.close()
+
+
+class RemoteProcess:
+    """The same calls as ServerProcess, on the node `node_id`."""
+
+    def __init__(
+        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, environment: Mapping[str, str], node_id: str
+    ):
+        self._label, self._node_id = label, node_id
+        self._settings: dict[str, Any] = {"log_path": log_path, "start_seconds": start_seconds, "environment": environment}
+        self._command = list(command)
+        self._owner: Any = None
+        self.pid: int | None = None
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label = label
+        if self._owner is not None:
+            self._owner.label.remote(label)
+
+    async def start(self) -> int:
+        """Also where an earlier owner is gone; EngineError if the node is."""
+        if self._owner is None:
+            strategy = NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False)
+            actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
+            self._owner = actor.remote(self._command, label=self._label, **self._settings)
+        started = await self._ask("start")
+        if isinstance(started, EngineError):
+            raise started
+        self.pid = await self._ask("pid")
+        assert isinstance(started, int)
+        return started
+
+    async def death(self) -> EngineUnavailable:
+        try:
+            death: EngineUnavailable = await self._ask("death")
+        except EngineUnavailable as error:
+            return error
+        return death
+
+    async def close(self) -> None:
+        if self._owner is None:
+            return
+        owner = self._owner
+        try:
+            await self._ask("close")
+        except EngineUnavailable as error:
+            logger.info("%s", error)
+        ray.kill(owner)
+        self._owner = None
+
+    async def _ask(self, verb: str) -> Any:
+        try:
+            return await getattr(self._owner, verb).remote()
+        except RayError as error:
+            self._owner = None
+            first = str(error).splitlines()[0]
+            raise EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {first}") from error

@@ -1,0 +1,17 @@
+"""vLLM's processes that hold parts of the model: their numbers, and what each needs. `parallel` is vLLM's ParallelConfig."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from moerl.push_types import Needs
+from moerl.rollout.engines.expert_share import needs_of_processes
+
+
+def process_number(parallel: Any) -> int:
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+
+def needs_of(parallel: Any, names: Iterable[str]) -> Needs:
+    """Of all processes, from the `names` of the model's tensors."""
+    size = parallel.data_parallel_size * parallel.world_size
+    return needs_of_processes(names, num_processes=size, expert_parallel=size if parallel.enable_expert_parallel else 1)

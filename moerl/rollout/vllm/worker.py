@@ -1,0 +1,96 @@
+"""In the process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from moerl.rollout.engines.push_steps import run_step
+from moerl.rollout.hf.model import checkpoint_specs
+from moerl.rollout.vllm import sampling
+from moerl.rollout.vllm.installed import LayerwiseBytes
+from moerl.rollout.vllm.processes import needs_of, process_number
+from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
+from moerl.weights.receive import WeightSession
+
+BACKEND = "moerl"
+
+
+class WorkerExtension:
+    """vLLM resolves this name in every worker before it loads the model; what this module registers is what it is for."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    offer: str
+    """JSON of wire.OFFER."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One of moerl.rollout.engines.push_steps."""
+
+    step: str
+    body: str
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Registered as BACKEND. Between vLLM's start and finish come "begin", "install" per bucket, and "finish"; "begin" may come again."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
+        super().__init__(config, vllm_config, device, model)
+        self._on_cpu = device.type == "cpu"
+        self._installed = LayerwiseBytes(model.load_weights)
+        expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
+        needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
+        self._session = WeightSession(expected, self._installed, needs=needs)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._run_step("connect", init_info.offer)
+
+    def start_weight_update(self) -> None:
+        """Nothing: the model is touched when a manifest was accepted."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._run_step(update_info.step, update_info.body)
+        if update_info.step == "begin":
+            self._installed.begin()
+            begin_reload(self.model, on_cpu=self._on_cpu)
+        elif update_info.step == "finish":
+            self._finish()
+
+    def finish_weight_update(self) -> None:
+        """Nothing: after an error here vLLM would take no other push."""
+
+    def shutdown(self) -> None:
+        self._session.close()
+
+    def _run_step(self, step: str, body: str) -> None:
+        run_step(self._session, step, body, process=process_number(self.parallel_config))
+
+    def _finish(self) -> None:
+        check_reached(self.model)
+        with self._installed.watching():
+            finish_reload(self.model, self.model_config, on_cpu=self._on_cpu)
+        self._installed.check()
+        if sampling.saw_nan.is_set():
+            self._clean_caches()
+            sampling.saw_nan.clear()
+
+    def _clean_caches(self) -> None:
+        """Attention on CPU multiplies what lies behind a sequence in its last block by 0, and 0 times NaN is NaN."""
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            cache = getattr(layer, "kv_cache", None)
+            if isinstance(cache, torch.Tensor) and cache.is_floating_point():
+                cache.nan_to_num_()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
+sampling.activate()

@@ -1,0 +1,74 @@
+"""What Slurm gave a job: names of nodes, and whether they have what the run needs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moerl.cluster.allocation import NodeFacts, Place, check_allocation, expand, place_of, too_few_nodes
+from moerl.config.slurm import SlurmConfig
+from moerl.types import MoerlError
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]", "SLURMD_NODENAME": "n1"}
+
+
+def node(index: int, *gpus: str, **versions: str) -> NodeFacts:
+    return NodeFacts(index=index, name=f"n{index}", gpus=gpus, num_cpus=8, versions={"python": "3.11.2", "ray": "2.60.0", **versions})
+
+
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        ("n0", ["n0"]),
+        ("n[0-1]", ["n0", "n1"]),
+        ("a,b[08-10,12],c", ["a", "b08", "b09", "b10", "b12", "c"]),
+        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
+    ],
+)
+def test_slurms_short_form_is_expanded(short: str, names: list[str]):
+    assert list(expand(short)) == names
+
+
+@given(st.lists(st.integers(0, 9999), min_size=1, unique=True).map(sorted))
+def test_any_list_of_numbers_is_expanded_in_order(numbers: list[int]):
+    assert list(expand(f"node[{','.join(f'{number:04d}' for number in numbers)}]")) == [f"node{number:04d}" for number in numbers]
+
+
+def test_a_requeued_job_is_another_one_for_its_files():
+    assert place_of(STEP) == Place(job="7-0", index=1, names=("n0", "n1"))
+    assert place_of({**STEP, "SLURM_RESTART_COUNT": "2"}).job == "7-2"
+
+
+def test_outside_of_a_step_it_says_what_is_missing():
+    with pytest.raises(MoerlError, match="SLURM_JOB_ID is not set: moerl node runs in a Slurm step"):
+        place_of({})
+
+
+def test_equal_nodes_with_enough_gpus_are_accepted():
+    assert check_allocation([node(0, "H100", "H100"), node(1, "H100", "H100")], SlurmConfig(gpus_per_node=2), ranks=4) == []
+
+
+def test_every_reason_is_given_at_once():
+    nodes = [node(0, "H100", "H100"), node(1, "A100"), replace(node(2, "H100", "H100", ray="2.61.0"), complaints=("its disk is full",))]
+    refusals = check_allocation(nodes, SlurmConfig(gpus_per_node=2), ranks=6)
+    assert [refusal.split(":")[0] for refusal in refusals] == [
+        "n2",
+        "the recipe needs 6 GPUs (train.layout.ranks), and the allocation has 5 on 3 nodes (n0, n1, n2)",
+        "slurm.gpus_per_node=2, but 1 GPUs on 1 node (n1)",
+        "GPUs of different models, all as slow as the slowest",
+        "ray differs",
+    ]
+
+
+def test_nodes_without_gpus_are_not_asked_for_any():
+    assert check_allocation([node(0), node(1)], SlurmConfig(gpus_per_node=0), ranks=4) == []
+    assert too_few_nodes(Place(job="7-0", index=0, names=("n0",)), SlurmConfig(gpus_per_node=0), 4) is None
+
+
+def test_too_few_nodes_are_seen_without_asking_them():
+    place = Place(job="7-0", index=0, names=tuple(f"n{index}" for index in range(31)))
+    said = too_few_nodes(place, SlurmConfig(gpus_per_node=8), 256)
+    assert said is not None
+    assert said.startswith("the recipe needs 256 GPUs (train.layout.ranks), and the allocation has 248: 31 nodes (n0, n1, ")
+    assert too_few_nodes(place, SlurmConfig(gpus_per_node=8), 248) is None

@@ -1,0 +1,76 @@
+"""Nodes that meet over real connections: who comes, who does not, who goes."""
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from moerl.cluster.allocation import NodeFacts
+from moerl.cluster.meeting import addresses_of, common_address, hold_meeting, join_meeting
+from moerl.types import MoerlError
+
+
+def facts(name: str) -> NodeFacts:
+    return NodeFacts(index=1, name=name, gpus=("H100",), num_cpus=2, versions={"ray": "2.60.0"})
+
+
+def test_nodes_meet_and_hear_what_the_first_says(tmp_path: Path):
+    file = tmp_path / "meeting.json"
+
+    async def first() -> list[NodeFacts]:
+        async with hold_meeting(file, "lo") as meeting:
+            guests = await meeting.gather(["n2", "n1"], 10)
+            assert common_address(guests) == "127.0.0.1"
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600, "the token is in it"
+            for guest in guests:
+                await guest.link.tell(ray="here")
+            return [guest.facts for guest in guests]
+
+    async def other(name: str) -> tuple[object, object]:
+        link, token = await join_meeting(file, facts(name), 10)
+        assert len(token) == 64
+        return await link.hear(), await link.hear()
+
+    async def all_of_them() -> list[object]:
+        return await asyncio.gather(first(), other("n1"), other("n2"))
+
+    came, heard, also_heard = asyncio.run(all_of_them())
+    assert came == [facts("n2"), facts("n1")]
+    assert heard == also_heard == ({"ray": "here"}, None), "then the first node is gone"
+    assert not file.exists()
+
+
+def test_who_does_not_come_is_named(tmp_path: Path):
+    async def first() -> None:
+        async with hold_meeting(tmp_path / "meeting.json", None) as meeting:
+            await asyncio.gather(join_meeting(tmp_path / "meeting.json", facts("n1"), 10), meeting.gather(["n1", "n2", "n3"], 1.0))
+
+    with pytest.raises(MoerlError, match=r"n2, n3 did not come within slurm\.start_seconds = 1;"):
+        asyncio.run(first())
+
+
+def test_a_stranger_without_the_token_is_nobody(tmp_path: Path):
+    file = tmp_path / "meeting.json"
+
+    async def first() -> None:
+        async with hold_meeting(file, "lo") as meeting:
+            place = json.loads(file.read_text())
+            file.write_text(json.dumps({**place, "token": "0" * 64}))
+            link, _ = await join_meeting(file, facts("n1"), 10)
+            assert await link.hear() is None
+            await meeting.gather(["n1"], 0.2)
+
+    with pytest.raises(MoerlError, match="n1 did not come"):
+        asyncio.run(first())
+
+
+def test_without_a_first_node_the_shared_storage_is_asked_for(tmp_path: Path):
+    with pytest.raises(MoerlError, match=r"meeting\.json after slurm\.start_seconds = 0\.5: .* not on storage that all nodes share"):
+        asyncio.run(join_meeting(tmp_path / "meeting.json", facts("n1"), 0.5))
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(MoerlError, match=r"slurm\.interface = 'ib9': no such network interface .* there are .*lo"):
+        addresses_of("ib9")

@@ -1,0 +1,98 @@
+"""Seats in a real Ray cluster of one node that is told it has GPUs, and in lists of nodes that it could have."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import ray
+
+from moerl.cluster.seats import Node, _nodes, find_seats
+from moerl.config.load import load
+from moerl.config.schema import PlacementConfig
+from moerl.rollout.build import build_engines
+from moerl.types import ConfigError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    """Whose GPUs are 4 to 7 of the machine, as a job's may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1, num_gpus=4)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load(["recipe=grpo-tiny-moe-1n2g-sync", "train.offload=all"])
+
+
+def on(config, *, engine="sglang", **placement):
+    return replace(config, rollout=replace(config.rollout, engine=engine), placement=PlacementConfig(**placement))
+
+
+def gpus(seats):
+    return [seat.gpus for seat in seats]
+
+
+def test_ranks_and_servers_see_the_gpus_of_the_map_under_the_names_the_job_has_for_them(config):
+    separate = find_seats(on(config))
+    assert (gpus(separate.ranks), gpus(separate.servers)) == ([("4",), ("5",)], [("6",)])
+    colocated = find_seats(on(config, mode="colocated"))
+    assert (gpus(colocated.ranks), gpus(colocated.servers)) == ([("4",), ("5",)], [("4",)])
+    assert {seat.node.id for seat in separate.ranks + separate.servers} == {separate.here}
+
+
+def test_the_hf_server_needs_no_gpu_and_takes_none(config):
+    seats = find_seats(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
+    assert (gpus(seats.ranks), gpus(seats.servers)) == ([("4",), ("5",), ("6",), ("7",)], [None])
+
+
+def test_a_run_that_needs_more_than_the_node_has_runs_on_cpu(config):
+    seats = find_seats(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
+    assert gpus(seats.ranks + seats.servers) == [None] * 5
+
+
+def test_a_server_process_sees_its_gpus_only(config, tmp_path):
+    (engine,) = build_engines(on(config), tmp_path, tmp_path, find_seats(on(config)))
+    assert (engine.host, engine._process._environment) == ("127.0.0.1", {"CUDA_VISIBLE_DEVICES": "6"})
+
+
+def test_a_rank_sees_its_gpu_before_anything_asks_cuda(config):
+    from moerl.train.worker import SAVE_THREAD, TrainWorker
+
+    class Looking(TrainWorker):
+        def looks(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    worker = ray.remote(num_gpus=1, concurrency_groups={SAVE_THREAD: 1})(Looking).remote(0, 1, ("6",))
+    assert ray.get(worker.looks.remote()) == "6"
+    ray.kill(worker)
+
+
+def node(name, num_gpus=8, address="10.0.0.1"):
+    return Node(id=f"id-{name}", name=name, address=address, num_gpus=num_gpus, num_cpus=64)
+
+
+def test_nodes_are_taken_in_the_order_of_their_names_or_of_the_topology(tmp_path):
+    alive = [node("gpu10"), node("gpu2"), node("head", num_gpus=0), node("gpu1")]
+    placement = PlacementConfig(nodes=2, gpus_per_node=8)
+    assert [each.name for each in _nodes(placement, alive, "id-head")] == ["gpu1", "gpu2"]
+    file = tmp_path / "topology.conf"
+    file.write_text("SwitchName=a Nodes=gpu[2,10]\nSwitchName=b Nodes=gpu1\nSwitchName=top Switches=a,b\n")
+    assert [each.name for each in _nodes(replace(placement, topology=str(file)), alive, "id-head")] == ["gpu2", "gpu10"]
+
+
+def test_one_node_is_the_drivers_if_it_has_the_gpus():
+    alive = [node("a"), node("b"), node("c", num_gpus=0)]
+    placement = PlacementConfig(gpus_per_node=8)
+    assert [each.name for each in _nodes(placement, alive, "id-b")] == ["b"]
+    assert [each.name for each in _nodes(placement, alive, "id-c")] == ["a"]
+
+
+def test_missing_and_small_nodes_are_named():
+    alive = [node("gpu1"), node("gpu2", num_gpus=7)]
+    with pytest.raises(ConfigError, match=r"placement.nodes = 2: must be there.*\n.*1 nodes with 8 GPUs: gpu1; too small: gpu2 \(7 GPUs\)"):
+        _nodes(PlacementConfig(nodes=2, gpus_per_node=8), alive, "id-gpu1")

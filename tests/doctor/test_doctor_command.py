@@ -1,0 +1,164 @@
+"""`moerl doctor` as a person and a job meet it: table, JSON, commands, exit codes; alone, in a Slurm step, on a Ray cluster."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from moerl.config.load import load
+from moerl.doctor.expected import expected_of
+from moerl.doctor.findings import Finding
+from moerl.doctor.launch import Slurm, join_slurm, on_slurm, slurm_step
+from moerl.doctor.output import fixes, merged
+from moerl.doctor.preflight import preflight
+from moerl.types import ConfigError, MoerlError, PreflightError
+
+DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "n[0-1]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+
+
+def doctor(*args, **environment):
+    command = [sys.executable, "-m", "moerl", "doctor", *map(str, args)]
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return subprocess.Popen(command, env=inherited | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process):
+    out, errors = process.communicate(timeout=240)
+    return process.returncode, out, errors
+
+
+def test_fake_h100_are_read_judged_and_their_faults_come_with_commands(h100_node, tmp_path):
+    file = tmp_path / "new" / "doctor.json"
+    code, out, errors = ended(doctor("--no-measure", "--fix", "--gpus-per-node", 8, "--json", file, "--run-dir", tmp_path))
+    assert (code, errors) == (1, "")
+    found = json.loads(file.read_text())
+    verdicts = {finding["check"]: finding["verdict"] for finding in found["findings"]}
+    assert {verdicts[check] for check in ("ECC", "clocks", "NVLink", "NVSwitch fabric", "InfiniBand", "MIG")} == {"ok"}
+    assert verdicts["GPUs"] == "fail"  # PyTorch cannot use them
+    assert found["exit_code"] == 1
+    settings = {setting["name"]: setting["value"] for node in found["network"].values() for setting in node}
+    assert settings["NCCL_IB_HCA"].startswith("=mlx5_0:1,mlx5_1:1,")
+    assert f"NCCL_IB_HCA={settings['NCCL_IB_HCA']}  # active InfiniBand ports at 400 Gb/s" in out
+    assert "python -c 'import torch; torch.cuda.init()'" in out
+    assert "0 skipped" not in out
+
+
+def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(fake_tools, tmp_path):
+    fake_tools(scontrol='[ "$*" = "show hostnames n[0-1]" ] && printf "n0\\nn1\\n"')
+    args = ("--run-dir", tmp_path, "--nodes", 2, "--json", tmp_path / "doctor.json")
+    second, first = (doctor(*args, **STEP, SLURM_PROCID=str(index)) for index in (1, 0))
+    assert ended(second) == (0, "", "")
+    code, out, errors = ended(first)
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert (code, errors) == (found["exit_code"], "")
+    assert list(found["network"]) == ["n0", "n1"]
+    assert found["bandwidth_gb_per_second"]["between_nodes"]["n0 - n1"] > 0
+    assert "n0, n1" in out
+    assert not list(tmp_path.glob(".doctor-*"))
+
+
+def test_a_ray_cluster_is_examined_on_each_of_its_nodes_also_inside_a_slurm_step(tmp_path):
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+        cluster.wait_for_nodes()
+        processes = [started for node in cluster.list_all_nodes() for started in node.all_processes.values()]
+        own = {one.process.pid for started in processes for one in started}
+        code, _, errors = ended(
+            doctor("--json", tmp_path / "doctor.json", "--nodes", 2, **STEP, SLURM_PROCID="0", RAY_ADDRESS=cluster.address)
+        )
+    finally:
+        cluster.shutdown()
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert (code, errors) == (found["exit_code"], "")
+    assert len(found["network"]) == 2
+    assert len(found["bandwidth_gb_per_second"]["between_nodes"]) == 1
+    listed = " ".join(finding["found"] for finding in found["findings"] if finding["check"] == "other Ray")
+    assert not [pid for pid in own if f" {pid} of" in listed], "the cluster's own daemons are no other Ray"
+
+
+def test_preflight_raises_what_failed_with_its_fix(fake_tools, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    fake_tools(nvidia_smi="echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9")
+    with pytest.raises(PreflightError, match=r"GPUs: nvidia-smi ended with code 9: NVIDIA-SMI has failed .*; fix: nvidia-smi; sudo dmesg"):
+        preflight(load([DEMO, f"output_dir={tmp_path}"]))
+
+
+def test_a_wrong_recipe_is_a_problem_of_the_configuration():
+    code, out, errors = ended(doctor("recipe=none"))
+    assert (code, out) == (2, "")
+    assert "1 problem in the configuration" in errors
+
+
+def test_what_a_recipe_needs_is_what_the_nodes_are_held_to(tmp_path):
+    config = load([DEMO, f"output_dir={tmp_path}", "network.interface=lo"])
+    expected = expected_of(config, nodes=2, gpus_per_node=1)
+    assert (expected.ranks, expected.nodes, expected.gpus_per_node) == (2, 2, 1)
+    assert expected.run_dir == config.run_dir
+    assert expected.network.interface == "lo"
+
+
+def test_a_step_with_several_tasks_on_a_node_is_refused():
+    with pytest.raises(ConfigError, match="the step has 16 tasks on 2 nodes"):
+        slurm_step(STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "16"})
+
+
+def test_outside_of_a_step_there_is_no_step():
+    assert slurm_step({}) is None
+    assert slurm_step({"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0"}) is None  # the batch script itself
+
+
+def test_without_a_shared_run_folder_a_task_says_so(tmp_path):
+    step = Slurm(index=1, names=("n0", "n1"), step="1-0-0")
+    with pytest.raises(MoerlError, match=r"n1: no .*\.doctor-1-0-0 within 0\.2 s; is the run folder shared with n0\?"):
+        join_slurm(step, expected_of(None, run_dir=tmp_path), 0.2)
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
+    file = tmp_path / "a_file"
+    file.write_text("")
+    step = Slurm(index=0, names=("n0", "n1"), step="1-0-0")
+    with (
+        pytest.raises(MoerlError, match="n0: the run folder cannot be written: .*a_file"),
+        on_slurm(step, 1, expected_of(None, run_dir=file), 1.0),
+    ):
+        raise AssertionError("the step must not begin")
+
+
+def finding(node, check="ECC", found="0 uncorrected", verdict="ok", fix=""):
+    return Finding(node=node, check=check, found=found, expected="", verdict=verdict, fix=fix)
+
+
+def test_nodes_with_the_same_finding_share_a_row():
+    rows = merged([finding("n0"), finding("n1"), finding("n2", found="GPU 3: 2", verdict="fail"), finding("n3")])
+    assert [(row.node, row.verdict) for row in rows] == [("n0, n1, n3", "ok"), ("n2", "fail")]
+
+
+def test_figures_of_healthy_nodes_share_a_row_and_checks_skipped_for_one_reason_too():
+    rows = merged([finding("n0", found="5 GiB"), finding("n1", found="6 GiB")])
+    assert [(row.node, row.found) for row in rows] == [("n0, n1", "5 GiB, 6 GiB")]
+    gone = [finding(node, check, "nvidia-smi is not on PATH", "skipped") for check in ("ECC", "MIG") for node in ("n0", "n1")]
+    assert [(row.node, row.check) for row in merged(gone)] == [("n0, n1", "ECC, MIG")]
+
+
+def test_commands_are_given_for_failures_and_warnings_alone():
+    lines = fixes(
+        [finding("n0", fix="never"), finding("n1", verdict="warn", fix="sudo ecc"), finding("n2", verdict="fail", fix="sudo ecc")]
+    )
+    assert lines == ["# n1: ECC: 0 uncorrected\nsudo ecc", "# n2: ECC: 0 uncorrected\nsudo ecc"]
+
+
+def test_many_nodes_are_counted():
+    (row,) = merged([finding(f"n{index}") for index in range(32)])
+    assert row.node == "n0, n1, n2, n3 and 28 more"

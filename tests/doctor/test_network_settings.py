@@ -1,0 +1,165 @@
+"""What NCCL and gloo are told of a node's links, for every kind of node, and who has the last word."""
+
+import os
+
+import pytest
+from node_cases import cpu_node, h100_node, output
+
+from moerl.cluster.infiniband import parse_ports
+from moerl.cluster.network import Hardware, applied, find_settings, network_settings, variables
+from moerl.cluster.nvidia import parse_gpus, parse_topology
+from moerl.cluster.tools import Absent
+from moerl.config.schema import NetworkConfig
+from moerl.types import ConfigError
+
+HCA = "=" + ",".join(f"mlx5_{index}:1" for index in (0, 1, 2, 3, 5, 6, 7, 8))
+
+
+def hardware(facts=None, **changes):
+    facts = h100_node(**changes) if facts is None else facts
+    return Hardware(
+        gpus=facts.gpus, topology=facts.topology, ports=facts.ports, gpudirect=facts.gpudirect, interfaces=facts.interfaces
+    )  # fmt: skip
+
+
+def settings(found=None, config=None, role="train", *, reached_at="10.1.0.7", environment=None):
+    found, config = hardware() if found is None else found, NetworkConfig() if config is None else config
+    return network_settings(found, config, role, reached_at=reached_at, environment={} if environment is None else environment)
+
+
+def reason(found, name):
+    return next(setting.reason for setting in found if setting.name == name)
+
+
+def test_an_h100_node_gets_its_compute_ports_gpudirect_and_multicast():
+    found = settings()
+    assert variables(found) == {
+        "NCCL_SOCKET_IFNAME": "=bond0",
+        "GLOO_SOCKET_IFNAME": "bond0",
+        "NCCL_IB_HCA": HCA,
+        "NCCL_IB_TIMEOUT": "22",
+        "NCCL_IB_QPS_PER_CONNECTION": "4",
+        "NCCL_NET_GDR_LEVEL": "PXB",
+        "NCCL_NVLS_ENABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    assert all(setting.reason for setting in found)
+    assert reason(found, "NCCL_IB_HCA") == "active InfiniBand ports at 400 Gb/s; others are left out: mlx5_4:1, mlx5_9:1"
+
+
+def test_what_belongs_to_a_fabric_is_never_set():
+    assert not {"NCCL_IB_TC", "NCCL_IB_SL", "NCCL_IB_GID_INDEX"} & {setting.name for setting in settings()}
+
+
+def test_without_gpus_nothing_is_set():
+    assert variables(settings(hardware(cpu_node()))) == {}
+    assert variables(settings(hardware(cpu_node(ports=parse_ports(output("ibv_devinfo.txt")))))) == {}
+
+
+def test_without_gpus_an_interface_is_set_when_asked():
+    found = settings(hardware(cpu_node()), NetworkConfig(interface="lo"))
+    assert variables(found) == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_an_interface_that_the_node_does_not_have_is_refused_with_those_it_has():
+    with pytest.raises(ConfigError, match=r"network\.interface = 'ib0': is not an interface of .*\n.*it has lo, bond0"):
+        settings(config=NetworkConfig(interface="ib0"))
+
+
+def test_a_single_node_needs_no_interface():
+    assert "NCCL_SOCKET_IFNAME" not in variables(settings(reached_at=None))
+
+
+def test_the_environment_wins_over_detection_and_is_said():
+    found = settings(environment={"NCCL_IB_HCA": "=mlx5_1", "NCCL_SOCKET_IFNAME": "eno1"})
+    assert not {"NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"} & set(variables(found))
+    assert reason(found, "NCCL_IB_HCA") == "the environment has NCCL_IB_HCA==mlx5_1, which is kept"
+
+
+def test_settings_of_the_run_win_over_environment_and_detection():
+    config = NetworkConfig(variables={"NCCL_IB_HCA": "=mlx5_7:1", "NCCL_IB_SL": 3})
+    found = variables(settings(config=config, environment={"NCCL_IB_HCA": "=mlx5_1"}))
+    assert (found["NCCL_IB_HCA"], found["NCCL_IB_SL"]) == ("=mlx5_7:1", "3")
+
+
+def test_detection_can_be_switched_off():
+    assert variables(settings(config=NetworkConfig(detect=False, variables={"NCCL_DEBUG": "WARN"}))) == {"NCCL_DEBUG": "WARN"}
+
+
+def test_servers_do_not_get_what_is_for_megatron():
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(settings(role="rollout"))
+
+
+def test_blackwell_keeps_its_queues():
+    gpus = parse_gpus(output("h100_query.csv").replace(" 9.0,", " 10.0,"))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in variables(settings(hardware(gpus=gpus)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (dict(ports=parse_ports(output("ibv_devinfo_roce.txt"))), "RDMA over Ethernet only"),
+        (dict(ports=Absent(reason="ibv_devinfo is not on PATH")), "ibv_devinfo is not on PATH"),
+        (dict(ports=()), "no RDMA adapter"),
+    ],
+)
+def test_adapters_are_not_guessed(changes, why):
+    found = settings(hardware(**changes))
+    assert not {name for name in variables(found) if name.startswith(("NCCL_IB", "NCCL_NET"))}
+    assert reason(found, "NCCL_IB_HCA").startswith(why)
+
+
+def test_a_port_that_is_down_is_left_out():
+    found = settings(hardware(ports=parse_ports(output("ibv_devinfo_down.txt"))))
+    assert variables(found)["NCCL_IB_HCA"] == "=mlx5_0:1"
+
+
+def test_a_port_of_unknown_speed_is_used_but_gets_no_more_queue_pairs():
+    found = variables(settings(hardware(ports=parse_ports(output("ibv_devinfo_unknown_speed.txt")))))
+    assert found["NCCL_IB_HCA"] == "=mlx5_0:1"
+    assert "NCCL_IB_QPS_PER_CONNECTION" not in found
+
+
+def test_gpudirect_goes_as_far_as_the_farthest_gpu_needs():
+    old = parse_topology(output("a100_topo_old.txt"))
+    assert variables(settings(hardware(topology=old)))["NCCL_NET_GDR_LEVEL"] == "PHB"
+    apart = parse_topology(output("a100_topo_old.txt").replace("PHB", "NODE"))
+    assert "NCCL_NET_GDR_LEVEL" not in variables(settings(hardware(topology=apart)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(gpudirect=Absent(reason="nvidia_peermem is not loaded", is_fault=True)),
+        dict(topology=Absent(reason="nvidia-smi topo failed", is_fault=True)),
+        dict(topology=parse_topology(output("pcie_topo.txt"))),
+    ],
+)
+def test_gpudirect_is_left_to_nccl_where_something_is_not_known(changes):
+    found = settings(hardware(**changes))
+    assert "NCCL_NET_GDR_LEVEL" not in variables(found)
+    assert reason(found, "NCCL_NET_GDR_LEVEL")
+
+
+def test_multicast_is_off_without_nvlink_and_left_alone_without_a_complete_fabric():
+    pcie = settings(hardware(topology=parse_topology(output("pcie_topo.txt"))))
+    assert variables(pcie)["NCCL_NVLS_ENABLE"] == "0"
+    starting = parse_gpus(output("h100_query.csv"), output("h100_fabric.csv").replace("Completed, Success", "In Progress, N/A"))
+    assert "NCCL_NVLS_ENABLE" not in variables(settings(hardware(gpus=starting)))
+
+
+def test_a_block_has_the_settings_and_leaves_the_environment_as_it_was(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.delenv("NCCL_IB_SL", raising=False)
+    found = find_settings(NetworkConfig(variables={"NCCL_DEBUG": "WARN", "NCCL_IB_SL": 1}), "rollout", reached_at=None)
+    with applied(found):
+        assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_IB_SL"]) == ("WARN", "1")
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+    assert "NCCL_IB_SL" not in os.environ
+
+
+def test_settings_are_found_by_the_tools_of_the_node(h100_node, monkeypatch):
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
+    found = find_settings(NetworkConfig(), "train", reached_at="127.0.0.1")
+    assert variables(found)["NCCL_IB_HCA"] == HCA
+    assert variables(found)["GLOO_SOCKET_IFNAME"] == "lo"

@@ -1,0 +1,104 @@
+"""One fault at a time, on a node that is healthy otherwise: which check says so, how badly, and what it says to do."""
+
+import pytest
+from node_cases import cpu_node, disk, h100_node, output
+
+from moerl.cluster.infiniband import parse_ports
+from moerl.cluster.nvidia import parse_gpus, parse_links
+from moerl.cluster.tools import Absent
+from moerl.doctor.expected import Expected
+from moerl.doctor.gpu_checks import gpu_checks
+from moerl.doctor.host_checks import host_checks
+
+QUERY, FABRIC = output("h100_query.csv"), output("h100_fabric.csv")
+
+
+def judged(facts, expected=None):
+    expected = Expected() if expected is None else expected
+    return {finding.check: finding for finding in (*gpu_checks(facts, expected), *host_checks(facts, expected))}
+
+
+def gpus(old="", new=""):
+    assert old in QUERY
+    return parse_gpus(QUERY.replace(old, new), FABRIC)
+
+
+def fault(version):
+    return h100_node().versions | version
+
+
+def test_nothing_is_wrong_with_a_healthy_node():
+    verdicts = {finding.verdict for finding in judged(h100_node(), Expected(gpus_per_node=8)).values()}
+    assert verdicts == {"ok"}
+
+
+FAULTS = [
+    ("GPUs", "fail", "7 of NVIDIA H100", dict(gpus=gpus()[:7])),
+    ("GPUs", "fail", "H100 80GB HBM3, NVIDIA H200", dict(gpus=gpus("7, NVIDIA H100 80GB HBM3", "7, NVIDIA H200"))),
+    ("GPUs", "fail", "of which PyTorch can use 0", dict(torch_gpus=0)),
+    ("GPUs", "fail", "0: nvidia-smi is not on PATH", dict(gpus=Absent(reason="nvidia-smi is not on PATH"))),
+    ("driver", "fail", "runs CUDA 12", dict(versions=fault({"CUDA": "13.0"}))),
+    ("driver", "fail", "built without CUDA", dict(versions=fault({"CUDA": Absent(reason="built without CUDA")}))),
+    ("MIG", "fail", "enabled on GPU 0, 1", dict(gpus=gpus("Disabled", "Enabled"))),
+    ("clocks", "fail", "GPU 3: hardware slowdown, hardware thermal limit", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
+    ("clocks", "warn", "application clocks hold GPU 0, 1", dict(gpus=gpus("0x0000000000000001", "0x0000000000000002"))),
+    ("clocks", "skipped", "does not say", dict(gpus=gpus("0x0000000000000001", "[N/A]"))),
+    ("ECC", "fail", "GPU 3: 2 uncorrected", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
+    ("ECC", "warn", "off on GPU 0, 1", dict(gpus=gpus("Enabled", "Disabled"))),
+    ("ECC", "skipped", "count no memory errors", dict(gpus=gpus("Enabled, 0", "[N/A], [N/A]"))),
+    ("GPU memory", "warn", "GPU 5: 70,211 MiB", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
+    ("NVLink", "fail", "GPU 1: 2 of 6 inactive", dict(gpus=gpus()[:2], links=parse_links(output("v100_nvlink_down.txt")), torch_gpus=2)),
+    ("NVLink", "skipped", "these GPUs have none", dict(links=parse_links("GPU 0: NVIDIA L40S (UUID: GPU-1)\n"))),
+    ("NVLink", "fail", "code 15", dict(links=Absent(reason="nvidia-smi ended with code 15: ERR", is_fault=True))),
+    ("NVSwitch fabric", "fail", "In Progress", dict(gpus=parse_gpus(QUERY, FABRIC.replace("Completed, Success", "In Progress, N/A")))),
+    ("NVSwitch fabric", "skipped", "there is none", dict(gpus=parse_gpus(QUERY))),
+    ("InfiniBand", "fail", "not active: mlx5_1:1", dict(ports=parse_ports(output("ibv_devinfo_down.txt")))),
+    ("InfiniBand", "skipped", "RDMA over Ethernet only: mlx5_0:1", dict(ports=parse_ports(output("ibv_devinfo_roce.txt")))),
+    ("InfiniBand", "skipped", "no RDMA adapter", dict(ports=())),
+    ("InfiniBand", "fail", "code 1", dict(ports=Absent(reason="ibv_devinfo ended with code 1: Failed to open", is_fault=True))),
+    ("GPUDirect RDMA", "fail", "nvidia_peermem is not", dict(gpudirect=Absent(reason="nvidia_peermem is not loaded", is_fault=True))),
+    ("ulimit -n", "warn", "8192", dict(open_files=(8192, 1048576))),
+    ("ulimit -n", "fail", "1024", dict(open_files=(1024, 1024))),
+    ("ulimit -l", "fail", "65536", dict(locked_bytes=65536)),
+    ("ulimit -l", "skipped", "only RDMA locks memory", dict(locked_bytes=65536, ports=())),
+    ("host memory", "warn", "100 of 2,000 GiB", dict(free_ram_bytes=100 * 2**30)),
+    ("/dev/shm", "fail", "0.1 GiB", dict(disks=(disk("/dev/shm", total=0.0625, free=0.0625),))),
+    ("/dev/shm", "warn", "100.0 GiB", dict(disks=(disk("/dev/shm", total=100, free=100),))),
+    ("run folder", "fail", "Read-only file system", dict(disks=(disk("run folder", refusal="/scratch: Read-only file system"),))),
+    ("run folder", "warn", "5 GiB free", dict(disks=(disk("run folder", free=5),))),
+    ("temp", "fail", "0 GiB free", dict(disks=(disk("temp", free=0.25),))),
+    ("own name", "fail", "Name or service not known", dict(own_addresses=Absent(reason="n0: Name or service not known", is_fault=True))),
+    ("other Ray", "warn", "raylet 4711 of eve", dict(ray_processes=("raylet 4711 of eve",))),
+    ("megatron-core", "fail", "0.12.0", dict(versions=fault({"megatron-core": "0.12.0"}))),
+    ("ray", "fail", "not installed", dict(versions=fault({"ray": Absent(reason="not installed")}))),
+    ("transformer-engine", "fail", "not installed", dict(versions=fault({"transformer-engine": Absent(reason="not installed")}))),
+    ("sglang", "fail", "there is no /x/python", dict(engines={"sglang": Absent(reason="there is no /x/python")})),
+    ("sglang", "fail", "0.4.6 (torch 2.6.0)", dict(engines={"sglang": {"sglang": "0.4.6", "torch": "2.6.0"}})),
+    ("sglang", "fail", "not in its environment", dict(engines={"sglang": {"torch": "2.6.0"}})),
+    ("sglang", "ok", "0.5.23 (torch 2.9.1)", dict(engines={"sglang": {"sglang": "0.5.23", "torch": "2.9.1"}})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "found", "changes"), FAULTS, ids=[f"{check}-{verdict}-{i}" for i, (check, verdict, *_) in enumerate(FAULTS)]
+)
+def test_a_fault_is_found_by_its_check(check, verdict, found, changes):
+    finding = judged(h100_node(**changes), Expected(gpus_per_node=8))[check]
+    assert finding.verdict == verdict, finding
+    assert found in finding.found
+    assert bool(finding.fix) == (verdict in ("warn", "fail"))
+
+
+def test_a_node_without_gpus_is_skipped_over_with_the_reason_and_never_passed():
+    findings = judged(cpu_node())
+    for check in ("GPUs", "driver", "clocks", "ECC", "NVLink"):
+        assert (findings[check].verdict, findings[check].found) == ("skipped", "nvidia-smi is not on PATH")
+    assert findings["InfiniBand"].verdict == "skipped"
+    assert findings["transformer-engine"].verdict == "skipped"
+    assert not [finding for finding in findings.values() if finding.verdict == "fail"]
+
+
+def test_a_tool_that_fails_is_no_node_without_gpus():
+    broken = Absent(reason="nvidia-smi ended with code 9: driver/library version mismatch", is_fault=True)
+    finding = judged(cpu_node(gpus=broken))["GPUs"]
+    assert (finding.verdict, finding.found) == ("fail", broken.reason)

@@ -1,0 +1,43 @@
+"""Versions here and in another environment, the ranges that moerl states, and what a driver runs."""
+
+import sys
+
+import pytest
+
+from moerl.cluster.tools import Absent
+from moerl.doctor.versions import engine_versions, is_supported, newest_cuda, supported, trainer_versions
+
+
+def test_ranges_are_those_of_the_project():
+    assert supported()["megatron-core"] == "<0.20,>=0.16.1"
+    assert {"python", "torch", "ray", "sglang", "vllm", "transformer-engine"} <= set(supported())
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "expected"),
+    [("torch", "2.13.0+cpu", True), ("torch", "2.9.1", False), ("ray", "3.0.0", False), ("vllm", "0.33.1", True), ("anything", "1", True)],
+)
+def test_a_version_is_held_to_its_range_if_there_is_one(name, version, expected):
+    assert is_supported(name, version) == expected
+
+
+def test_this_environment_has_what_a_trainer_needs_or_says_what_is_missing():
+    found = trainer_versions()
+    assert all(is_supported(name, version) for name, version in found.items() if not isinstance(version, Absent))
+    assert isinstance(found["torch"], str)
+    assert isinstance(found["megatron-core"], str)
+
+
+def test_an_engine_s_environment_is_asked_through_its_interpreter(tmp_path):
+    assert engine_versions(sys.executable, ["ray", "no-such-package"]).keys() == {"ray", "python"}
+    assert engine_versions(str(tmp_path / "python"), ["vllm"]) == Absent(reason=f"there is no {tmp_path / 'python'}")
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'libpython3.11.so: cannot open shared object file' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    found = engine_versions(str(broken), ["vllm"])
+    assert found == Absent(reason=f"{broken}: libpython3.11.so: cannot open shared object file", is_fault=True)
+
+
+@pytest.mark.parametrize(("driver", "cuda"), [("580.65.06", 13), ("550.54.15", 12), ("470.57.02", 11), ("418.1", None), ("", None)])
+def test_a_driver_runs_cuda_up_to_a_version(driver, cuda):
+    assert newest_cuda(driver) == cuda

@@ -1,0 +1,63 @@
+"""How servers of other engines refuse to start, before they load a model."""
+
+import asyncio
+import socket
+
+import pytest
+import torch
+from tiny_servers import native_engine
+
+from moerl.rollout.vllm.core import VLLMCore
+from moerl.types import EngineError
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["sglang-moe", "vllm-moe32"])
+def test_a_port_in_use_is_refused_with_what_to_do(run, checkpoints, tmp_path, kind):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        engine = native_engine(kind, checkpoints[kind.split("-")[1]], tmp_path, port=port)
+        with pytest.raises(EngineError, match=rf"rollout.port = {port}: port is in use on 127.0.0.1; .* Set rollout.port=0"):
+            run(engine.start())
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of kernels for CPU")
+def test_a_model_and_arguments_that_vllm_cannot_take_are_refused_together(run, checkpoints, tmp_path):
+    engine = native_engine("vllm-moe", checkpoints["moe"], tmp_path, engine_args={"max_num_seq": 4})
+    with pytest.raises(EngineError, match=r"(?s)rollout\.engine_args\.max_num_seq = 4.*head_dim = 16"):
+        run(engine.start())
+
+
+class RecordingVLLM:
+    """Notes how it is asked to sleep and wake."""
+
+    def __init__(self):
+        self.calls = []
+
+    async def sleep(self, level):
+        self.calls.append(f"sleep level {level}")
+
+    async def wake_up(self, tags):
+        self.calls.append(f"wake {tags}")
+
+
+def test_vllm_sleeps_as_a_whole_and_keeps_or_gets_back_what_a_push_needs():
+    async def scenario():
+        engine = RecordingVLLM()
+        core = VLLMCore(engine=engine, needs=(), sleeps=True)
+        await core.sleep(("weights", "cache"))
+        await core.wake(("weights",))
+        await core.wake(("cache",))
+        await core.sleep(("cache",))
+        return engine.calls
+
+    assert asyncio.run(scenario()) == [
+        "sleep level 1", "wake ['weights']", "wake ['kv_cache']", "sleep level 1", "wake ['weights']"
+    ]  # fmt: skip
+
+
+def test_vllm_without_sleep_mode_moves_nothing():
+    engine = RecordingVLLM()
+    assert asyncio.run(VLLMCore(engine=engine, needs=(), sleeps=False).sleep(("weights", "cache"))) == 0
+    assert engine.calls == []

@@ -1,0 +1,32 @@
+"""What moerl adds to vLLM inside its processes, on vLLM's own reload and sampler, without a server."""
+
+import ast
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_build_engines import config
+
+from moerl.config.engines import interpreter
+
+pytestmark = pytest.mark.engine
+
+CHECKS = Path(__file__).with_name("vllm_checks.py")
+NAMES = [node.name for node in ast.parse(CHECKS.read_text()).body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """By check: what was wrong, or nothing."""
+    command = [interpreter(config(engine="vllm").rollout), str(CHECKS)]
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [name.removeprefix("check_") for name in NAMES])
+def test_inside_vllm(outcomes, name):
+    assert outcomes[name] == ""

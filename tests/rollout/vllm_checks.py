@@ -1,0 +1,103 @@
+"""Run in vLLM's environment by test_vllm_parts: each check_... prints its name, and then what was wrong if it fails."""
+
+import json
+import traceback
+
+import torch
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from moerl.rollout.vllm.installed import LayerwiseBytes
+from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
+from moerl.rollout.vllm.sampling import advance
+from moerl.types import WeightError
+
+
+def two_layers(*, tied=False):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)).requires_grad_(False)
+    if tied:
+        model[1].weight = model[0].weight
+    record_metadata_for_reloading(model)
+    model.load_weights = lambda weights: [load(model, name, tensor) for name, tensor in weights]
+    return model
+
+
+def load(model, name, tensor):
+    parameter = dict(model.named_parameters(remove_duplicate=False))[name]
+    parameter.weight_loader(parameter, tensor)
+
+
+def sent(value):
+    return {"0.weight": torch.full((4, 4), value), "0.bias": torch.full((4,), value), "1.weight": torch.full((4, 4), value)}
+
+
+def push(model, tensors):
+    installed = LayerwiseBytes(model.load_weights)
+    begin_reload(model, on_cpu=True)
+    for name, tensor in tensors.items():
+        installed(name, tensor)
+    check_reached(model)
+    with installed.watching():
+        finish_reload(model, None, on_cpu=True)
+    installed.check()
+
+
+def check_a_push_installs_every_tensor_in_the_same_memory():
+    model = two_layers()
+    address = model[0].weight.data_ptr()
+    push(model, sent(3.0))
+    assert model[0].weight.data_ptr() == address
+    assert all((parameter == 3.0).all() for parameter in model.parameters())
+
+
+def check_parameters_that_got_nothing_are_named():
+    tensors = sent(3.0)
+    del tensors["0.bias"], tensors["1.weight"]
+    reason = ""
+    try:
+        push(two_layers(), tensors)
+    except WeightError as error:
+        reason = str(error)
+    assert "2 parameters of the engine's model got nothing of the push: 0.bias, 1.weight" in reason
+
+
+def check_a_layer_tied_to_one_that_was_pushed_needs_nothing():
+    model, tensors = two_layers(tied=True), sent(3.0)
+    del tensors["1.weight"]
+    push(model, tensors)
+    assert (model[1].weight == 3.0).all()
+
+
+def check_a_push_after_one_that_broke_off_starts_anew():
+    model, tensors = two_layers(), sent(3.0)
+    begin_reload(model, on_cpu=True)
+    load(model, "0.weight", torch.zeros(4, 4))
+    load(model, "1.weight", torch.zeros(4, 4))
+    push(model, tensors)
+    assert all((parameter == 3.0).all() for parameter in model.parameters())
+
+
+def check_the_random_numbers_of_a_resumed_request_follow_those_it_has_used():
+    sampler, logits = TopKTopPSampler(), torch.zeros(1, 50)
+
+    def draw(generator, count):
+        return [int(sampler(logits.clone(), {0: generator}, None, None)[0]) for _ in range(count)]
+
+    whole, rest = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    expected = draw(whole, 20)
+    advance(rest, 12, 50)
+    assert len(set(expected)) > 5
+    assert draw(rest, 8) == expected[12:]
+
+
+def outcome(check):
+    try:
+        check()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    checks = {name: check for name, check in globals().items() if name.startswith("check_") and check is not check_reached}
+    print(json.dumps({name.removeprefix("check_"): outcome(check) for name, check in checks.items()}))

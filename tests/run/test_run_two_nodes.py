@@ -1,0 +1,72 @@
+"""A run on a Ray cluster of two nodes, which are two raylets with addresses of their own on this machine."""
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster
+from whole_runs import DIGIT, SYNC, assert_all_end, find, rows, start, wait_for_step
+
+TWO_NODES = (
+    DIGIT, "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all", "rollout.num_servers=2",
+    "weights.transport=gloo",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def raylets():
+    """Processes of the two nodes, in the order of their addresses. (Ray takes 127.0.0.1 for the address of this host.)"""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.0.2", "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
+        cluster.wait_for_nodes()
+        nodes = [cluster.head_node, *cluster.worker_nodes]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
+    finally:
+        cluster.shutdown()
+
+
+def below(raylet, text):
+    """Processes of a node whose command has `text`."""
+    return [process for process in raylet.children(recursive=True) if text in " ".join(process.cmdline())]
+
+
+def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes_back(tmp_path, raylets):
+    process = start(tmp_path, *TWO_NODES)
+    family = wait_for_step(process, 1)
+    assert [len(below(raylet, "TrainWorker")) for raylet in raylets] == [1, 1]
+    far = below(raylets[1], "moerl.rollout.hf")
+    assert len(far) == 1 and not below(raylets[0], "moerl.rollout.hf")
+    assert "--host 127.0.0.3" in " ".join(far[0].cmdline())
+    near = find(family, "moerl.rollout.hf")
+    assert near.ppid() == process.pid and "--host 127.0.0.2" in " ".join(near.cmdline())
+    far[0].send_signal(signal.SIGKILL)
+    assert process.wait(timeout=180) == 0, process.stderr.read()[-3000:]
+    metrics = rows(tmp_path)
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert metrics[-1]["fleet/restarts"] == 1
+    assert_all_end([*far, near])
+    for raylet in raylets:
+        assert not below(raylet, "moerl.rollout.hf")
+
+
+def test_a_server_of_the_other_node_ends_with_a_driver_that_is_killed(tmp_path, raylets):
+    process = start(tmp_path, *TWO_NODES)
+    family = wait_for_step(process, 1)
+    far = below(raylets[1], "moerl.rollout.hf")
+    process.kill()
+    process.wait()
+    assert_all_end([*far, find(family, "moerl.rollout.hf")])
+
+
+def test_nodes_that_are_missing_are_counted_before_anything_starts(tmp_path, raylets):
+    process = start(tmp_path, *TWO_NODES, "placement.nodes=3")
+    assert process.wait(timeout=120) == 1
+    said = process.stderr.read()
+    assert "placement.nodes = 3: must be there" in said and "the Ray cluster has 2 nodes" in said
+    assert json.loads((tmp_path / SYNC / "metrics.jsonl").read_text() or "[]") == []
+    assert os.listdir(tmp_path / SYNC / "logs") == [] if (tmp_path / SYNC / "logs").exists() else True

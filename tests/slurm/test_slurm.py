@@ -1,0 +1,190 @@
+"""`moerl launch` against a real Slurm with two nodes: training, and everything that can be wrong before it."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from jobs import Job, Jobs
+from two_nodes import TwoNodes
+
+from moerl.train.checkpoint import newest
+
+pytestmark = pytest.mark.slurm
+
+ON_GPUS = ("slurm.nodes=2", "slurm.gpus_per_node=4", "~train.layout", "train.layout={ranks:8,ep:2}")
+"""There are none: nvidia_smi() says what the nodes have."""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """nvidia_smi(n0=[MODEL, ...], n1=[...], used={NODE: "PID, MIB"}): what it prints on each node."""
+
+    def prepare(*, used: dict[str, str], **gpus: list[str]) -> None:
+        lines = [
+            f'"{node} --query-gpu=name") printf "{"".join(f"{gpu}|" for gpu in models)}" | tr "|" "\\n" ;;' for node, models in gpus.items()
+        ]
+        lines += [f'"{node} --query-compute-apps=pid,used_memory") echo "{row}" ;;' for node, row in used.items()]
+        program = tmp_path / "bin" / "nvidia-smi"
+        program.parent.mkdir()
+        program.write_text("\n".join(["#!/bin/sh", 'case "$SLURMD_NODENAME $1" in', *lines, "esac\n"]))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    return prepare
+
+
+@pytest.fixture
+def foreign_ray(cluster: TwoNodes):
+    """Somebody else's, with the ports and directory that Ray takes when nobody tells it otherwise."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=1"]
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:  # short, for its sockets
+        place = ("--node-ip-address=127.0.0.1", f"--temp-dir={directory}")
+        process = cluster.start(*command, *place, node="n0", env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+        cluster.wait_for("a foreign Ray", lambda: Path(directory, "ray_current_cluster").exists(), 120)
+        yield process
+        for found in cluster.processes("n0"):
+            found.kill()
+        process.wait()
+
+
+def ray_logs_of_ranks(directory: Path, node: str) -> int:
+    """Train ranks that ran on the node."""
+    return sum(":actor_name:TrainWorker" in file.read_text() for file in (directory / node).glob("worker-*.out"))
+
+
+def test_a_job_trains_across_two_nodes(jobs: Jobs):
+    job = jobs.run()
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    assert steps_of(jobs) == [1, 2, 3, 4]
+    logs = job.directory / f"{job.number}-0"
+    assert [ray_logs_of_ranks(logs, node) for node in ("n0", "n1")] == [1, 1]
+    assert not (logs / "meeting.json").exists(), "it holds the job's token"
+
+
+def steps_of(jobs: Jobs) -> list[int]:
+    """That the run has told of."""
+    return [json.loads(line)["step"] for file in jobs.output_dir.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
+
+
+def failed(job: Job, *said: str, code: int = 1) -> None:
+    assert (job.state, job.exit_code) == ("FAILED", code), job.log
+    for words in said:
+        assert words in job.log
+    assert "Traceback" not in job.log, job.log
+
+
+def test_the_drivers_exit_code_is_the_jobs_and_another_ray_on_the_node_is_left_alone(jobs: Jobs, foreign_ray):
+    rows = jobs.output_dir.parent / "rows.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "1"}], "reward_model": {"ground_truth": "1"}}\n')
+    number = jobs.submit("~data", f"data={{kind:files,files:[{rows}],max_prompt_tokens:8,chat_template:false}}")
+    rows.unlink()  # only the driver reads it, long after the nodes have met
+    failed(jobs.end(number), "another Ray runs here (raylet of root, pid", "Ray runs on 2 nodes", "rows.jsonl", code=2)
+    assert foreign_ray.poll() is None
+
+
+def test_a_node_that_does_not_come_is_named(jobs: Jobs):
+    job = jobs.run(jobs.python_that('[ "$SLURMD_NODENAME" = n1 ] && exec sleep 600'), "slurm.start_seconds=5")
+    failed(job, "n1 did not come within slurm.start_seconds = 5", code=137)  # of n1, which Slurm has to kill
+
+
+def test_a_node_that_is_lost_in_training_ends_the_job_and_is_named(jobs: Jobs):
+    number = jobs.submit("num_steps=100000")
+    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
+    task = next(process for process in jobs.cluster.processes("n1") if process.cmdline()[1:4] == ["-m", "moerl", "node"])
+    task.kill()
+    failed(jobs.end(number, 120), "n1 is gone", code=137)
+    for left in jobs.node_disk.iterdir():  # nobody removes the directory of a node process that is killed
+        assert left.name.startswith(f"moerl-{number}-0-1-")
+        shutil.rmtree(left)
+
+
+def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs):
+    number = jobs.submit("num_steps=100000", "save_every=0")
+    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
+    assert len(jobs.processes()) > 10
+    jobs.cluster.run("scancel", number)
+    job = jobs.end(number, 120)
+    assert job.state == "CANCELLED", job.log
+    assert newest(next(jobs.output_dir.glob("*/checkpoints"))).name == f"step-{steps_of(jobs)[-1]:06d}", job.log
+
+
+def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
+    number = jobs.submit("num_steps=60", "save_every=0")
+    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
+    # As --signal=USR1@SECONDS does that long before the time limit.
+    jobs.cluster.run("scancel", "--signal=USR1", number)
+    jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 120)
+    saved = len(steps_of(jobs))
+    assert 0 < saved < 60
+    jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
+    job = jobs.end(number, 300)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    assert steps_of(jobs) == list(range(1, 61)), "no step is lost, none is taken twice"
+    assert "stopped: SIGUSR1; the same command continues the run" in job.log
+    assert (job.directory / f"{number}-1").is_dir()
+
+
+def test_an_allocation_with_too_few_gpus_is_refused_before_anything_starts(jobs: Jobs, nvidia_smi):
+    nvidia_smi(n0=["H100"] * 4, n1=["H100"] * 4, used={})
+    jobs.submit(on=ON_GPUS)
+    script = next(jobs.output_dir.glob("*/slurm/job.sbatch"))
+    log = jobs.output_dir / "one.out"
+    done = jobs.cluster.run("sbatch", "--wait", "--nodes=1", f"--output={log}", script)
+    assert done.returncode == 1
+    said = "the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 4: 1 node (n0) of 4"
+    assert said in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("n0", "n1", "used", "said"),
+    [
+        (4, 3, {}, ("the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 7", "but 3 GPUs on 1 node (n1)")),
+        (4, "A100", {}, ("GPUs of different models", "A100 on 1 node (n1); H100 on 1 node (n0)")),
+        (4, 4, {"n1": "4711, 70000 MiB"}, ("n1: GPU memory is in use", "pid 4711, 70000 MiB")),
+    ],
+    ids=["fewer", "mixed", "used"],
+)
+def test_nodes_that_cannot_run_the_job_are_named(jobs: Jobs, nvidia_smi, n0, n1, used, said):
+    nvidia_smi(n0=["H100"] * n0, n1=["A100"] * 4 if n1 == "A100" else ["H100"] * n1, used=used)
+    failed(jobs.run(on=ON_GPUS), "these nodes cannot run the job", *said)
+
+
+def test_a_node_that_cannot_write_the_runs_directory_is_named(jobs: Jobs):
+    jobs.output_dir.mkdir()
+    read_only = f"mount --bind {jobs.output_dir} {jobs.output_dir}; mount -o remount,ro,bind {jobs.output_dir}"
+    jobs.cluster.run("sh", "-ec", read_only, node="n1")
+    try:
+        failed(jobs.run(), "n1: ", "cannot be written (Read-only file system); output_dir= must be on storage that all nodes can write")
+    finally:
+        jobs.cluster.run("umount", jobs.output_dir, node="n1")
+
+
+def test_slurms_own_words_are_kept_when_it_refuses(jobs: Jobs):
+    done = jobs.launch("slurm.partition=nowhere")
+    assert done.returncode == 1
+    assert "sbatch refused the job" in done.stderr
+    assert "invalid partition specified: nowhere" in done.stderr
+
+
+def test_without_munge_slurms_own_words_are_kept(jobs: Jobs, tmp_path: Path):
+    conf = (jobs.cluster.root / "slurm.conf").read_text().replace("munge.sock", "nobody-listens.sock")
+    (tmp_path / "slurm.conf").write_text(conf)
+    done = jobs.launch(env={**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")})
+    assert done.returncode == 1
+    assert "sbatch refused the job" in done.stderr
+    assert "nobody-listens.sock" in done.stderr
+
+
+def test_a_container_whose_python_has_no_moerl_fails_with_pythons_words(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Stands for apptainer, which is not installed: it runs what follows the image.
+    program = tmp_path / "bin" / "apptainer"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nwhile [ "$1" != /image.sif ]; do shift; done\nshift\nexec "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    container = ("slurm.container={kind:apptainer,image:/image.sif}", "slurm.pass_environment=[]")
+    failed(jobs.run("slurm.python=/usr/bin/python3", *container), "/usr/bin/python3: No module named moerl")

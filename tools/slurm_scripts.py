@@ -1,0 +1,43 @@
+"""Write slurm/*.sbatch: what `moerl launch --dry-run` prints for the recipes that people ask for, as examples to read and to submit.
+
+    python tools/slurm_scripts.py
+
+A test holds the files equal to this. They use .venv of the directory they are submitted from.
+"""
+
+from pathlib import Path
+
+from moerl.cluster.script import render_convert, render_train
+from moerl.config.load import load
+from moerl.config.slurm import SlurmConfig
+
+TRAIN = {
+    "grpo_deepseek": ["recipe=grpo-deepseek-v3-32n8g-sync"],
+    "grpo_qwen3_235b": ["recipe=grpo-qwen3-235b-16n8g-sync"],
+    "dapo_qwen3_235b": [
+        "recipe=grpo-qwen3-235b-16n8g-sync", "name=dapo-qwen3-235b-16n8g-sync", "algorithm=dapo", "algorithm.overlong_buffer=1024",
+    ],
+    "grpo_kimi_k2": ["recipe=grpo-kimi-k2-32n8g-sync"],
+    "grpo_glm_4.5": ["recipe=grpo-glm-4.5-8n8g-sync"],
+    "grpo_tiny_moe_cpu": ["recipe=grpo-tiny-moe-1n2g-sync", "slurm.nodes=2", "slurm.gpus_per_node=0"],
+}  # fmt: skip
+PYTHON = "slurm.python=.venv/bin/python"
+
+
+def scripts() -> dict[str, str]:
+    """File name -> content."""
+    train = {name: [*overrides, PYTHON] for name, overrides in TRAIN.items()}
+    rendered = {name: render_train(load(overrides), overrides) for name, overrides in train.items()}
+    rendered["convert"] = render_convert(SlurmConfig(python=".venv/bin/python"))
+    return {f"{name}.sbatch": text for name, text in rendered.items()}
+
+
+def main() -> None:
+    directory = Path(__file__).resolve().parent.parent / "slurm"
+    directory.mkdir(exist_ok=True)
+    for name, text in scripts().items():
+        (directory / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
