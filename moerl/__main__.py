@@ -212,8 +212,9 @@ def main() -> None:
         sys.stderr.write(f"moerl: {stopped}\n")
         sys.exit(stopped.exit_code)
     except MoerlError as error:
-        sys.stderr.write(f"moerl: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else 1)
+        # Notes: the closing lines of a run's failure.
+        sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
+        sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else error.exit_code)
 
 
 if __name__ == "__main__":

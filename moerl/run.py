@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -15,11 +16,13 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.hang import HangReports
 from moerl.cluster.network import applied, find_settings
 from moerl.cluster.ray_address import reached_at
 from moerl.cluster.reaper import reaping_ray
 from moerl.cluster.residency import Residency
 from moerl.cluster.seats import Seats, find_seats
+from moerl.cluster.stacks import answer_stack_requests
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
 from moerl.config.model_shape import read_config
@@ -27,6 +30,7 @@ from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
+from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
 from moerl.rewards.pool import RewardPool
@@ -37,7 +41,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.sft import warm_start
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ConfigError, MoerlError, Problem
+from moerl.types import ConfigError, HangError, MoerlError, Problem
 from moerl.weights.publish import WeightPublisher
 
 _NUM_CANARY_PROMPTS = 4
@@ -49,9 +53,24 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
     which after such an end is RunStopped; leaves no process and no shared memory.
     """
+    answer_stack_requests()
     with _claimed(config):
-        with Observer(config) as observe:
-            asyncio.run(_train(config, observe, ends_at))
+        for num_restarts in itertools.count():
+            try:
+                with Observer(config) as observe:
+                    if num_restarts > 0:
+                        observe.notice(
+                            f"restart {num_restarts} of {config.deadlines.max_restarts} after a hang, from the newest checkpoint"
+                        )
+                    asyncio.run(_train(config, observe, ends_at))
+                break
+            except MoerlError as error:
+                if not any(isinstance(each, HangError) for each in chain_of(error)):
+                    raise
+                if config.deadlines.on_hang == "requeue":
+                    error.exit_code = CONTINUE
+                if config.deadlines.on_hang != "restart" or num_restarts == config.deadlines.max_restarts:
+                    raise
         return write_report(config.run_dir)
 
 
@@ -77,19 +96,22 @@ async def _processes(
     config: RunConfig, model_dir: Path, seats: Seats, observe: Observer
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
-    rollout = config.rollout
+    rollout, hangs = config.rollout, HangReports(config.run_dir)
     pool = RolloutPool(
         build_engines(config, model_dir, config.run_dir / "logs", seats),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
         vocab_size=read_config(model_dir)["vocab_size"],
-        request_seconds=rollout.request_seconds,
+        request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
-        probe_seconds=rollout.probe_seconds,
+        probe_seconds=config.deadlines.probe_seconds,
+        hangs=hangs,
     )
     rewards = RewardPool(config.reward)
-    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks)
+    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs)
     residency = Residency(group, pool, num_shared=num_shared(config))
+    hangs.include_in_pushes(lambda: [member.engine.party for member in pool.fleet.members])
+    hangs.include_in_pushes(lambda: group.parties)
     async with AsyncExitStack() as stack:
         # For the servers, which this process starts; ranks look at the node that Ray chose for them.
         stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))

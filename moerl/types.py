@@ -5,7 +5,7 @@ Axis suffixes: `_T` tokens of one sequence or of a packed batch, `_G` samples of
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -285,8 +285,33 @@ class Problem:
         return f"{self.path} = {self.value!r}: {self.rule}\n    why: {self.reason}\n    fix: {self.fix}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The process in which a failure began."""
+
+    who: str
+    """"rank 1 of 8", "rollout server 127.0.0.1:4000", "reward worker", "driver"."""
+    node: str
+    doing: str
+    """Its phase, or the call that failed."""
+    log: str = ""
+    """The file to open; empty if it has none."""
+    details: str = ""
+    """For the failure report alone: the whole traceback, and what failed after it."""
+
+
 class MoerlError(Exception):
     """Base of everything moerl raises for people."""
+
+    origin: Origin | None = None
+    """None: this process, where it was raised."""
+    exit_code: int = 1
+    """Of a run that ends with it."""
+
+    def began_in(self, origin: Origin) -> Self:
+        """Sets `origin`; for `raise Error(...).began_in(...)`."""
+        self.origin = origin
+        return self
 
 
 class ConfigError(MoerlError, ValueError):
@@ -319,6 +344,13 @@ class DataError(MoerlError, ValueError):
 
 class TrainError(MoerlError, RuntimeError):
     """A train rank failed; carries that rank's traceback."""
+
+
+class HangError(MoerlError, RuntimeError):
+    """A phase missed its deadline. Names the processes that did not arrive, and the report with the stacks of all."""
+
+    names: tuple[str, ...] = ()
+    """Of the processes."""
 
 
 class ResidencyError(TrainError):

@@ -13,7 +13,7 @@ from typing import TypeVar
 import psutil
 
 import moerl
-from moerl.config.slurm import SlurmConfig, num_gpus
+from moerl.config.slurm import SlurmConfig
 from moerl.types import MoerlError
 
 T = TypeVar("T")
@@ -36,6 +36,11 @@ class Place:
     @property
     def name(self) -> str:
         return self.names[self.index]
+
+    @property
+    def is_first_try(self) -> bool:
+        """Of the job, which was not queued again yet."""
+        return self.job.endswith("-0")
 
 
 def place_of(environment: Mapping[str, str]) -> Place:
@@ -124,32 +129,30 @@ def foreign_rays() -> Iterator[str]:
             yield f"{process.info['name']} of {process.info['username']}, pid {process.info['pid']}"
 
 
-def too_few_nodes(place: Place, slurm: SlurmConfig, ranks: int) -> str | None:
+def too_few_nodes(place: Place, slurm: SlurmConfig, needed: int) -> str | None:
     """From Slurm's word alone, before any node was asked."""
-    have, need = len(place.names) * slurm.gpus_per_node, num_gpus(ranks)
-    if not slurm.gpus_per_node or have >= need:
+    have = len(place.names) * slurm.gpus_per_node
+    if not slurm.gpus_per_node or have >= needed:
         return None
-    return (
-        f"the recipe needs {need} GPUs (train.layout.ranks), and the allocation has {have}: {_nodes(place.names)} of {slurm.gpus_per_node}"
-    )
+    return f"the recipe needs {needed} GPUs, and the allocation has {have}: {_nodes(place.names)} of {slurm.gpus_per_node}"
 
 
-def check_allocation(nodes: Sequence[NodeFacts], slurm: SlurmConfig, ranks: int) -> list[str]:
+def check_allocation(nodes: Sequence[NodeFacts], slurm: SlurmConfig, needed: int) -> list[str]:
     """Every reason for which these nodes cannot run the job, each with the nodes it is about."""
-    return [*_complaints(nodes), *_gpu_problems(nodes, slurm, ranks), *_version_problems(nodes)]
+    return [*_complaints(nodes), *_gpu_problems(nodes, slurm, needed), *_version_problems(nodes)]
 
 
 def _complaints(nodes: Sequence[NodeFacts]) -> Iterator[str]:
     yield from (f"{node.name}: {complaint}" for node in nodes for complaint in node.complaints)
 
 
-def _gpu_problems(nodes: Sequence[NodeFacts], slurm: SlurmConfig, ranks: int) -> Iterator[str]:
+def _gpu_problems(nodes: Sequence[NodeFacts], slurm: SlurmConfig, needed: int) -> Iterator[str]:
     wanted = slurm.gpus_per_node
     if not wanted:
         return
-    have, need = sum(len(node.gpus) for node in nodes), num_gpus(ranks)
-    if have < need:
-        yield f"the recipe needs {need} GPUs (train.layout.ranks), and the allocation has {have} on {_nodes([n.name for n in nodes])}"
+    have = sum(len(node.gpus) for node in nodes)
+    if have < needed:
+        yield f"the recipe needs {needed} GPUs, and the allocation has {have} on {_nodes([n.name for n in nodes])}"
     for count, names in sorted(_grouped((len(node.gpus), node.name) for node in nodes).items()):
         if count != wanted:
             yield f"slurm.gpus_per_node={wanted}, but {count} GPUs on {_nodes(names)}"

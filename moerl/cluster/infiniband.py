@@ -1,4 +1,4 @@
-"""What ibv_devinfo says of a node's RDMA adapters, and whether GPUs and adapters can exchange memory without the host. Parsing is pure."""
+"""What ibv_devinfo or the kernel says of RDMA adapters, and whether these read GPU memory without the host. Parsing is pure."""
 
 import re
 from dataclasses import dataclass
@@ -29,11 +29,32 @@ class Port:
         return f"{self.adapter}:{self.number}"
 
 
-def find_ports() -> tuple[Port, ...] | Absent:
+def find_ports(root: Path = Path("/")) -> tuple[Port, ...] | Absent:
+    """By ibv_devinfo, or where a container lacks it, by the kernel. `root`: of the file system, for tests."""
     said = run_tool("ibv_devinfo", "-v")
-    if isinstance(said, Absent):
-        return () if "No IB devices found" in said.reason else said
-    return parse_ports(said)
+    if not isinstance(said, Absent):
+        return parse_ports(said)
+    if "No IB devices found" in said.reason:
+        return ()
+    adapters = root / "sys/class/infiniband"
+    return read_ports(adapters) if not said.is_fault and adapters.is_dir() else said
+
+
+def read_ports(adapters: Path) -> tuple[Port, ...]:
+    """Of the kernel's folder of RDMA adapters (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
+    ports = []
+    for folder in sorted(adapters.glob("*/ports/*"), key=lambda folder: (folder.parts[-3], int(folder.name))):
+        state, rate, layer = ((folder / name).read_text().strip() for name in ("state", "rate", "link_layer"))
+        gbit = re.match(r"([\d.]+) Gb/sec", rate)
+        port = Port(
+            adapter=folder.parts[-3],
+            number=int(folder.name),
+            state=state.split(": ")[-1],
+            link_layer=layer,
+            gbit=float(gbit[1]) if gbit else None,
+        )
+        ports.append(port)
+    return tuple(ports)
 
 
 def parse_ports(text: str) -> tuple[Port, ...]:

@@ -170,7 +170,7 @@ async def _connect(addresses: Sequence[str], port: int) -> Link:
             reasons.append(f"{address}: no answer within {_CONNECT_SECONDS:g} s")
         except OSError as error:
             reasons.append(f"{address}: {error.strerror}")
-    raise MoerlError(f"the first node is not reachable at port {port} ({'; '.join(reasons)}); slurm.interface= names the network to use")
+    raise MoerlError(f"the first node is not reachable at port {port} ({'; '.join(reasons)}); network.interface= names the network to use")
 
 
 def addresses_of(interface: str | None) -> list[str]:
@@ -182,7 +182,7 @@ def addresses_of(interface: str | None) -> list[str]:
     if interface is not None:
         if not found.get(interface):
             names = ", ".join(sorted(name for name, addresses in found.items() if addresses))
-            raise MoerlError(f"slurm.interface = {interface!r}: no such network interface with an IPv4 address here; there are {names}")
+            raise MoerlError(f"network.interface = {interface!r}: no such network interface with an IPv4 address here; there are {names}")
         return found[interface][:1]
     every = [address for addresses in found.values() for address in addresses]
     launched_at = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")

@@ -119,7 +119,7 @@ def _interface(hardware: Hardware, config: NetworkConfig, reached_at: str | None
         raise ConfigError([problem("network.interface", name, rule, f"it has {there}", "one that every node has, or null")])
     if name is None and config.detect and _has_gpus(hardware) and reached_at is not None:
         name = next((n for n, addresses in hardware.interfaces.items() if reached_at in addresses), None)
-        reason = f"it has {reached_at}, by which other nodes reach this one"
+        reason = "it has the address by which other nodes reach this one"
     if name is not None:
         yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={name}", reason=reason)
         yield Setting(name="GLOO_SOCKET_IFNAME", value=name, reason=reason)

@@ -24,7 +24,10 @@ from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
+from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
+from moerl.config.slurm import has_preflight
+from moerl.train.checkpoint import newest
 from moerl.types import MoerlError, RunStopped
 
 T = TypeVar("T")
@@ -33,8 +36,13 @@ Watch = list["asyncio.Future[None]"]
 
 logger = logging.getLogger(__name__)
 
-_ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: CONTINUE}
+QUEUE_AGAIN = 203
+"""Exit code of the first node's task, for the job's script. srun returns the highest of all tasks' codes, and a signal's is up to 192."""
+_EXIT_CODES = {CONTINUE: QUEUE_AGAIN}
+"""Of the driver -> of this task, where they differ."""
+_ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: QUEUE_AGAIN}
 """Signals that ask a job to end -> its exit code."""
+_SETTLE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
 """A job of one node needs no other address."""
 _END_SECONDS = 30.0
@@ -49,7 +57,7 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
     place = place_of(os.environ)
-    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, config.train.layout.ranks)):
+    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, num_gpus(config))):
         raise MoerlError(refusal)
     log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
     complaint = _unwritable(log)
@@ -63,11 +71,16 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
             return asyncio.run(node.run(arguments))
 
 
+class _NodeLost(MoerlError):
+    """Another node's process is gone; the job itself may be sound."""
+
+
 class _Node:
     def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path):
         self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
+        self._first_checkpoint = self._newest_checkpoint()
         self._signal: signal.Signals | None = None
         self._driver: asyncio.subprocess.Process | None = None
         self._is_led = False
@@ -85,6 +98,15 @@ class _Node:
             if self._signal is None:
                 raise
             raise RunStopped(self._signal.name, _ENDS[self._signal]) from None
+        except _NodeLost as lost:
+            # Not for ever: a run that ends each node it meets would come back as often as it is allowed to.
+            if not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint:
+                raise
+            logger.error("%s; the job is queued again and goes on from the newest checkpoint", lost)
+            return QUEUE_AGAIN
+
+    def _newest_checkpoint(self) -> Path | None:
+        return newest(self._config.run_dir / "checkpoints")
 
     def _asked(self, number: signal.Signals, task: "asyncio.Task[int]") -> None:
         """Slurm signals every process of a step, or only this one. The driver saves; Ray and the other nodes wait for it."""
@@ -95,13 +117,15 @@ class _Node:
             task.cancel()
 
     async def _lead(self, arguments: Sequence[str]) -> int:
-        """What the driver's exit code was."""
-        async with hold_meeting(self._meeting_file, self._config.slurm.interface) as meeting, _watching() as watch:
+        """What the driver's exit code was; QUEUE_AGAIN for a run that is to be continued."""
+        async with hold_meeting(self._meeting_file, self._config.network.interface) as meeting, _watching() as watch:
             guests = await meeting.gather(self._place.names[1:], self._seconds)
             watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
             try:
                 ray = self._ray(common_address(guests) if guests else _LOOPBACK, meeting.token)
                 cluster = await self._start_cluster(ray, guests, watch)
+                if has_preflight(self._config.slurm):
+                    await self._preflight(arguments, cluster, watch)
                 return await self._train(arguments, cluster, watch)
             finally:
                 for guest in guests:
@@ -122,7 +146,7 @@ class _Node:
 
     async def _start_cluster(self, ray: RayNode, guests: Sequence[Guest], watch: Watch) -> str:
         nodes = [self._facts, *(guest.facts for guest in guests)]
-        if refusals := check_allocation(nodes, self._config.slurm, self._config.train.layout.ranks):
+        if refusals := check_allocation(nodes, self._config.slurm, num_gpus(self._config)):
             raise MoerlError("these nodes cannot run the job\n" + "\n".join(f"* {refusal}" for refusal in refusals))
         os.environ.update(ray.environment())
         cluster = await self._start_ray(ray, None, watch)
@@ -142,6 +166,23 @@ class _Node:
         watch.append(asyncio.ensure_future(end))
         return address
 
+    async def _preflight(self, arguments: Sequence[str], cluster: str, watch: Watch) -> None:
+        """MoerlError if a node cannot carry the run; the doctor has said on standard output which, and why."""
+        found = self._log.parent / "doctor.json"
+        counts = [f"--nodes={len(self._place.names)}", f"--gpus-per-node={self._config.slurm.gpus_per_node}"]
+        command = [sys.executable, "-m", "moerl", "doctor", *counts, f"--json={found}", "--fix", *arguments]
+        doctor = await asyncio.create_subprocess_exec(*command, env={**os.environ, "RAY_ADDRESS": cluster}, preexec_fn=end_with_parent)
+        try:
+            code = await _unless(doctor.wait(), watch)
+        finally:
+            if doctor.returncode is None:
+                doctor.kill()
+                await doctor.wait()
+        if code:
+            raise MoerlError(
+                f"moerl doctor ended with {code}: what failed is above and in {found}; slurm.preflight=false trains without it"
+            )
+
     async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
         # Slurm >= 23.02 says when it takes the nodes away.
         end = os.environ.get("SLURM_JOB_END_TIME")
@@ -158,12 +199,14 @@ class _Node:
                         await driver.wait()
         if self._signal is not None and code == -self._signal:  # it came before the driver heeded it
             return _ENDS[self._signal]
-        return code if code >= 0 else 128 - code
+        if code < 0 or code == 1:
+            await _raise_if_lost(watch)
+        return _EXIT_CODES.get(code, code if code >= 0 else 128 - code)
 
     async def _lost(self, guest: Guest) -> None:
         while await guest.link.hear() is not None:
             pass
-        raise MoerlError(f"{guest.facts.name} is gone; its log is {self._log.parent}/{guest.facts.name}.log")
+        raise _NodeLost(f"{guest.facts.name} is gone; its log is {self._log.parent}/{guest.facts.name}.log")
 
     def _ray(self, address: str, token: str) -> RayNode:
         return RayNode(facts=self._facts, address=address, directory=self._directory, token=token, log=self._log)
@@ -182,6 +225,13 @@ async def _unless(work: Awaitable[T], watch: Watch) -> T:
         return await task
     finally:
         task.cancel()
+
+
+async def _raise_if_lost(watch: Watch) -> None:
+    """The driver may see a lost node by what fails there, and end before this process knows why."""
+    done, _ = await asyncio.wait(watch, timeout=_SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    for watcher in done:
+        watcher.result()
 
 
 @asynccontextmanager

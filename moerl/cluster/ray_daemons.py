@@ -18,7 +18,6 @@ from moerl.types import MoerlError
 _FIRST_PORT, _NUM_PORTS = 10_000, 22_000
 """Below those that systems hand out to outgoing connections."""
 _LOG_LINES = 20
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _WHICH_CLUSTER = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_ID")
 """Of somebody else's."""
 
@@ -42,8 +41,10 @@ class RayNode:
         token_file.write_text(self.token)
         inherited = {name: value for name, value in os.environ.items() if name not in _WHICH_CLUSTER}
         ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_USAGE_STATS_ENABLED": "0"}
-        interface = dict.fromkeys(_INTERFACE_VARIABLES, interface_of(self.address))
-        return {**interface, **inherited, **ray, "TMPDIR": str(self.directory)}
+        name = interface_of(self.address)
+        # NCCL takes a name without = as the beginning of names.
+        network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+        return {**network, **inherited, **ray, "TMPDIR": str(self.directory)}
 
     async def start(self, cluster: str | None) -> tuple[str, Awaitable[None]]:
         """(the cluster's address, what raises MoerlError when the daemons end), once this node's daemons run. None: this node is the head.

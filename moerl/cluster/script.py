@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jinja2
 
-from moerl.cluster.stop import CONTINUE
+from moerl.cluster.node import QUEUE_AGAIN
+from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.slurm import ContainerConfig, SlurmConfig, num_nodes
 
@@ -21,7 +22,7 @@ _HERE = '"$PWD"'
 
 def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
     """The script of a training run. Every node composes the configuration from the same `overrides`."""
-    slurm, nodes = config.slurm, max(config.placement.nodes, num_nodes(config.slurm, config.train.layout.ranks))
+    slurm, nodes = config.slurm, max(config.placement.nodes, num_nodes(config.slurm, num_gpus(config)))
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
     step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=20"]
@@ -33,7 +34,7 @@ def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path |
         arguments="key=value ...",
         comment="One process per node. Together they make the job's Ray cluster; the first then trains, and its exit code is the job's.",
         directives=[f"--job-name={config.name}", *_resources(slurm, nodes), *_requeue(slurm)],
-        requeue_code=CONTINUE,
+        requeue_code=QUEUE_AGAIN,
         command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", *options, *map(shlex.quote, overrides)],
     )
 

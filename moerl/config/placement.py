@@ -37,6 +37,13 @@ def gpus_per_server(rollout: "RolloutConfig") -> int:
     return 0 if rollout.engine == "fake" else rollout.layout.gpus
 
 
+def num_gpus(config: "RunConfig") -> int:
+    """Of the ranks and of the servers that do not share theirs; the hf server computes on CPU."""
+    rollout = config.rollout
+    per_server = 0 if rollout.engine == "hf" else gpus_per_server(rollout)
+    return config.train.layout.ranks + (rollout.num_servers - num_shared(config)) * per_server
+
+
 def num_shared(config: "RunConfig") -> int:
     """The first so many servers are on GPUs of the trainer."""
     shared = {"separate": 0, "colocated": config.rollout.num_servers, "group_colocated": config.placement.num_shared}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from moerl.config.placement import PlacementConfig
+from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.server_layout import ServerLayout
 from moerl.config.slurm import SlurmConfig
@@ -197,26 +198,20 @@ class RolloutConfig(Strict):
     """What becomes of completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
     servers return what they have, and the rest is asked for after the push, from any server, which computes keys and values anew with the
     new weights. Needs max_staleness > 0."""
-    start_seconds: Seconds = 300.0
-    request_seconds: Seconds = 1800.0
-    """Deadline of one completion, waiting and repetition after the loss of a server included."""
     max_restarts: NotNegative = 3
     """How often a server that ended, or hangs, is started again; it serves after the next push or, between updates, one of its own.
     One that ends once more stays dead, and without any the run ends."""
-    probe_seconds: Seconds = 30.0
-    """Between two probes of a server, and for one to be answered. After one that was missed it gets no new requests, after three
-    in a row it is ended and started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig(Strict):
     transport: Literal["auto", "shm", "gloo", "disk"] = "auto"
     """shm: memory shared on one host. gloo: over the network. disk: through files in the run's directory, which trainer and servers must
-    share; slow, for servers that no network group reaches. auto: shm for a server on this host, else gloo."""
+    share; slow, for servers that no network group reaches. auto: shm if ranks and servers are on one host, else gloo."""
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20
-    """A tensor larger than this travels alone."""
+    """Each training rank that sends has two buffers of this size. Larger tensors are cut by rows; an expert's larger one travels alone."""
     canary_every: NotNegative = 10
     """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
@@ -256,8 +251,8 @@ class NetworkConfig(Strict):
     """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
     environment already has wins. Without GPUs nothing is set."""
     interface: str | None = None
-    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME). None: on nodes with GPUs the one
-    that other nodes reach, elsewhere the libraries' choice."""
+    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and Ray in a job of moerl launch.
+    None: in such a job, and on nodes with GPUs, the one that other nodes reach; elsewhere the libraries' choice."""
     variables: dict[str, str | int] = field(default_factory=dict)
     """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
     detection and environment."""
@@ -289,6 +284,7 @@ class RunConfig(Strict):
     rollout: RolloutConfig
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from moerl.config.layout import Layout
 from moerl.config.memory import NoRecompute, OptimizerMemory, Recompute
-from moerl.config.strict import NotNegative, Positive, Seconds, Strict
+from moerl.config.strict import NotNegative, Positive, Strict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +99,6 @@ class TrainConfig(Strict):
     """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
-    start_seconds: Seconds = 600.0
-    phase_seconds: Seconds = 3600.0
-    """Deadline of one training phase; past it the run stops and names the silent ranks."""
 
     @property
     def token_multiple(self) -> int:

@@ -54,8 +54,9 @@ class SlurmConfig(Strict):
     pass_environment: tuple[str, ...] = ()
     """Names of variables whose values the job takes from where it is submitted, e.g. WANDB_API_KEY. Beyond these, HOME, USER, LANG and PATH
     the job inherits nothing."""
-    interface: str | None = None
-    """Network interface for Ray and the process groups, e.g. bond0. None: the one over which the nodes reach the first."""
+    preflight: bool | None = None
+    """Once Ray runs, moerl doctor examines the nodes and measures their links. If a node cannot carry the run, the job ends; its log says
+    why, and doctor.json beside the nodes' logs. None: where nodes have GPUs."""
     start_seconds: Seconds = 600.0
     """From the first process to every node ready; a node that is missing then is named."""
     end_seconds: Annotated[int, Field(ge=30)] = 300
@@ -63,25 +64,26 @@ class SlurmConfig(Strict):
     is then queued again."""
 
 
-def num_gpus(ranks: int) -> int:
-    """GPUs that a run needs: rollout servers share those of the train ranks."""
-    return ranks
-
-
-def num_nodes(slurm: SlurmConfig, ranks: int) -> int:
+def num_nodes(slurm: SlurmConfig, needed: int) -> int:
+    """For a run that needs so many GPUs."""
     if slurm.nodes is not None:
         return slurm.nodes
-    return -(-num_gpus(ranks) // slurm.gpus_per_node) if slurm.gpus_per_node else 1
+    return -(-needed // slurm.gpus_per_node) if slurm.gpus_per_node else 1
 
 
-def slurm_problems(slurm: SlurmConfig, ranks: int) -> Iterator[Problem]:
-    needed, per_node = num_gpus(ranks), slurm.gpus_per_node
+def has_preflight(slurm: SlurmConfig) -> bool:
+    return slurm.preflight if slurm.preflight is not None else slurm.gpus_per_node > 0
+
+
+def slurm_problems(slurm: SlurmConfig, needed: int) -> Iterator[Problem]:
+    """`needed`: the run's GPUs."""
+    per_node = slurm.gpus_per_node
     if per_node and slurm.nodes is not None and slurm.nodes * per_node < needed:
         rule = f"must be at least {-(-needed // per_node)}"
         reason = f"the run needs {needed} GPUs, and {slurm.nodes} nodes of slurm.gpus_per_node={per_node} have {slurm.nodes * per_node}"
         yield problem("slurm.nodes", slurm.nodes, rule, reason, f"slurm.nodes={-(-needed // per_node)}, or leave it out")
-    if slurm.segment is not None and num_nodes(slurm, ranks) % slurm.segment:
-        rule = f"must divide the number of nodes, {num_nodes(slurm, ranks)}"
+    if slurm.segment is not None and num_nodes(slurm, needed) % slurm.segment:
+        rule = f"must divide the number of nodes, {num_nodes(slurm, needed)}"
         yield problem("slurm.segment", slurm.segment, rule, "a job consists of whole segments", "slurm.segment of a divisor")
     yield from _text_problems(slurm)
     yield from _environment_problems(slurm)
@@ -92,7 +94,7 @@ def slurm_problems(slurm: SlurmConfig, ranks: int) -> Iterator[Problem]:
 
 
 _WORDS = {
-    "partition": r"[\w.,+-]+", "account": r"[\w.@+-]+", "qos": r"[\w.+-]+", "interface": r"[\w.:@-]+", "exclude": r"[\w.,\[\]-]+",
+    "partition": r"[\w.,+-]+", "account": r"[\w.@+-]+", "qos": r"[\w.+-]+", "exclude": r"[\w.,\[\]-]+",
     "time": r"[\d:-]+|UNLIMITED", "constraint": r"[\w.&|*\[\]()+-]+",
 }  # fmt: skip
 """In an #SBATCH line a space or a quote would end the value."""

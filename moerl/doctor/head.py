@@ -81,7 +81,7 @@ class _Head:
         for index in everyone:
             name = self._launched.names[index]
             if not self._store.check([f"facts/{index}"]):
-                missing[name] = dead.get(index, f"did not answer within {self._seconds:g} s")
+                missing[name] = dead.get(index, f"did not answer within {self._seconds:g} s{self._launched.hint}")
             elif (said := self._store.get(f"facts/{index}")).startswith(b"!"):
                 missing[name] = said[1:].decode()
             else:

@@ -31,6 +31,8 @@ class Launched:
     """Of the nodes, by index."""
     dead: Callable[[], Mapping[int, str]]
     """Nodes whose process ended early so far, and why."""
+    hint: str = ""
+    """What may keep a node silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,7 @@ def on_ray(address: str, port: int, expected: Expected, seconds: float) -> Itera
                     failed[running.index(reference)] = str(error).strip().splitlines()[-1]
             return failed
 
-        yield Launched(names=names, dead=dead)
+        yield Launched(names=names, dead=dead, hint="; all its GPUs must be free, and its Python must have moerl")
         ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
     finally:
         ray.shutdown()

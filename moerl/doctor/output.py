@@ -18,7 +18,9 @@ _NAMES_SHOWN = 4
 
 def table(findings: Sequence[Finding]) -> Table:
     """What several nodes have in common is one row."""
-    rows = Table("node", "check", "found", "expected", "verdict", box=None, pad_edge=False, title_justify="left")
+    rows = Table(box=None, pad_edge=False)
+    for title in ("node", "check", "found", "expected", "verdict"):
+        rows.add_column(title, overflow="fold")  # a path is worth nothing without its end
     for finding in merged(findings):
         style = _STYLES[finding.verdict]
         rows.add_row(*map(Text, (finding.node, finding.check, finding.found, finding.expected)), Text(finding.verdict, style=style))

@@ -21,6 +21,7 @@ from rich.console import Console
 from moerl.config.load import to_plain
 from moerl.config.schema import RewardConfig, RunConfig
 from moerl.observe.dumps import SampleDumps
+from moerl.observe.failure import FILE, write_failure
 from moerl.observe.logs import RunLog
 from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
@@ -41,6 +42,8 @@ class Observer:
         self._full_reward = full_reward(config.reward)
         self._clock = PhaseClock()
         self._last_version: int | None = None
+        self._failed_in: str | None = None
+        (config.run_dir / FILE).unlink(missing_ok=True)
         self._checkpoint_metrics: dict[str, float] = {}
         self._status: Status | None = None
         self._dumps = SampleDumps(config.run_dir / "samples", every=config.observe.dump_every, num_groups=config.observe.dump_groups)
@@ -64,6 +67,9 @@ class Observer:
         try:
             with self._clock.phase(name):
                 yield
+        except BaseException:
+            self._failed_in = name
+            raise
         finally:
             self._show_phase(None)
 
@@ -136,6 +142,7 @@ class Observer:
         else:
             # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.
             log.info("the run failed", exc_info=error)
+            error.add_note(write_failure(self._run_dir, error, phase=self._failed_in, version=self._last_version))
             self.close("failed")
 
     def _close_writer(self, writer: MetricsWriter) -> None:

@@ -17,6 +17,7 @@ import pickle
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any
@@ -122,7 +123,10 @@ def _number(value: Any) -> float | None:
 
 
 def _message(error: BaseException) -> str:
-    return _short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    """With the innermost place in code, which in a user's function is what it takes to mend it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    said = _short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return f"{said} (at {place.filename}:{place.lineno} in {place.name}: {place.line})"
 
 
 def _short(text: str) -> str:

@@ -66,7 +66,7 @@ def _engine(command: list[str], config: RunConfig, log_dir: Path, home: _Home) -
         host=home.host,
         port=port_of(config.rollout, home.index),
         log_path=log_dir.absolute() / f"rollout-{home.index}.log",
-        start_seconds=config.rollout.start_seconds,
+        start_seconds=config.deadlines.start_seconds,
         process=home.process,
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import faulthandler
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 
+from moerl.cluster.stacks import answer_stack_requests
 from moerl.rollout import wire
 from moerl.types import EngineError
 
@@ -68,7 +70,9 @@ class ChildServer(uvicorn.Server):
 
 
 def private_stdout() -> Any:
-    """The real stdout, for the ready line alone; whatever libraries print goes to stderr."""
+    """The real stdout, for the ready line alone; whatever libraries print goes to stderr, and so do the stacks at a crash."""
+    faulthandler.enable()
+    answer_stack_requests()
     ready = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return ready

@@ -7,6 +7,7 @@ is how a push holds requests back.
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.types import Completion, EngineUnavailable, SamplingParams
 
@@ -57,6 +58,13 @@ class RolloutEngine(Protocol):
     """host:port, or a label for an engine without a socket."""
     host: str
     """The address of its node."""
+
+    @property
+    def party(self) -> Party:
+        """Its process, for the report about one that hangs."""
+
+    def kill(self) -> None:
+        """At once and without a word, as a server that hangs is ended; `ended` tells of it."""
 
     async def start(self) -> None:
         """Returns when the server answers; raises EngineError with its last log lines if it dies first. After close it starts anew."""

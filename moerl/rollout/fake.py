@@ -7,6 +7,7 @@ verified as by a real engine.
 import asyncio
 import hashlib
 import math
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
@@ -67,6 +69,14 @@ class FakeEngine:
     async def ended(self) -> EngineUnavailable:
         await self._dead.wait()
         return EngineUnavailable(f"{self.name}: the server ended")
+
+    @property
+    def party(self) -> Party:
+        return Party(name=f"server {self.name}", node=socket.gethostname())
+
+    def kill(self) -> None:
+        self._started = False
+        self._dead.set()
 
     async def die(self) -> None:
         """As by a signal: nothing is answered any more."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from moerl.cluster.hang import HangReports
 from moerl.rollout.engine import RolloutEngine
 from moerl.types import EngineError, EngineUnavailable
 
@@ -43,8 +44,12 @@ class Member:
 class Fleet:
     """Owned by one event loop."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, max_restarts: int, probe_seconds: float):
-        """`max_restarts` of each server. `probe_seconds`: between two probes, and for one to be answered."""
+    def __init__(self, engines: Sequence[RolloutEngine], *, max_restarts: int, probe_seconds: float, hangs: HangReports | None = None):
+        """`max_restarts` of each server. `probe_seconds`: between two probes, and for one to be answered. `hangs`: where the stacks of a
+        server go before it is ended for its silence; None: nowhere."""
+        self._hangs = hangs
+        self.phase: Literal["rollout", "push"] = "rollout"
+        """What a server that hangs was to do."""
         self.members = tuple(Member(engine=engine) for engine in engines)
         self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
         self._watches: list[asyncio.Task[None]] = []
@@ -171,7 +176,17 @@ class Fleet:
             if member.state != "suspect":
                 before = member.state
                 self._enter(member, "suspect")
-        return EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+        return await self._hung(member)
+
+    async def _hung(self, member: Member) -> EngineError:
+        error = EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+        if self._hangs is not None:
+            party, deadline = member.engine.party, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            hang = await self._hangs.report(self.phase, deadline, parties=[party], silent=[party.name])
+            error = EngineUnavailable(f"{error}\n{hang}")
+            error.__cause__, error.origin = hang, hang.origin
+        member.engine.kill()  # it would hear no SIGTERM
+        return error
 
     async def _answers(self, member: Member) -> bool:
         try:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import aiohttp
 from pydantic import TypeAdapter
 
+from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
@@ -38,6 +39,13 @@ class HTTPEngine:
     def pid(self) -> int | None:
         """Of the server process; None before start."""
         return self._process.pid
+
+    @property
+    def party(self) -> Party:
+        return self._process.party
+
+    def kill(self) -> None:
+        self._process.kill()
 
     async def start(self) -> None:
         port = await self._process.start()

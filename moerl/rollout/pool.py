@@ -6,15 +6,19 @@ its completion is done, as pause(abort) does, goes on from the tokens it has (mo
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeVar
 
+from moerl.cluster.hang import HangReports
+from moerl.cluster.party import Party, ProcessId
 from moerl.rollout.completion_check import check_completion
 from moerl.rollout.engine import EngineHealth, Part, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.partial import completed, joined, rest
 from moerl.rollout.places import Claim, Places
-from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams
+from moerl.types import Completion, EngineError, EngineUnavailable, HangError, SamplingParams
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -28,13 +32,14 @@ class RolloutPool:
 
     def __init__(
         self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, vocab_size: int, request_seconds: float,
-        max_restarts: int = 0, probe_seconds: float = 30.0,
+        max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None,
     ):  # fmt: skip
         """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
         completion, with the time it waits for a server, is paused, or waits for a slot."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
-        self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds)
+        self.hangs = hangs
+        self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
         self._places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
         self._request_seconds, self._vocab_size = request_seconds, vocab_size
         self._num_resumed = 0
@@ -59,16 +64,26 @@ class RolloutPool:
         """`session`: of requests whose prompts begin alike; None: of this one alone. EngineError if the server refuses it, if no server is
         left, or at the deadline; the server then drops the request."""
         claim = self._places.claim(request_id if session is None else session)
-        asked: list[str] = []
+        asked: list[Member] = []
         try:
             async with asyncio.timeout(self._request_seconds):
                 return await self._generate(prompt_ids, sampling, request_id, claim, asked)
         except TimeoutError as error:
+            hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
             raise EngineError(
-                f"{asked[-1] if asked else 'no server was free'}: {request_id} took longer than rollout.request_seconds = "
+                f"{asked[-1].engine.name if asked else 'no server was free'}: {request_id} took longer than deadlines.completion_seconds = "
                 f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
-                "or raise the deadline"
-            ) from error
+                "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
+            ) from (error if hang is None else hang)
+
+    async def hang(self, deadline: str, members: Collection[Member]) -> HangError | None:
+        """The report about a rollout that is late for the sake of `members`, or, without any, of the driver."""
+        if self.hangs is None:
+            return None
+        driver = Party(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
+        parties = [*(member.engine.party for member in self.fleet.members), driver]
+        silent = [member.engine.party.name for member in members] if members else [driver.name]
+        return await self.hangs.report("rollout", deadline, parties=parties, silent=silent)
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
         """`members`: these servers only."""
@@ -100,14 +115,14 @@ class RolloutPool:
         return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
 
     async def _generate(
-        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, claim: Claim, asked: list[str]
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, claim: Claim, asked: list[Member]
     ) -> Completion:
-        """`asked` gets the names of the servers."""
+        """`asked` gets the servers."""
         so_far: Completion | None = None
         num_lost = 0
         while True:
             async with self._places.take(claim) as member:
-                asked.append(member.engine.name)
+                asked.append(member)
                 try:
                     more = await self._ask(member, *rest(prompt_ids, sampling, so_far), request_id)
                 except EngineUnavailable as error:

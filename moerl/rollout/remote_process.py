@@ -5,6 +5,7 @@ The actor ends with the driver's job, and the server with the actor, as if it we
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from moerl.cluster.party import Party
 from moerl.rollout.server_process import ServerProcess
 from moerl.types import EngineError, EngineUnavailable
 
@@ -36,8 +38,11 @@ class ProcessOwner:
     async def death(self) -> EngineUnavailable:
         return await self._process.death()
 
-    async def pid(self) -> int | None:
-        return self._process.pid
+    async def party(self) -> Party:
+        return self._process.party
+
+    async def kill(self) -> None:
+        self._process.kill()
 
     async def close(self) -> None:
         await self._process.close()
@@ -53,7 +58,7 @@ class RemoteProcess:
         self._settings: dict[str, Any] = {"log_path": log_path, "start_seconds": start_seconds, "environment": environment}
         self._command = list(command)
         self._owner: Any = None
-        self.pid: int | None = None
+        self._started: Party | None = None
 
     @property
     def label(self) -> str:
@@ -65,6 +70,22 @@ class RemoteProcess:
         if self._owner is not None:
             self._owner.label.remote(label)
 
+    @property
+    def pid(self) -> int | None:
+        return None if self.party.process is None else self.party.process.pid
+
+    @property
+    def party(self) -> Party:
+        name = f"server {self._label}"
+        if self._started is None:
+            return Party(name=name, node=self._node_id, node_id=self._node_id)
+        return replace(self._started, name=name, node_id=self._node_id)
+
+    def kill(self) -> None:
+        """Soon: SIGKILL by the owner, which also ends a stopped process."""
+        if self._owner is not None:
+            self._owner.kill.remote()
+
     async def start(self) -> int:
         """Also where an earlier owner is gone; EngineError if the node is."""
         if self._owner is None:
@@ -74,7 +95,7 @@ class RemoteProcess:
         started = await self._ask("start")
         if isinstance(started, EngineError):
             raise started
-        self.pid = await self._ask("pid")
+        self._started = await self._ask("party")
         assert isinstance(started, int)
         return started
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import socket
 from typing import Protocol
 
 from moerl.config.router_replay import routes_to_replay
@@ -9,7 +10,7 @@ from moerl.config.schema import RunConfig
 from moerl.rewards.pool import RewardPool
 from moerl.rollout.pool import RolloutPool
 from moerl.rollout.routes import check_routes
-from moerl.types import Completion, DataError, Group, Prompt, Sample, SamplingParams
+from moerl.types import Completion, DataError, Group, Origin, Prompt, Sample, SamplingParams
 
 
 class Decoder(Protocol):
@@ -32,7 +33,7 @@ class GroupRunner:
         if not samples:
             raise DataError(
                 f"prompt {prompt.index} ({prompt.data_source}): none of its {len(errors)} samples could be scored; the first: {errors[0]}"
-            )
+            ).began_in(Origin(who="reward worker", node=socket.gethostname(), doing="rollout"))
         return Group(prompt=prompt, samples=samples, errors=errors)
 
     async def _sample(self, prompt: Prompt, index: int) -> Sample:

@@ -8,15 +8,18 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+import psutil
 from pydantic import ValidationError
 
+from moerl.cluster.party import Party, ProcessId
 from moerl.rollout import wire
-from moerl.types import EngineError, EngineUnavailable
+from moerl.types import EngineError, EngineUnavailable, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,17 @@ class ServerProcess:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    @property
+    def party(self) -> Party:
+        pid = self.pid
+        process = None if pid is None or not psutil.pid_exists(pid) else ProcessId.of(pid)
+        return Party(name=f"server {self.label}", node=socket.gethostname(), process=process, log=self._log_path)
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     async def start(self) -> int:
         """The port it serves on. EngineError if it dies first, reports an error, or is silent for start_seconds; it is gone then."""
         self._ready = False
@@ -54,7 +68,7 @@ class ServerProcess:
                 return await self._read_port()
         except TimeoutError as error:
             raise EngineError(
-                f"{self.label}: not ready after rollout.start_seconds = {self._start_seconds:g}; loading may be slow or stuck. Raise it or "
+                f"{self.label}: not ready after deadlines.start_seconds = {self._start_seconds:g}; loading may be slow. Raise it or "
                 f"see the log\n{self._log_tail()}"
             ) from error
         finally:
@@ -65,7 +79,8 @@ class ServerProcess:
         """Waits for the child's exit and describes it. Cancel it if the child turns out to live."""
         assert self._process is not None
         code = await self._process.wait()
-        return EngineUnavailable(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+        ended = EngineUnavailable(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+        return ended.began_in(Origin(who=f"rollout server {self.label}", node=socket.gethostname(), doing="", log=str(self._log_path)))
 
     async def close(self) -> None:
         """SIGTERM, then SIGKILL; returns when the child is gone."""

@@ -35,6 +35,7 @@ from moerl.train.optimizer import build_optimizer
 from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.pushed_tensors import PushedTensors
+from moerl.train.rank_progress import counted
 from moerl.train.reloadable_groups import ReloadableGroups
 from moerl.train.residency import ON_DEVICE, Residency, State
 from moerl.train.routing_stats import RoutingCounts
@@ -285,7 +286,7 @@ class MegatronEngine:
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
                 forward_step_func=partial(_forward, loss, partial(self._routed, trains=not forward_only)),
-                data_iterator=[iter(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
+                data_iterator=[counted(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
                 model=self.model.wrapped,
                 num_microbatches=len(packed),
                 seq_length=1,  # without effect: variable_seq_lengths

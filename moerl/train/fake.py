@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.party import Party
 from moerl.push_types import TensorSpec
 from moerl.train import checkpoint
 from moerl.train.checkpoint_check import read_state
@@ -87,8 +88,12 @@ class FakeTrainGroup:
     async def close(self) -> None:
         self.weight_source.close()
 
-    async def host(self) -> str:
-        return "localhost"
+    async def hosts(self) -> list[str]:
+        return ["localhost"]
+
+    @property
+    def parties(self) -> list[Party]:
+        return []
 
     def _export(self) -> dict[str, torch.Tensor]:
         with self._residency.running("export"):

@@ -1,6 +1,5 @@
 """All ranks of one model, seen from the driver: verbs that run on every rank, one cause when a rank fails."""
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,21 +10,19 @@ import numpy as np
 import ray
 
 from moerl.algorithms.base import Objective
+from moerl.cluster.hang import HangReports
+from moerl.cluster.party import Party
 from moerl.cluster.seats import Seat, find_seats, on_node
 from moerl.config.schema import RunConfig
+from moerl.train.calls import RankCalls
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import damaged, read_state
 from moerl.train.push_source import MegatronSource
 from moerl.train.saving import CheckpointSaver
-from moerl.types import MoerlError, SavedCheckpoint, StepStats, TrainBatch, TrainError
+from moerl.types import SavedCheckpoint, StepStats, TrainBatch
 from moerl.weights.sync import WeightSource
 
 logger = logging.getLogger(__name__)
-
-_SETTLE_SECONDS = 5.0
-"""After the first failure, how long the other ranks get to report theirs: the first to notice is often not the cause."""
-_ECHOES = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed")
-"""What gloo and NCCL say on ranks that only lost a peer."""
 
 
 class TrainGroup(Protocol):
@@ -65,8 +62,12 @@ class TrainGroup(Protocol):
     async def close(self) -> None:
         """End every rank; safe to call twice."""
 
-    async def host(self) -> str:
-        """Of rank 0."""
+    async def hosts(self) -> list[str]:
+        """Addresses of the ranks, in their order."""
+
+    @property
+    def parties(self) -> list[Party]:
+        """Its ranks, for the report about a phase that hangs."""
 
     @property
     def weight_source(self) -> WeightSource:
@@ -76,11 +77,21 @@ class TrainGroup(Protocol):
 class MegatronTrainGroup:
     """Ray actors running moerl.train.worker.TrainWorker, one per rank. Ray must be initialised."""
 
-    def __init__(self, config: RunConfig, *, model_dir: Path, checkpoint_dir: Path, seats: Sequence[Seat] | None = None):
-        """`seats` of the ranks. None: as the cluster has them when it starts."""
-        self._seats = seats
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model_dir: Path,
+        checkpoint_dir: Path,
+        seats: Sequence[Seat] | None = None,
+        hangs: HangReports | None = None,
+    ):
+        """`seats` of the ranks. None: as the cluster has them when it starts. `hangs`: None: those of the run's directory; the same
+        object for all who wait for the ranks tells one hang from two."""
+        self._seats, self._hangs = seats, HangReports(config.run_dir) if hangs is None else hangs
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
+        self._calls: RankCalls | None = None
         self._source = MegatronSource(
             config.weights, directory=self._checkpoint_dir.parent / "push", all_ranks=self._all, one_rank=self._one_rank
         )
@@ -101,12 +112,13 @@ class MegatronTrainGroup:
         actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1})(TrainWorker)
         options = [_options(seat, seats) for seat in seats]
         self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, seat.gpus) for rank, seat in enumerate(seats)]
-        settings, deadline = self._settings(), config.train.start_seconds
-        network = await self._all("use_network", config.network, deadline=deadline)
+        self._calls = RankCalls(self._workers, config.deadlines, self._hangs)
+        self._calls.know(await self._all("place", config.run_dir.resolve() / "logs"))
+        network = await self._all("use_network", config.network)
         logger.info("rank 0's network settings: %s", network[0] or "none")
-        host = await self._rank0("address", deadline=deadline)
-        port = await self._rank0("open_store", deadline=deadline)
-        patches = await self._all("start", settings, config.seed, host, port, config.train.phase_seconds, deadline=deadline)
+        host, port = await self._rank0("address"), await self._rank0("open_store")
+        # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.
+        patches = await self._all("start", self._settings(), config.seed, host, port, 2 * config.deadlines.longest_seconds)
         logger.info("%d ranks started on %s; patches: %s", num_ranks, host, ", ".join(patches[0]))
 
     async def wake(self) -> int:
@@ -144,9 +156,8 @@ class MegatronTrainGroup:
     async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
         return (await self._all("update", ray.put(batch), objective, lr, self._config.train.updates_per_step))[0]
 
-    async def host(self) -> str:
-        host: str = await self._rank0("host")
-        return host
+    async def hosts(self) -> list[str]:
+        return await self._all("address")
 
     @property
     def weight_source(self) -> WeightSource:
@@ -160,7 +171,13 @@ class MegatronTrainGroup:
         self._saver.close()
         for worker in self._workers:
             ray.kill(worker)
-        self._workers = []
+        if self._calls is not None:
+            await self._calls.end()
+        self._workers, self._calls = [], None
+
+    @property
+    def parties(self) -> list[Party]:
+        return [] if self._calls is None else self._calls.parties
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -178,39 +195,18 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
         )
 
-    async def _rank0(self, verb: str, *args: Any, deadline: float | None = None) -> Any:
-        return (await self._call(verb, self._workers[:1], args, deadline=deadline))[0]
+    async def _rank0(self, verb: str, *args: Any) -> Any:
+        return (await self._on_ranks(verb, [0], *args))[0]
 
     async def _one_rank(self, rank: int, verb: str, *args: Any) -> Any:
-        return (await self._call(verb, [self._workers[rank]], args, first_rank=rank))[0]
+        return (await self._on_ranks(verb, [rank], *args))[0]
 
-    async def _all(self, verb: str, *args: Any, deadline: float | None = None) -> list[Any]:
-        return await self._call(verb, self._workers, args, deadline=deadline)
+    async def _all(self, verb: str, *args: Any) -> list[Any]:
+        return await self._on_ranks(verb, range(self._config.train.layout.ranks), *args)
 
-    async def _call(
-        self, verb: str, workers: list[Any], args: tuple[Any, ...], *, deadline: float | None = None, first_rank: int = 0
-    ) -> list[Any]:
-        """Every worker's answer. On a failure or a missed deadline one error names the cause; the ranks are of no use then."""
-        if not workers:
-            return []
-        seconds = self._config.train.phase_seconds if deadline is None else deadline
-        calls = [asyncio.ensure_future(_await(getattr(worker, verb).remote(*args))) for worker in workers]
-        try:
-            _, pending = await asyncio.wait(calls, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
-            _cancel(calls)
-            raise
-        if any(map(_failed, calls)):
-            if pending:
-                await asyncio.wait(pending, timeout=_SETTLE_SECONDS)
-            failures = {rank: e for rank, call in enumerate(calls, first_rank) if call.done() and (e := call.exception())}
-            _cancel(calls)
-            raise _cause(verb, failures)
-        if pending:
-            silent = [rank for rank, call in enumerate(calls, first_rank) if not call.done()]
-            _cancel(calls)
-            raise TrainError(f"{verb}: ranks {silent} of {len(self._workers)} did not answer within {seconds:g} s")
-        return [call.result() for call in calls]
+    async def _on_ranks(self, verb: str, ranks: Sequence[int], *args: Any) -> list[Any]:
+        assert self._calls is not None, f"{verb}: the ranks have not started, or are closed"
+        return await self._calls.on_ranks(verb, ranks, *args)
 
 
 def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:
@@ -218,35 +214,3 @@ def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:
     # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
     num_cpus = 1 if seat.node.num_cpus >= sum(other.node.id == seat.node.id for other in seats) else 0
     return {"num_cpus": num_cpus, "num_gpus": 0 if seat.gpus is None else 1, "scheduling_strategy": on_node(seat.node)}
-
-
-async def _await(reference: Any) -> Any:
-    return await reference
-
-
-def _cancel(calls: Sequence[asyncio.Future[Any]]) -> None:
-    """Nobody waits for them any more: what they may yet fail with is no news."""
-    for call in calls:
-        call.cancel()
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _failed(task: asyncio.Future[Any]) -> bool:
-    return task.done() and task.exception() is not None
-
-
-def _is_echo(error: BaseException) -> bool:
-    return any(echo in str(error) for echo in _ECHOES)
-
-
-def _cause(verb: str, failures: Mapping[int, BaseException]) -> BaseException:
-    """The failure that is not an echo of another; a MoerlError of a rank as it is."""
-    rank, error = min(failures.items(), key=lambda item: (_is_echo(item[1]), item[0]))
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, MoerlError):
-        return cause
-    others = [other for other in failures if other != rank]
-    also = f"\nranks {others} failed after it" if others else ""
-    wrapped = TrainError(f"rank {rank} failed in {verb}:\n{error}{also}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -1,9 +1,10 @@
 """One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
 
-Every method but `host`, `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
 controller calls it on all.
 """
 
+import logging
 import os
 import socket
 from datetime import timedelta
@@ -17,12 +18,18 @@ import torch.distributed as dist
 
 import megatron_patches
 from moerl.algorithms.base import Objective
+from moerl.cluster.examine import memory_counter, memory_kills
 from moerl.cluster.network import find_settings, variables
+from moerl.cluster.party import ProcessId
+from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_address import reached_at
+from moerl.cluster.stacks import answer_stack_requests
 from moerl.config.schema import NetworkConfig, WeightsConfig
 from moerl.push_types import Bucket, Transport
+from moerl.train.calls import RankPlace
 from moerl.train.checkpoint import FileDigests, WrittenShards
 from moerl.train.checkpoint_check import faults_of_part
+from moerl.train.rank_progress import keep_record, open_record
 from moerl.types import StepStats, TrainBatch
 from moerl.weights.deliveries import Job
 from moerl.weights.fleet_plan import Outline
@@ -31,11 +38,13 @@ from moerl.weights.send import WeightSender
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
 
+logger = logging.getLogger(__name__)
 
 SAVE_THREAD = "save"
 """Ray's concurrency group of what runs beside training: the verbs of the thread that writes checkpoints."""
 
 
+@keep_record(beside=SAVE_THREAD)
 class TrainWorker:
     def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
         """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
@@ -46,9 +55,22 @@ class TrainWorker:
         self._sender: WeightSender | None = None
         torch.set_num_threads(1)
 
-    def host(self) -> str:
-        """Its name: who has the same one shares memory."""
-        return socket.gethostname()
+    def place(self, log_dir: Path) -> RankPlace:
+        """From here on the process can be looked at from outside, and what it writes goes to a log of its own."""
+        answer_stack_requests()
+        open_record()
+        log = write_to(log_dir / f"rank-{self._rank}.log")
+        host, node_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
+        logger.info("rank %d of %d on %s, process %d", self._rank, self._num_ranks, host, os.getpid())
+        counter = memory_counter()
+        return RankPlace(
+            host=host,
+            node_id=node_id,
+            process=ProcessId.of(os.getpid()),
+            log=log,
+            memory_counter=counter,
+            memory_kills=None if counter is None else memory_kills(counter),
+        )
 
     def address(self) -> str:
         """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""

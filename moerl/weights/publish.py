@@ -6,19 +6,21 @@ A server that ends in a push does not end the push: it is brought to the others,
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
+from moerl.cluster.hang import HangReports
 from moerl.cluster.residency import Residency
 from moerl.config.schema import RunConfig
 from moerl.push_types import Transport
 from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
-from moerl.types import EngineError, Prompt, TrainBatch, WeightError
+from moerl.types import EngineError, HangError, MoerlError, Prompt, TrainBatch, WeightError
 from moerl.weights.canary import CanaryResult, run_canary
-from moerl.weights.sync import WeightSync, resolve_transport
+from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,7 +59,10 @@ class WeightPublisher:
         """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
         working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
         try:
-            await asyncio.wait({working, reviving}, return_when=asyncio.FIRST_COMPLETED)
+            seconds = self._config.deadlines.rollout_seconds
+            done, _ = await asyncio.wait({working, reviving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise await self._late_rollout(f"{seconds:g} s (deadlines.rollout_seconds)")
             async with self._pushing:
                 if reviving.done():
                     reviving.result()
@@ -68,6 +73,11 @@ class WeightPublisher:
                 reviving.cancel()
             await asyncio.gather(working, reviving, return_exceptions=True)
 
+    async def _late_rollout(self, deadline: str) -> MoerlError:
+        busy = [member for member in self._pool.fleet.members if member.num_in_flight]
+        hang = await self._pool.hang(deadline, busy)
+        return hang if hang is not None else EngineError(f"the groups of a step took longer than {deadline}")
+
     async def _revive(self) -> None:
         while True:
             await self._pool.fleet.until_stale()
@@ -76,6 +86,13 @@ class WeightPublisher:
 
     async def _bring(self, select: Callable[[], list[Member]], *, with_canary: bool) -> CanaryResult | None:
         """The present version to `select()`; anew, to those that are left, if one of them ends meanwhile."""
+        self._pool.fleet.phase = "push"
+        try:
+            return await self._bring_to(select, with_canary=with_canary)
+        finally:
+            self._pool.fleet.phase = "rollout"
+
+    async def _bring_to(self, select: Callable[[], list[Member]], *, with_canary: bool) -> CanaryResult | None:
         while members := select():
             before = {member: member.num_starts for member in members}
             try:
@@ -102,12 +119,35 @@ class WeightPublisher:
         """Connected to just these processes."""
         if self._transport is None:
             hosts = [member.engine.host for member in self._pool.fleet.members]
-            self._transport = resolve_transport(self._config.weights.transport, source_host=await self._train.host(), receiver_hosts=hosts)
+            self._transport = resolve_transport(
+                self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
+            )
         wanted = [(member.engine.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
             receivers = {member.engine.name: member.engine.receiver() for member in members}
-            self._sync, self._connected_to = WeightSync(self._train.weight_source, receivers, transport=self._transport), wanted
+            deadlines = self._config.deadlines
+            self._sync = WeightSync(
+                self._train.weight_source,
+                receivers,
+                transport=self._transport,
+                deadline_seconds=deadlines.push_seconds,
+                settle_seconds=deadlines.settle_seconds,
+                on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
+            )
+            self._connected_to = wanted
         return self._sync
+
+    async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
+        """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
+        servers = {member.engine.party.name: member for member in members}
+        names = [name for name, member in servers.items() if member.engine.name in silent]
+        ranks = [party.name for party in self._train.parties] if SOURCE in silent else []
+        deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
+        error = await hangs.report("push", deadline, parties=[member.engine.party for member in members], silent=[*names, *ranks])
+        if all(name in servers for name in error.names):
+            for name in error.names:
+                servers[name].engine.kill()
+        return error
 
     def _canary_is_due(self) -> bool:
         every = self._config.weights.canary_every

@@ -13,14 +13,14 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, TypeVar
 
 from moerl.push_types import Bucket, Needs, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
-from moerl.types import WeightError
+from moerl.types import HangError, WeightError
 from moerl.weights.deliveries import Deliveries, Job, manifest_of
 from moerl.weights.fleet_plan import Outline, plan_deliveries
 from moerl.weights.streams import FAILED_SIDE, Streams
@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 SOURCE = "trainer"
 """What the sending side is called in errors."""
+
+
+OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
+"""Called with what was done (of the push) and the names of the sides that did not arrive: the report about them."""
 
 
 class WeightSource(Protocol):
@@ -78,9 +82,11 @@ class WeightSync:
         transport: Transport,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
+        on_late: OnLate | None = None,
     ):
         """`receivers` by the name errors use. `deadline_seconds` bounds one call to all (a bucket, say); once one has failed, the others
-        get `settle_seconds` to end by themselves before their calls are cancelled."""
+        get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
+        self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
@@ -113,8 +119,8 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        streams = Streams(self._source.pack, self._install, settle_seconds=self._settle_seconds)
-        buckets = await streams.run({rank: len(job) for rank, job in self._deliveries.jobs.items()})
+        streams = Streams(self._deliveries.jobs, self._source.pack, self._install, settle_seconds=self._settle_seconds)
+        buckets = await streams.run()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         await self._source.finish()
         self._connected = True
@@ -147,12 +153,15 @@ class WeightSync:
         """All calls at once, and what they return; WeightError with every failure, first failure first, when not all succeed in time."""
         tasks: dict[str, asyncio.Future[T]] = {name: asyncio.ensure_future(call) for name, call in calls.items()}
         ended: list[asyncio.Future[T]] = []
+        late: HangError | None = None
         for task in tasks.values():
             task.add_done_callback(ended.append)
         try:
-            _, pending = await asyncio.wait(tasks.values(), timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await asyncio.wait(pending, timeout=self._settle_seconds)
+            done, pending = await asyncio.wait(tasks.values(), timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and any(task.exception() is not None for task in done):
+                _, pending = await asyncio.wait(pending, timeout=self._settle_seconds)
+            if pending and self._on_late is not None:
+                late = await self._on_late(step, [name for name, task in tasks.items() if not task.done()])
         finally:
             silent = [name for name, task in tasks.items() if not task.done()]
             for name in silent:
@@ -162,16 +171,21 @@ class WeightSync:
         in_order = sorted(tasks, key=lambda name: ended.index(tasks[name]))
         failures = {name: failure for name in in_order if isinstance(failure := outcomes[name], BaseException)}
         if failures:
-            raise WeightError(_explain(step, failures, silent)) from next(iter(failures.values()))
+            said = _explain(step, failures, silent)
+            if late is not None:
+                raise WeightError(f"{said}\n{late}") from late
+            raise WeightError(said) from next(iter(failures.values()))
         return {name: task.result() for name, task in tasks.items()}
 
 
-def resolve_transport(transport: Literal["auto", "shm", "gloo", "disk"], *, source_host: str, receiver_hosts: Sequence[str]) -> Transport:
-    """auto: shm if every receiver runs on the trainer's host, else gloo. Raises WeightError for a host name that does not resolve."""
+def resolve_transport(
+    transport: Literal["auto", "shm", "gloo", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
+) -> Transport:
+    """auto: shm if every trainer rank and every receiver run on one host, else gloo. WeightError for a host name that does not resolve."""
     if transport != "auto":
         return transport
-    source = _addresses(source_host)
-    return "shm" if all(source & _addresses(host) for host in receiver_hosts) else "gloo"
+    common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
+    return "shm" if common else "gloo"
 
 
 def _addresses(host: str) -> set[str]:

@@ -46,15 +46,15 @@ def test_outside_of_a_step_it_says_what_is_missing():
 
 
 def test_equal_nodes_with_enough_gpus_are_accepted():
-    assert check_allocation([node(0, "H100", "H100"), node(1, "H100", "H100")], SlurmConfig(gpus_per_node=2), ranks=4) == []
+    assert check_allocation([node(0, "H100", "H100"), node(1, "H100", "H100")], SlurmConfig(gpus_per_node=2), needed=4) == []
 
 
 def test_every_reason_is_given_at_once():
     nodes = [node(0, "H100", "H100"), node(1, "A100"), replace(node(2, "H100", "H100", ray="2.61.0"), complaints=("its disk is full",))]
-    refusals = check_allocation(nodes, SlurmConfig(gpus_per_node=2), ranks=6)
+    refusals = check_allocation(nodes, SlurmConfig(gpus_per_node=2), needed=6)
     assert [refusal.split(":")[0] for refusal in refusals] == [
         "n2",
-        "the recipe needs 6 GPUs (train.layout.ranks), and the allocation has 5 on 3 nodes (n0, n1, n2)",
+        "the recipe needs 6 GPUs, and the allocation has 5 on 3 nodes (n0, n1, n2)",
         "slurm.gpus_per_node=2, but 1 GPUs on 1 node (n1)",
         "GPUs of different models, all as slow as the slowest",
         "ray differs",
@@ -62,7 +62,7 @@ def test_every_reason_is_given_at_once():
 
 
 def test_nodes_without_gpus_are_not_asked_for_any():
-    assert check_allocation([node(0), node(1)], SlurmConfig(gpus_per_node=0), ranks=4) == []
+    assert check_allocation([node(0), node(1)], SlurmConfig(gpus_per_node=0), needed=4) == []
     assert too_few_nodes(Place(job="7-0", index=0, names=("n0",)), SlurmConfig(gpus_per_node=0), 4) is None
 
 
@@ -70,5 +70,5 @@ def test_too_few_nodes_are_seen_without_asking_them():
     place = Place(job="7-0", index=0, names=tuple(f"n{index}" for index in range(31)))
     said = too_few_nodes(place, SlurmConfig(gpus_per_node=8), 256)
     assert said is not None
-    assert said.startswith("the recipe needs 256 GPUs (train.layout.ranks), and the allocation has 248: 31 nodes (n0, n1, ")
+    assert said.startswith("the recipe needs 256 GPUs, and the allocation has 248: 31 nodes (n0, n1, ")
     assert too_few_nodes(place, SlurmConfig(gpus_per_node=8), 248) is None

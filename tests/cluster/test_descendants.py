@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 ORPHAN = """
 import subprocess
@@ -42,6 +43,9 @@ def test_no_descendant_outlives_the_block_and_others_are_left_alone():
 def test_a_child_ends_with_a_parent_that_is_killed_and_not_at_sigterm():
     leader, orphan, child = started()
     child.terminate()
+    with pytest.raises(psutil.TimeoutExpired):
+        child.wait(timeout=0.5)
+    assert child.status() == psutil.STATUS_SLEEPING, "not a zombie, which also takes no end"
     leader.kill()
     leader.communicate(timeout=60)
     child.wait(timeout=60)

@@ -72,5 +72,5 @@ def test_without_a_first_node_the_shared_storage_is_asked_for(tmp_path: Path):
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(MoerlError, match=r"slurm\.interface = 'ib9': no such network interface .* there are .*lo"):
+    with pytest.raises(MoerlError, match=r"network\.interface = 'ib9': no such network interface .* there are .*lo"):
         addresses_of("ib9")

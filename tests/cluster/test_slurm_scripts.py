@@ -103,7 +103,7 @@ def test_values_reach_the_job_as_they_are(tmp_path: Path):
     assert {*overrides, greeting} <= set(printed)
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (143, False)])
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (203, True), (143, False)])
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
 def test_a_run_that_saved_is_queued_again_unless_it_was_cancelled(tmp_path: Path, code: int, requeued: bool, state: str):
     programs = {"srun": f"exit {code}", "squeue": f"echo {state}", "scontrol": 'echo "$@"'}
@@ -119,7 +119,8 @@ def test_a_run_that_saved_is_queued_again_unless_it_was_cancelled(tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
-        ("slurm.nodes=31", "slurm.nodes", "needs 256 GPUs, and 31 nodes of slurm.gpus_per_node=8 have 248"),
+        ("slurm.nodes=31", "slurm.nodes", "must be at least placement.nodes=32"),
+        ("slurm={nodes:63,gpus_per_node:4}", "slurm.nodes", "needs 256 GPUs, and 63 nodes of slurm.gpus_per_node=4 have 252"),
         ("slurm.segment=5", "slurm.segment", "must divide the number of nodes, 32"),
         ("slurm.partition='a b'", "slurm.partition", "cannot be written into a job script"),
         ("slurm.environment.WANDB_API_KEY=s3cret", "slurm.environment.WANDB_API_KEY", "slurm.pass_environment=[WANDB_API_KEY]"),

@@ -21,8 +21,8 @@ def problems_of(*overrides: str, config_dir=None) -> list[Problem]:
 
 
 def test_an_override_wins_over_the_recipe_and_a_setting_no_file_mentions_can_be_set():
-    config = load([DEMO, "num_steps=7", "train.start_seconds=5", "observe.wandb_project=x"])
-    assert (config.num_steps, config.train.start_seconds, config.observe.wandb_project) == (7, 5.0, "x")
+    config = load([DEMO, "num_steps=7", "deadlines.start_seconds=5", "observe.wandb_project=x"])
+    assert (config.num_steps, config.deadlines.start_seconds, config.observe.wandb_project) == (7, 5.0, "x")
 
 
 def test_a_group_file_replaces_the_recipes_choice():

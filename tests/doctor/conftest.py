@@ -16,13 +16,13 @@ def fake_tools(tmp_path, monkeypatch):
     """fake_tools(ibv_devinfo="cat ibv_devinfo.txt", ...): each is a shell script's body, run in outputs/, with the arguments in $*."""
     folder = tmp_path / "bin"
     folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
     def make(**bodies: str) -> Path:
         for name, body in bodies.items():
             tool = folder / name.replace("_smi", "-smi")
             tool.write_text(f"#!/bin/sh\ncd {OUTPUTS}\n{body}\n")
             tool.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
         return folder
 
     return make

@@ -1,17 +1,19 @@
 """`moerl doctor` as a person and a job meet it: table, JSON, commands, exit codes; alone, in a Slurm step, on a Ray cluster."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from moerl.config.load import load
 from moerl.doctor.expected import expected_of
 from moerl.doctor.findings import Finding
 from moerl.doctor.launch import Slurm, join_slurm, on_slurm, slurm_step
-from moerl.doctor.output import fixes, merged
+from moerl.doctor.output import fixes, merged, table
 from moerl.doctor.preflight import preflight
 from moerl.types import ConfigError, MoerlError, PreflightError
 
@@ -162,3 +164,12 @@ def test_commands_are_given_for_failures_and_warnings_alone():
 def test_many_nodes_are_counted():
     (row,) = merged([finding(f"n{index}") for index in range(32)])
     assert row.node == "n0, n1, n2, n3 and 28 more"
+
+
+def test_no_end_of_a_path_is_lost_in_a_narrow_table():
+    path = "/scratch/" + "x" * 60 + "/run-end"
+    console = Console(width=60, file=io.StringIO())
+    console.print(table([finding("n0", found=path)]))
+    printed = console.file.getvalue()
+    assert "/run-end" in printed
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed

@@ -52,6 +52,16 @@ def test_gpus_behind_pcie_have_no_nvlink_and_no_adapter_where_there_is_none():
     assert topology.to_adapter("GPU0") is None
 
 
+def test_bridges_between_some_gpus_are_not_nvlink_between_all():
+    bridged = """        GPU0    GPU1    GPU2    GPU3    CPU Affinity
+GPU0     X      NV4     SYS     SYS     0-31
+GPU1    NV4      X      SYS     SYS     0-31
+GPU2    SYS     SYS      X      NV4     32-63
+GPU3    SYS     SYS     NV4      X      32-63
+"""
+    assert not parse_topology(bridged).has_nvlink
+
+
 def test_ports_have_state_layer_and_the_rate_of_all_lanes():
     ports = parse_ports(output("ibv_devinfo.txt"))
     assert len(ports) == 10
@@ -111,6 +121,15 @@ def test_a_tool_that_hangs_is_a_fault(fake_tools, monkeypatch):
     assert run_tool("ibv_devinfo") == Absent(reason="ibv_devinfo did not end within 0.2 s", is_fault=True)
 
 
+def test_a_tool_that_cannot_be_started_is_a_fault(fake_tools):
+    (fake_tools() / "ibv_devinfo").write_text("#!/no/such/shell\n")
+    (fake_tools() / "ibv_devinfo").chmod(0o755)
+    found = run_tool("ibv_devinfo")
+    assert isinstance(found, Absent)
+    assert found.is_fault
+    assert "cannot be run" in found.reason
+
+
 def host(root, *, module=False, driver=None, release="5.15.0-105-generic"):
     if module:
         (root / "sys/module/nvidia_peermem").mkdir(parents=True)
@@ -120,6 +139,32 @@ def host(root, *, module=False, driver=None, release="5.15.0-105-generic"):
     (root / "proc/sys/kernel").mkdir(parents=True)
     (root / "proc/sys/kernel/osrelease").write_text(f"{release}\n")
     return root
+
+
+def adapter(root, name, **ports):
+    for number, (state, rate, layer) in ports.items():
+        folder = root / "sys/class/infiniband" / name / "ports" / number.removeprefix("port")
+        folder.mkdir(parents=True)
+        for file, text in (("state", state), ("rate", rate), ("link_layer", layer)):
+            (folder / file).write_text(f"{text}\n")
+
+
+def test_a_container_without_ibv_devinfo_has_what_the_kernel_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(OUTPUTS))
+    adapter(tmp_path, "mlx5_1", port1=("1: DOWN", "10 Gb/sec (4X SDR)", "InfiniBand"))
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"), port2=("4: ACTIVE", "2.5 Gb/sec", "Ethernet"))
+    found = find_ports(tmp_path)
+    assert [(port.name, port.state, port.link_layer, port.gbit) for port in found] == [
+        ("mlx5_0:1", "ACTIVE", "InfiniBand", 400.0),
+        ("mlx5_0:2", "ACTIVE", "Ethernet", 2.5),
+        ("mlx5_1:1", "DOWN", "InfiniBand", 10.0),
+    ]
+
+
+def test_a_tool_that_fails_is_not_replaced_by_the_kernel(tmp_path, fake_tools):
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"))
+    fake_tools(ibv_devinfo="echo 'Failed to open device' >&2; exit 1")
+    assert find_ports(tmp_path) == Absent(reason="ibv_devinfo ended with code 1: Failed to open device", is_fault=True)
 
 
 CLOSED, OPEN = "NVIDIA UNIX x86_64 Kernel Module", "NVIDIA UNIX Open Kernel Module for x86_64"

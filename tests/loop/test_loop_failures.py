@@ -1,6 +1,7 @@
 """Whatever breaks in a run ends it with that as the cause, before anything is trained or saved on top of it, and leaves no task."""
 
 import asyncio
+import socket
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,26 @@ def test_a_prompt_without_one_sample_that_could_be_scored_names_the_prompt_and_t
 
     with pytest.raises(MoerlError, match=r"DataError: prompt \d \(tiny/repeat\): none of its 4 samples could be scored.*reward.terms.own"):
         asyncio.run(scenario())
+
+
+def test_a_reward_function_that_raises_for_every_sample_is_where_the_failure_report_points(tmp_path):
+    function = tmp_path / "rewards.py"
+    function.write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return ground_truth[1000]\n")
+    config = make_config(tmp_path, reward=RewardConfig(terms={"own": RewardTerm(kind="function", path=f"{function}:score")}))
+
+    async def scenario():
+        async with RewardPool(config.reward) as rewards:
+            await InProcessRun(config, rewards=rewards).play()
+
+    with pytest.raises(MoerlError) as caught:
+        asyncio.run(scenario())
+    place = f"reward.terms.own: IndexError: string index out of range (at {function}:2 in score: return ground_truth[1000])"
+    assert str(caught.value).endswith(place)
+    closing = f"failed: reward worker on node {socket.gethostname()}, in rollout, at step 1\nlog: {tmp_path}/loop/run.log"
+    assert caught.value.__notes__ == [f"{closing}\nmore: {tmp_path}/loop/failure.txt"]
+    said = (tmp_path / "loop" / "failure.txt").read_text()
+    assert said.startswith(f"{caught.value}\n{closing}\n")
+    assert "moerl.types.DataError: prompt" in said
 
 
 class Dying(FakeEngine):
@@ -186,7 +207,7 @@ def failing_update(run, outcome):
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_trainer_that_fails_ends_the_run_with_its_error(tmp_path, max_staleness):
     run = failing_update(InProcessRun(make_config(tmp_path, max_staleness=max_staleness)), TrainError("rank 1 failed in update"))
-    stops(run, TrainError, "^rank 1 failed in update$")
+    stops(run, TrainError, "(?m)^rank 1 failed in update$")
     assert list(run.groups) == [1, 2]
     assert [row["step"] for row in run.metrics()] == [1, 2]
 

@@ -149,7 +149,7 @@ def test_pause_keep_holds_requests_and_resume_lets_them_go_on(run, served):
 
 def test_pause_wait_returns_when_the_running_requests_have_finished(run, served):
     async def scenario():
-        tasks = [ask(served, f"r{i}", max_tokens=served.long // 4) for i in range(6)]
+        tasks = [ask(served, f"r{i}", max_tokens=served.long) for i in range(6)]
         await until(served.engine, lambda health: (health.num_running, health.num_waiting) == (4, 2))
         await served.engine.pause("wait")
         health = await served.engine.health()

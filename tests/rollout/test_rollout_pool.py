@@ -85,7 +85,7 @@ def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run
         hasty = RolloutPool(engines, max_running=MAX_RUNNING, max_queued=2, vocab_size=VOCAB, request_seconds=0.05)
         hasty.fleet.served(hasty.fleet.members)
         await hasty.pause("keep")
-        with pytest.raises(EngineError, match=r"fake-0: slow took longer than rollout.request_seconds = 0.05"):
+        with pytest.raises(EngineError, match=r"fake-0: slow took longer than deadlines.completion_seconds = 0.05"):
             await hasty.generate(PROMPT, SAMPLING, "slow")
         await settle()
         after = await loads(hasty)

@@ -67,7 +67,7 @@ def test_a_port_in_use_is_refused_with_what_to_do(run, checkpoints, tmp_path):
 
 def test_a_server_that_is_never_ready_is_ended_at_the_deadline(run, tmp_path):
     process = small_server(tmp_path, "import time; time.sleep(60)", start_seconds=0.5)
-    with pytest.raises(EngineError, match=r"not ready after rollout.start_seconds = 0.5"):
+    with pytest.raises(EngineError, match=r"not ready after deadlines.start_seconds = 0.5"):
         run(process.start())
     assert not is_alive(process.pid)
 

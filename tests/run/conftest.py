@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import MegatronTrainGroup
+from moerl.train.push_source import MegatronSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +53,19 @@ def strike(monkeypatch):
             monkeypatch.setattr(owner, name, on_the_way)
 
         def in_second_bucket(upstream):
-            async def on_the_way(group, bucket):
-                if bucket.index == 1:
+            async def on_the_way(source, rank, index):
+                if (rank, index) == (0, 1):
                     hit(3)  # after the first push and that of the first step
-                return await upstream(group, bucket)
+                return await upstream(source, rank, index)
 
-            monkeypatch.setattr(MegatronTrainGroup, "transmit", on_the_way)
+            monkeypatch.setattr(MegatronSource, "pack", on_the_way)
 
         if when == "generation":
             before(RolloutPool, "_generate", 20)  # of 16 requests a step
         elif when == "idle":
             before(MegatronTrainGroup, "update", 2)
         else:
-            in_second_bucket(MegatronTrainGroup.transmit)
+            in_second_bucket(MegatronSource.pack)
         return struck
 
     return prepare

@@ -85,7 +85,7 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
 def test_a_killed_server_comes_back_with_verified_weights(undisturbed, tmp_path, strike, engine, when, transport):
     """kill -9 in the second step: the engine's own processes end with the server, and every step has its samples once."""
     struck, before = strike(when, signal.SIGKILL), files_of(engine)
-    overrides = (*SMALL, *ENGINES[engine], "rollout.probe_seconds=5", f"weights.transport={transport}")
+    overrides = (*SMALL, *ENGINES[engine], "deadlines.probe_seconds=5", f"weights.transport={transport}")
     in_process.train(load_checked([f"recipe={SYNC}", *overrides, f"output_dir={tmp_path}"]))
     found = rows(tmp_path)
     assert [row["step"] for row in found] == list(range(1, NUM_STEPS + 1))

@@ -9,7 +9,7 @@ from moerl import run
 from moerl.check import load_checked
 from moerl.types import EngineError
 
-OVERRIDES = ("num_steps=4", "save_every=0", "rollout.probe_seconds=2", "weights.bucket_bytes=100000", DIGIT)
+OVERRIDES = ("num_steps=4", "save_every=0", "deadlines.probe_seconds=2", "weights.bucket_bytes=100000", DIGIT)
 """A push of half a megabyte has several buckets."""
 
 

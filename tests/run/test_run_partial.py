@@ -32,7 +32,7 @@ def test_completions_that_a_push_ends_are_trained_whole(tmp_path):
 def test_a_server_killed_between_the_parts_loses_no_completion(tmp_path, strike, when):
     """In the second step, of two servers; in the push the other one has parts that it returned already."""
     struck = strike(when, signal.SIGKILL)
-    servers = ("rollout.num_servers=2", "rollout.max_running=2", "weights.bucket_bytes=100000", "rollout.probe_seconds=2")
+    servers = ("rollout.num_servers=2", "rollout.max_running=2", "weights.bucket_bytes=100000", "deadlines.probe_seconds=2")
     run.train(load_checked([f"recipe={ASYNC}", *SMALL, *OVERRIDES, *servers, "num_steps=4", f"output_dir={tmp_path}"]))
     found = rows(tmp_path, ASYNC)
     assert [row["step"] for row in found] == [1, 2, 3, 4]

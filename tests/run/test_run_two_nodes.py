@@ -1,7 +1,5 @@
 """A run on a Ray cluster of two nodes, which are two raylets with addresses of their own on this machine."""
 
-import json
-import os
 import signal
 
 import psutil
@@ -65,8 +63,7 @@ def test_a_server_of_the_other_node_ends_with_a_driver_that_is_killed(tmp_path, 
 
 def test_nodes_that_are_missing_are_counted_before_anything_starts(tmp_path, raylets):
     process = start(tmp_path, *TWO_NODES, "placement.nodes=3")
-    assert process.wait(timeout=120) == 1
+    assert process.wait(timeout=120) == 2
     said = process.stderr.read()
     assert "placement.nodes = 3: must be there" in said and "the Ray cluster has 2 nodes" in said
-    assert json.loads((tmp_path / SYNC / "metrics.jsonl").read_text() or "[]") == []
-    assert os.listdir(tmp_path / SYNC / "logs") == [] if (tmp_path / SYNC / "logs").exists() else True
+    assert not (tmp_path / SYNC / "logs").exists()

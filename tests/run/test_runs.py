@@ -179,14 +179,22 @@ def test_a_run_that_got_sigterm_has_saved_its_last_step(stopped):
 
 
 def test_a_killed_rank_is_named_with_what_it_did(stopped):
-    assert re.search(r"(?m)^moerl: rank [01] failed in \w+:$", stopped[1]["rank"].stderr)
-    assert "The actor died" in stopped[1]["rank"].stderr
+    message = stopped[1]["rank"].stderr
+    rank = re.search(r"(?m)^moerl: rank ([01]) of 2 failed in \w+, on node \S+$", message)[1]
+    assert "\n    it wrote no crash into its log: it was killed from outside, as by signal 9\n" in message
+    run_dir = stopped[0] / SYNC
+    failed, log, more = message.splitlines()[-3:]
+    assert re.fullmatch(rf"failed: rank {rank} of 2 on node \S+, in \w+, at step [4-9]", failed)
+    assert (log, more) == (f"log: {run_dir}/logs/rank-{rank}.log", f"more: {run_dir}/failure.txt")
 
 
 def test_a_killed_server_is_named_with_its_end_and_its_last_log_lines(stopped):
     message = stopped[1]["server"].stderr
     assert re.search(r"(?s)\nmoerl: .*127\.0\.0\.1:\d+: the server ended by signal 9 \(Killed\)\n", "\n" + message)
     assert re.search(r"last lines of .*rollout-0\.log:\n    .*INFO moerl\.rollout\.child: serving on port", message)
+    failed, log, _ = message.splitlines()[-3:]
+    assert re.fullmatch(r"failed: rollout server 127\.0\.0\.1:\d+ on node \S+, in \w+, at step [4-9]", failed)
+    assert log == f"log: {stopped[0] / SYNC}/logs/rollout-0.log"
 
 
 @pytest.mark.parametrize("how", ["rank", "server"])

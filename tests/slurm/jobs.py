@@ -11,7 +11,7 @@ from two_nodes import NODES, TwoNodes
 RECIPE = "recipe=grpo-tiny-moe-1n2g-sync"
 SMALL = (
     "model.scratch.num_layers=2", "model.scratch.hidden_size=32", "model.scratch.num_experts=4", "groups_per_step=4", "group_size=4",
-    "num_steps=4", "save_every=2", "rollout.max_running=16", "rollout.start_seconds=120", "train.start_seconds=120",
+    "num_steps=4", "save_every=2", "rollout.max_running=16", "deadlines.start_seconds=120",
 )  # fmt: skip
 ON_CPU = (
     "slurm.nodes=2", "slurm.gpus_per_node=0",

@@ -11,7 +11,7 @@ import pytest
 from jobs import Job, Jobs
 from two_nodes import TwoNodes
 
-from moerl.train.checkpoint import newest
+from moerl.train.checkpoint import complete, version_of
 
 pytestmark = pytest.mark.slurm
 
@@ -43,7 +43,7 @@ def foreign_ray(cluster: TwoNodes):
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=1"]
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as directory:  # short, for its sockets
         place = ("--node-ip-address=127.0.0.1", f"--temp-dir={directory}")
-        process = cluster.start(*command, *place, node="n0", env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+        process = cluster.start(*command, *place, node="n0", env={**os.environ, "TMPDIR": directory})
         cluster.wait_for("a foreign Ray", lambda: Path(directory, "ray_current_cluster").exists(), 120)
         yield process
         for found in cluster.processes("n0"):
@@ -70,6 +70,11 @@ def steps_of(jobs: Jobs) -> list[int]:
     return [json.loads(line)["step"] for file in jobs.output_dir.glob("*/metrics.jsonl") for line in file.read_text().splitlines()]
 
 
+def newest_step(jobs: Jobs) -> int:
+    """Of the complete checkpoints; 0 without any."""
+    return max((version_of(directory) for root in jobs.output_dir.glob("*/checkpoints") for directory in complete(root)), default=0)
+
+
 def failed(job: Job, *said: str, code: int = 1) -> None:
     assert (job.state, job.exit_code) == ("FAILED", code), job.log
     for words in said:
@@ -91,15 +96,23 @@ def test_a_node_that_does_not_come_is_named(jobs: Jobs):
     failed(job, "n1 did not come within slurm.start_seconds = 5", code=137)  # of n1, which Slurm has to kill
 
 
-def test_a_node_that_is_lost_in_training_ends_the_job_and_is_named(jobs: Jobs):
-    number = jobs.submit("num_steps=100000")
-    jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
-    task = next(process for process in jobs.cluster.processes("n1") if process.cmdline()[1:4] == ["-m", "moerl", "node"])
-    task.kill()
-    failed(jobs.end(number, 120), "n1 is gone", code=137)
-    for left in jobs.node_disk.iterdir():  # nobody removes the directory of a node process that is killed
+def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
+    number = jobs.submit("num_steps=100")
+    jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)
+    jobs.cluster.power_off("n1")
+    jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 180)
+    saved = newest_step(jobs)
+    assert saved < 100
+    jobs.cluster.power_on("n1")
+    for left in jobs.node_disk.iterdir():  # nobody removes the directory on a node that loses its power
         assert left.name.startswith(f"moerl-{number}-0-1-")
         shutil.rmtree(left)
+    jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
+    job = jobs.end(number, 300)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    assert "n1 is gone" in job.log
+    assert "queued again and goes on from the newest checkpoint" in job.log
+    assert sorted(set(steps_of(jobs))) == list(range(1, 101))
 
 
 def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs):
@@ -109,7 +122,7 @@ def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs)
     jobs.cluster.run("scancel", number)
     job = jobs.end(number, 120)
     assert job.state == "CANCELLED", job.log
-    assert newest(next(jobs.output_dir.glob("*/checkpoints"))).name == f"step-{steps_of(jobs)[-1]:06d}", job.log
+    assert newest_step(jobs) == steps_of(jobs)[-1], job.log
 
 
 def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
@@ -130,19 +143,18 @@ def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
 
 def test_an_allocation_with_too_few_gpus_is_refused_before_anything_starts(jobs: Jobs, nvidia_smi):
     nvidia_smi(n0=["H100"] * 4, n1=["H100"] * 4, used={})
-    jobs.submit(on=ON_GPUS)
-    script = next(jobs.output_dir.glob("*/slurm/job.sbatch"))
-    log = jobs.output_dir / "one.out"
+    script, log = jobs.output_dir.parent / "job.sbatch", jobs.output_dir.parent / "job.out"
+    script.write_text(jobs.launch("--dry-run", on=ON_GPUS).stdout)
     done = jobs.cluster.run("sbatch", "--wait", "--nodes=1", f"--output={log}", script)
     assert done.returncode == 1
-    said = "the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 4: 1 node (n0) of 4"
+    said = "the recipe needs 8 GPUs, and the allocation has 4: 1 node (n0) of 4"
     assert said in log.read_text()
 
 
 @pytest.mark.parametrize(
     ("n0", "n1", "used", "said"),
     [
-        (4, 3, {}, ("the recipe needs 8 GPUs (train.layout.ranks), and the allocation has 7", "but 3 GPUs on 1 node (n1)")),
+        (4, 3, {}, ("the recipe needs 8 GPUs, and the allocation has 7", "but 3 GPUs on 1 node (n1)")),
         (4, "A100", {}, ("GPUs of different models", "A100 on 1 node (n1); H100 on 1 node (n0)")),
         (4, 4, {"n1": "4711, 70000 MiB"}, ("n1: GPU memory is in use", "pid 4711, 70000 MiB")),
     ],

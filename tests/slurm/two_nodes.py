@@ -94,6 +94,17 @@ class TwoNodes:
             if _link(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != first and not process.info["name"].startswith("slurm")
         ]
 
+    def power_off(self, node: str) -> None:
+        """Every process of it, Slurm's daemon too, ends at once."""
+        psutil.Process(self._first(node)).kill()
+        self._holders.pop(node).wait()
+
+    def power_on(self, node: str) -> None:
+        self._hold(node)
+        self._connect(node)
+        self._start_slurmd(node)
+        self.wait_for(f"{node} to serve", lambda: self.run("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip() in ("idle", "allocated"))
+
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
@@ -133,9 +144,12 @@ class TwoNodes:
         self.wait_for("munged", (self.root / "munge.sock").exists)
         self._daemon("slurmctld", *self._enter("ctl"), "slurmctld", "-D", "-f", f"{self.root}/slurm.conf")
         for name in NODES:
-            (self.root / f"spool.{name}").mkdir()
-            self._daemon(f"slurmd-{name}", *self._enter(name), "slurmd", "-D", "-N", name, "-f", f"{self.root}/slurm.conf")
+            self._start_slurmd(name)
         self.wait_for("two idle nodes", lambda: self.run("sinfo", "-h", "-o", "%D %T").stdout == "2 idle\n")
+
+    def _start_slurmd(self, name: str) -> None:
+        (self.root / f"spool.{name}").mkdir(exist_ok=True)
+        self._daemon(f"slurmd-{name}", *self._enter(name), "slurmd", "-D", "-N", name, "-f", f"{self.root}/slurm.conf")
 
     def _hold(self, name: str) -> None:
         """Namespaces that last as long as their first process."""
@@ -151,7 +165,9 @@ class TwoNodes:
         pid = self._first(name)
         # By network namespace alone: the pid is one of this process's own namespace.
         into = ["nsenter", "--target", str(self._first("ctl")), "--net", "sh", "-ec"]
-        subprocess.run([*into, f"ip link add {name} type veth peer name eth0 netns {pid}; ip link set {name} master br0 up"], check=True)
+        # The end of a node's first process takes its side of the cable along, a little later.
+        cable = f"ip link del {name} 2>/dev/null || true; ip link add {name} type veth peer name eth0 netns {pid}"
+        subprocess.run([*into, f"{cable}; ip link set {name} master br0 up"], check=True)
         self._shell(name, f"ip addr add {_ADDRESSES[name]}/24 dev eth0; ip link set eth0 up")
 
     def _first(self, name: str) -> int:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from moerl.train.settings import EngineSettings
+from moerl.weights.fleet_plan import plan_deliveries
+from moerl.weights.spec import box_of
 
 
 def differences(chosen: Sequence[EngineSettings], bridge: str) -> list[list[str]]:
@@ -33,11 +35,25 @@ def _differences(settings: EngineSettings, bridge: str) -> list[str]:
             found.append("names() are not those of export()")
     specs = [{spec.name: spec for spec in engine.pushed.specs()} for engine in (native, other)]
     found += [] if specs[0] == specs[1] else ["specs of a push"]
+    found += _pushed_differently(other, exported[1])
     if sum(t.numel() for t in native.model.bridge.tensors()) != sum(t.numel() for t in other.model.bridge.tensors()):
         found.append("tensors()")
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, found)
     return [f"rank {rank}: {fault}" for rank, faults in enumerate(everywhere) for fault in faults]
+
+
+def _pushed_differently(engine: Any, exported: dict[str, torch.Tensor]) -> list[str]:
+    """From what the package's export (without multi-token prediction) gave: rank 0 has all of it, and alone sends."""
+    outline = engine.pushed.outline(bucket_bytes=2000)
+    names = tuple(tensor.name for tensor in outline.tensors)
+    jobs = plan_deliveries(outline, {"server": (names,)}).jobs
+    engine.pushed.gather()
+    entries = [entry for bucket in jobs[0] for entry in bucket.entries] if dist.get_rank() == 0 else []
+    read, pieces = engine.pushed.read, {entry.name: entry for entry in entries}
+    wrong = [e.name for e in entries if not read(e.name, e.start, e.shape).equal(box_of(exported[e.name], e.start, e.shape))]
+    engine.pushed.release()
+    return [f"pushed {name}" for name in wrong] + (["senders"] if set(jobs) != {0} or set(pieces) != set(exported) else [])
 
 
 def _train(engine: Any) -> None:

@@ -173,8 +173,8 @@ class HFTrainGroup:
         with self._residency.running("export"):
             return {name: tensor.to(dtype) for name, tensor in self.weights().items()}
 
-    async def host(self) -> str:
-        return "localhost"
+    async def hosts(self) -> list[str]:
+        return ["localhost"]
 
 
 class _WiderFloats(TorchFunctionMode):

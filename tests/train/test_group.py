@@ -2,14 +2,20 @@
 
 import asyncio
 import os
+import re
 import signal
+import socket
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from awake import awake
 
 from moerl.algorithms.sft import SFT
+from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
 from moerl.config.layout import Layout
 from moerl.config.schema import (
     GRPOConfig,
@@ -22,14 +28,19 @@ from moerl.config.schema import (
     TinyData,
     WeightsConfig,
 )
+from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
+from moerl.train import calls, checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ConfigError, ResidencyError, TrainError
+from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.weights.deliveries import stored_specs
 from moerl.weights.fleet_plan import plan_deliveries
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
+DEADLINES = DeadlineConfig()
+LONG_BATCH = sft_batch([((1, 2, 3), tuple(range(4, 30)))] * 60)
+"""Of many micro-batches."""
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +67,25 @@ def run_with(cluster, checkpoints, tmp_path):
         algorithm=GRPOConfig(),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
         rollout=RolloutConfig(max_response_tokens=8),
+        output_dir=str(tmp_path / "runs"),
         weights=WeightsConfig(bucket_bytes=20_000),
         network=NetworkConfig(variables={"NCCL_DEBUG": "WARN"}),
     )
 
-    def run(scenario, *, interface="lo", **changes):
+    def run(scenario, *, deadlines=DEADLINES, interface="lo", **changes):
         network = replace(config.network, interface=interface)
-        changed = replace(config, train=replace(config.train, **changes), network=network)
-        group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)
+        changed = replace(config, train=replace(config.train, **changes), network=network, deadlines=deadlines)
+        group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path / "checkpoints")
 
         async def whole():
             try:
                 await group.start()
                 await scenario(group, [await worker.process_id.remote() for worker in group._workers])
             finally:
+                processes = [place.process for place in group._calls._places]
                 await group.close()
+                _, alive = psutil.wait_procs([psutil.Process(each.pid) for each in processes if psutil.pid_exists(each.pid)], timeout=20)
+                assert not alive
 
         asyncio.run(whole())
 
@@ -101,8 +116,9 @@ def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collec
         assert set(jobs) == {0, 1}
         os.kill(pids[1], signal.SIGKILL)
         assert (await group.weight_source.pack(0, 0)).index == 0
-        with pytest.raises(TrainError, match=r"^rank 1 failed in pack:\n.*actor died"):
+        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in pack, on node .*\n    its process \d+ died without") as caught:
             await group.weight_source.pack(1, 0)
+        assert "memory" not in str(caught.value)
         assert (await group.weight_source.pack(0, 1)).index == 1
 
     run_with(scenario)
@@ -127,14 +143,146 @@ def test_an_interface_that_a_node_does_not_have_is_refused_before_ranks_meet(run
         run_with(scenario, interface="nope0")
 
 
-def test_ranks_that_do_not_answer_are_named_at_the_deadline(run_with):
+def report_of(error):
+    """The conclusion, and the section of each process by its name."""
+    path = str(error).splitlines()[-1].removeprefix("stacks and progress of all: ")
+    conclusion, *sections = Path(path).read_text().split("\n== ")
+    return conclusion, {section.split(" on node")[0]: section for section in sections}
+
+
+def signal_when(number, pid, is_there):
+    """Once the process's own record, by line, says that it is where the signal should find it."""
+    end = time.monotonic() + 20
+    while not is_there(read_progress(pid)) and time.monotonic() < end:
+        os.sched_yield()
+    os.kill(pid, number)
+
+
+def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with):
+    """All are silent."""
+
+    def in_second_micro_batch(lines):
+        work, micro_batch = lines[WORK], lines.get(MICRO_BATCH)
+        return work.text == "update" and micro_batch is not None and micro_batch.first >= 2
+
     async def scenario(group, pids):
-        stats = await group.update(BATCH, SFT(), lr=1e-3)
-        assert stats.num_tokens == 5
+        updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
+        await asyncio.to_thread(signal_when, signal.SIGSTOP, pids[1], in_second_micro_batch)
+        with pytest.raises(HangError) as caught:
+            await updating
+        first, second, third, *_ = str(caught.value).splitlines()
+        assert first == "update: rank 1 did not arrive within 3 s (deadlines.update_seconds)"
+        assert second.startswith(f"* rank 1 on node {socket.gethostname()}, process {pids[1]}: its process is stopped (state stopped")
+        assert re.search(
+            r"in update for \d\.\d s; micro-batch \d+ of \d+; (inside|newest communication) \w+ of \[0, 1\] \w+, number \d+", third
+        )
+        assert (caught.value.names, caught.value.origin.doing) == (("rank 1",), "update")
+        conclusion, sections = report_of(caught.value)
+        assert str(caught.value).startswith(conclusion.strip())
+        assert "stacks: py-spy" in sections["rank 1"]
+        assert re.search(r"MegatronEngine\._update \(/.*moerl/train/engine.py:\d+\)", sections["rank 1"])
+        assert re.search(r"in update for .*; inside \w+ of \[0, 1\]", sections["rank 0"])
+        assert f"rank 1 of 2 on {socket.gethostname()}" in sections["rank 1"], "the end of its log"
+        with pytest.raises(HangError):  # at once, whatever comes next
+            await group.logprobs(BATCH)
+
+    run_with(scenario, deadlines=DeadlineConfig(update_seconds=3))
+
+
+def test_a_rank_frozen_in_a_push_is_named_although_another_one_packs(run_with):
+    async def scenario(group, pids):
+        jobs = await start_push(group)
         os.kill(pids[1], signal.SIGSTOP)
-        group._config = replace(group._config, train=replace(group._config.train, phase_seconds=2))
-        with pytest.raises(TrainError, match=r"^update: ranks \[0, 1\] of 2 did not answer within 2 s$"):
-            await group.update(BATCH, SFT(), lr=1e-3)
+        with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 2 s \(deadlines.push_seconds\)\n") as caught:
+            await asyncio.gather(*(group.weight_source.pack(rank, 0) for rank in jobs))
+        conclusion, sections = report_of(caught.value)
+        assert "no answer either" not in conclusion, "no rank waits for another in a push"
+        assert "after digest_push for" in sections["rank 1"]
+        assert "stacks: py-spy" in sections["rank 1"]
+
+    run_with(scenario, deadlines=DeadlineConfig(push_seconds=2))
+
+
+def test_a_rank_frozen_in_the_staging_of_a_save_is_named(run_with):
+    async def scenario(group, pids):
+        await group.update(BATCH, SFT(), lr=1e-3)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(HangError, match=r"^save: rank 1 did not arrive within 2 s \(deadlines.save_seconds\)\n") as caught:
+            await group.save(1, {})
+        _, sections = report_of(caught.value)
+        assert "TrainWorker.stage_checkpoint" in sections["rank 0"]
+        assert "stacks: py-spy" in sections["rank 1"]
+
+    run_with(scenario, deadlines=DeadlineConfig(save_seconds=2))
+
+
+def test_a_rank_whose_file_system_hangs_while_it_writes_a_checkpoint_is_named(run_with, monkeypatch):
+    """Opening a pipe that nobody reads blocks for ever, like a file of a storage that is gone."""
+
+    def begin(root, version):
+        directory = upstream(root, version)
+        os.mkfifo(directory / "__1_0.distcp")
+        return directory
+
+    upstream = checkpoint.begin
+    monkeypatch.setattr(checkpoint, "begin", begin)
+
+    async def scenario(group, pids):
+        await group.update(BATCH, SFT(), lr=1e-3)
+        await group.save(1, {})
+        with pytest.raises(CheckpointError, match=r"could not be written.*\nsave: rank 1 did not arrive within 2 s") as caught:
+            await group.saved(wait=True)
+        assert isinstance(caught.value.__cause__, HangError)
+        conclusion, sections = report_of(caught.value)
+        assert "after stage_checkpoint for" in conclusion and "beside it in write_checkpoint for" in conclusion
+        assert re.search(r"ShardWriter.write \(/.*shard_writer.py:\d+\)", sections["rank 1"])
+
+    run_with(scenario, deadlines=DeadlineConfig(save_seconds=2))
+
+
+def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_own_frames_first(run_with):
+    class Failing(SFT):
+        def token_loss(self, *args, **kwargs):
+            import torch.distributed
+
+            if torch.distributed.get_rank() == 1:
+                raise ZeroDivisionError("rank 1 alone")
+            return super().token_loss(*args, **kwargs)
+
+    async def scenario(group, pids):
+        with pytest.raises(TrainError) as caught:
+            await group.update(BATCH, Failing(), lr=1e-3)
+        first, error, innermost, next_one, *_ = str(caught.value).splitlines()
+        assert first == f"rank 1 of 2 failed in update, on node {socket.gethostname()}"
+        assert error == "    ZeroDivisionError: rank 1 alone"
+        assert innermost.startswith(f"      at {__file__}:")
+        assert "in token_loss: raise ZeroDivisionError" in innermost
+        assert next_one.startswith("      at moerl/train/loss.py:")
+        origin = caught.value.origin
+        assert (origin.who, origin.doing) == ("rank 1 of 2", "update")
+        assert "micro_batch_loss" in origin.details
+        assert Path(origin.log).name == "rank-1.log"
+
+    run_with(scenario, deadlines=DeadlineConfig(settle_seconds=0.5))
+
+
+def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_is_recognised(run_with, monkeypatch):
+    """The kernel's counter is one more than it was when the rank started."""
+    upstream = calls.memory_kills
+    monkeypatch.setattr(calls, "memory_kills", lambda counter: upstream(counter) + 1)
+
+    async def scenario(group, pids):
+        updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
+        await asyncio.to_thread(signal_when, signal.SIGKILL, pids[1], lambda lines: MICRO_BATCH in lines)
+        with pytest.raises(TrainError) as caught:
+            await updating
+        first, died, cause, *rest = str(caught.value).splitlines()
+        assert first == f"rank 1 of 2 failed in update, on node {socket.gethostname()}"
+        assert died == f"    its process {pids[1]} died without a Python error"
+        assert cause == "    it wrote no crash into its log: it was killed from outside, as by signal 9"
+        assert rest[0] == "    the kernel killed 1 processes there for lack of memory, probably this one"
+        assert rest[-1] == "after it failed: rank 0"
+        assert "rank 0 (it lost a peer):" in caught.value.origin.details
 
     run_with(scenario)
 

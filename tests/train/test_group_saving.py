@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import resource
 import signal
 from dataclasses import replace
@@ -44,11 +45,12 @@ def run_with(cluster, checkpoints, tmp_path):
         algorithm=GRPOConfig(),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
         rollout=RolloutConfig(max_response_tokens=8),
+        output_dir=str(tmp_path / "runs"),
     )
 
     def run(scenario, layout=config.train.layout):
         changed = replace(config, train=replace(config.train, layout=layout))
-        group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path)
+        group = MegatronTrainGroup(changed, model_dir=checkpoints["qwen3_moe"], checkpoint_dir=tmp_path / "checkpoints")
 
         async def whole():
             try:
@@ -86,7 +88,7 @@ def test_checkpoints_written_beside_updates_hold_the_weights_before_them_also_fo
         assert logprobs_T == pytest.approx(after[1], abs=1e-5)
 
     run_with(save)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000003"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     run_with(continue_, Layout(ranks=1))
 
 
@@ -105,12 +107,12 @@ def test_a_rank_that_cannot_write_is_the_cause_and_the_checkpoint_before_stays(r
         await update(group)
         with pytest.raises(CheckpointError) as caught:
             await group.saved(wait=True)
-        first, cause, *traceback = str(caught.value).splitlines()
-        before = tmp_path / "step-000001"
-        assert first == f"checkpoint {tmp_path}/step-000002 could not be written; the newest complete one is {before}"
-        assert cause == "rank 1 failed in write_checkpoint:"
-        assert "File too large" in traceback[-1]
-        assert checkpoint.newest(tmp_path) == before
+        first, cause, reason, *_ = str(caught.value).splitlines()
+        before = tmp_path / "checkpoints" / "step-000001"
+        assert first == f"checkpoint {tmp_path}/checkpoints/step-000002 could not be written; the newest complete one is {before}"
+        assert re.fullmatch(r"rank 1 of 2 failed in write_checkpoint, on node \S+", cause)
+        assert reason == "    OSError: [Errno 27] File too large"
+        assert checkpoint.newest(tmp_path / "checkpoints") == before
         limit_file_size(pids[1], resource.RLIM_INFINITY)
         await group.save(3, {})  # the ranks are none the worse
         await group.saved(wait=True)
@@ -135,9 +137,9 @@ def test_ranks_killed_during_a_save_leave_the_checkpoint_before(run_with, tmp_pa
             await update(group)
 
     run_with(scenario)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002.tmp"]
-    assert read_state(checkpoint.newest(tmp_path)) == {"version": 1}
-    assert faults_of_part(checkpoint.newest(tmp_path), part=0, num_parts=1) == []
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002.tmp"]
+    assert read_state(checkpoint.newest(tmp_path / "checkpoints")) == {"version": 1}
+    assert faults_of_part(checkpoint.newest(tmp_path / "checkpoints"), part=0, num_parts=1) == []
 
 
 def test_every_damaged_file_is_named_whichever_rank_finds_it(run_with, tmp_path):
@@ -147,11 +149,11 @@ def test_every_damaged_file_is_named_whichever_rank_finds_it(run_with, tmp_path)
             await group.save(version, {})
         await group.saved(wait=True)
         for rank in range(2):
-            flip_a_bit(tmp_path / "step-000002" / f"__{rank}_0.distcp")
+            flip_a_bit(tmp_path / "checkpoints" / "step-000002" / f"__{rank}_0.distcp")
         with pytest.raises(CheckpointError) as caught:
             await group.load()
         first, *faults = str(caught.value).splitlines()
-        assert f"delete {tmp_path}/step-000002 to continue from step-000001" in first
+        assert f"delete {tmp_path}/checkpoints/step-000002 to continue from step-000001" in first
         assert [fault.split(":")[0] for fault in faults] == ["* __0_0.distcp", "* __1_0.distcp"]
         assert all("contents differ from what was written; holds decoder." in fault for fault in faults)
 

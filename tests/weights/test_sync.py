@@ -147,19 +147,20 @@ def test_a_failure_of_the_trainer_is_told_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("source_host", "receiver_hosts", "expected"),
+    ("source_hosts", "receiver_hosts", "expected"),
     [
-        ("127.0.0.1", ["127.0.0.1", "localhost"], "shm"),
-        ("127.0.0.1", [socket.gethostname()], "shm"),
-        ("127.0.0.1", ["127.0.0.1", "192.0.2.7"], "gloo"),
-        ("192.0.2.7", ["192.0.2.7", "192.0.2.7"], "shm"),
-        ("192.0.2.7", ["127.0.0.1"], "gloo"),
+        (["127.0.0.1"], ["127.0.0.1", "localhost"], "shm"),
+        (["127.0.0.1"], [socket.gethostname()], "shm"),
+        (["127.0.0.1"], ["127.0.0.1", "192.0.2.7"], "gloo"),
+        (["192.0.2.7"], ["192.0.2.7", "192.0.2.7"], "shm"),
+        (["192.0.2.7"], ["127.0.0.1"], "gloo"),
+        (["127.0.0.1", "192.0.2.7"], ["127.0.0.1"], "gloo"),
     ],
 )
-def test_auto_is_shm_only_when_all_are_on_the_trainer_s_host(source_host, receiver_hosts, expected):
-    assert resolve_transport("auto", source_host=source_host, receiver_hosts=receiver_hosts) == expected
+def test_auto_is_shm_only_when_ranks_and_servers_are_on_one_host(source_hosts, receiver_hosts, expected):
+    assert resolve_transport("auto", source_hosts=source_hosts, receiver_hosts=receiver_hosts) == expected
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_named_transport_is_taken_as_it_is(transport):
-    assert resolve_transport(transport, source_host="127.0.0.1", receiver_hosts=["192.0.2.7"]) == transport
+    assert resolve_transport(transport, source_hosts=["127.0.0.1"], receiver_hosts=["192.0.2.7"]) == transport

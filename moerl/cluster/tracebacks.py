@@ -1,0 +1,26 @@
+"""A traceback as a person wants it: the error first, then the innermost frames of moerl and of the user's own code."""
+
+import re
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)\n(?!\s*File ")(?P<code>[^\n]*)', re.MULTILINE)
+_BEGIN = re.compile(r"^(?:Traceback \(most recent call last\):|ray::.*)$", re.MULTILINE)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_NOT_SHOWN = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "/moerl/train/rank_progress.py")
+_MAX_FRAMES = 5
+
+
+def headline(text: str) -> list[str]:
+    """Lines: the error's own, then of its traceback at most five frames, innermost first. `text` as Python, or Ray, prints it."""
+    last_part = _BEGIN.split(_COLOURS.sub("", text))[-1]
+    frames = list(_FRAME.finditer(last_part))
+    error = last_part[frames[-1].end() :] if frames else last_part
+    lines = [line for line in error.strip().splitlines() if line.strip(" ^~")]
+    own = [frame for frame in reversed(frames) if not any(part in frame["file"] for part in _NOT_SHOWN)]
+    places = [f"{_short(frame['file'])}:{frame['line']} in {frame['name']}: {frame['code'].strip()}" for frame in own[:_MAX_FRAMES]]
+    return [f"    {line}" for line in lines] + [f"      at {place}" for place in places]
+
+
+def _short(file: str) -> str:
+    """From the package on."""
+    _, package, rest = file.rpartition("/moerl/")
+    return f"moerl/{rest}" if package else file

@@ -1,0 +1,137 @@
+"""A training rank's record of what it does: the call, the micro-batch, the collective, for a report about a rank that hangs.
+
+On GPUs a collective is over when it is launched: its line says which was launched last, and the counts of a group's ranks who is behind.
+"""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from moerl.cluster.progress import BESIDE, COLLECTIVE, FIRST_GROUP, MAX_TEXT, MICRO_BATCH, NUM_LINES, WAIT, WORK, ProgressRecord
+
+T = TypeVar("T")
+
+COLLECTIVES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "_all_gather_base", "reduce_scatter", "reduce_scatter_tensor",
+    "_reduce_scatter_base", "all_to_all", "all_to_all_single", "broadcast", "reduce", "gather", "scatter", "barrier",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+)  # fmt: skip
+POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
+"""Noted, not counted: two ranks of a group alone take part."""
+
+_record: ProgressRecord | None = None
+"""Of this process. None in a process that is no rank of a run."""
+
+
+def keep_record(*, beside: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator: the public methods of a rank are noted while they run; those of Ray's concurrency group `beside` on a line of
+    their own."""
+
+    def decorate(worker: type[T]) -> type[T]:
+        for name, method in list(vars(worker).items()):
+            if inspect.isfunction(method) and not name.startswith("_"):
+                line = BESIDE if getattr(method, "__ray_concurrency_group__", None) == beside else WORK
+                setattr(worker, name, _noted(method, line))
+        return worker
+
+    return decorate
+
+
+def open_record() -> None:
+    """From here on this process is a rank. Before Megatron is imported: it takes some functions of torch.distributed by their names."""
+    global _record
+    if _record is not None:
+        return
+    _record = ProgressRecord()
+    groups = _Groups()
+    for name in COLLECTIVES:
+        setattr(dist, name, _counted(getattr(dist, name), name, _record, groups))
+    for name in POINT_TO_POINT:
+        setattr(dist, name, _marked(getattr(dist, name), COLLECTIVE, name, _record))
+    dist.Work.wait = _marked(dist.Work.wait, WAIT, "wait", _record)  # type: ignore[method-assign]
+
+
+def counted(micro_batches: Sequence[T]) -> Iterator[T]:
+    """The same, and each is noted when it is taken."""
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        if _record is not None:
+            _record.write(MICRO_BATCH, number, len(micro_batches), b"")
+        yield micro_batch
+
+
+class _Groups:
+    """A line of the record for every group of ranks that this rank communicates in."""
+
+    def __init__(self) -> None:
+        self._line_of_text: dict[bytes, int] = {}
+        self._known: weakref.WeakKeyDictionary[Any, tuple[int, bytes]] = weakref.WeakKeyDictionary()
+        self.num_entered = [0] * NUM_LINES
+
+    def line(self, group: Any) -> tuple[int, bytes]:
+        """Its line and text. Groups of the same ranks and purpose, such as those made again after a sleep, have one."""
+        group = dist.group.WORLD if group is None else group
+        found = self._known.get(group)
+        if found is None:
+            text = f"{_ranks(dist.get_process_group_ranks(group))} {group.group_desc}".encode()[:MAX_TEXT]
+            free = min(FIRST_GROUP + len(self._line_of_text), NUM_LINES - 1)  # groups beyond the last line share it
+            found = self._known[group] = (self._line_of_text.setdefault(text, free), text)
+        return found
+
+
+def _noted(method: Callable[..., Any], line: int) -> Callable[..., Any]:
+    name = method.__name__.encode()
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _record is not None:
+            _record.write(line, 1, 0, name)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            if _record is not None:
+                _record.write(line, 0, 0, name)
+
+    return call
+
+
+def _counted(function: Callable[..., Any], name: str, record: ProgressRecord, groups: _Groups) -> Callable[..., Any]:
+    text, place = name.encode(), list(inspect.signature(function).parameters).index("group")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        line, group_text = groups.line(args[place] if len(args) > place else kwargs.get("group"))
+        groups.num_entered[line] += 1
+        record.write(line, groups.num_entered[line], 0, group_text)
+        record.write(COLLECTIVE, 1, line, text)
+        result = function(*args, **kwargs)
+        record.write(COLLECTIVE, 0, line, text)
+        return result
+
+    return call
+
+
+def _marked(function: Callable[..., Any], line: int, name: str, record: ProgressRecord) -> Callable[..., Any]:
+    text = name.encode()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        record.write(line, 1, 0, text)
+        result = function(*args, **kwargs)
+        record.write(line, 0, 0, text)
+        return result
+
+    return call
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """As first-last/step where they are evenly spaced: [0-6/2] for 0, 2, 4, 6."""
+    steps = {second - first for first, second in pairwise(ranks)}
+    if len(ranks) < 3 or len(steps) > 1:
+        return str(list(ranks))
+    (step,) = steps
+    return f"[{ranks[0]}-{ranks[-1]}{'' if step == 1 else f'/{step}'}]"

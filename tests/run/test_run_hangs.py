@@ -1,0 +1,93 @@
+"""Whole runs in which a process is frozen: they end, or go on, with a report that names it; nothing is left running."""
+
+import os
+import signal
+
+import psutil
+import pytest
+from whole_runs import DIGIT, SMALL, SYNC, assert_all_end, rows
+
+from moerl import run
+from moerl.check import load_checked
+from moerl.train.group import MegatronTrainGroup
+from moerl.types import HangError
+
+OVERRIDES = ("num_steps=3", "save_every=1", "deadlines.update_seconds=10", DIGIT)
+
+
+def train(output_dir, *overrides):
+    run.train(load_checked([f"recipe={SYNC}", *SMALL, *OVERRIDES, f"output_dir={output_dir}", *overrides]))
+    return rows(output_dir, SYNC)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def freeze_rank_1(monkeypatch):
+    """At the second update of the test; every process of the run at that moment."""
+    family, calls = [], []
+    upstream = MegatronTrainGroup.update
+
+    async def update(group, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            family.extend(psutil.Process().children(recursive=True))
+            os.kill(await group._workers[1].process_id.remote(), signal.SIGSTOP)
+        return await upstream(group, *args, **kwargs)
+
+    monkeypatch.setattr(MegatronTrainGroup, "update", update)
+    return family
+
+
+def reports(output_dir):
+    return {path.parent.name.split("-", 2)[2]: path.read_text() for path in (output_dir / SYNC / "hangs").glob("*/report.txt")}
+
+
+def test_a_run_whose_rank_hangs_goes_on_from_its_newest_checkpoint(tmp_path, freeze_rank_1, capfd):
+    found = train(tmp_path, "deadlines.on_hang=restart")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    ((phase, report),) = reports(tmp_path).items()
+    assert phase == "update"
+    assert report.startswith("update: rank 1 did not arrive within 10 s (deadlines.update_seconds)\n* rank 1 on node ")
+    assert "restart 1 of 3 after a hang" in capfd.readouterr().out
+    assert not (tmp_path / SYNC / "failure.txt").exists(), "it did not fail in the end"
+    assert_all_end(freeze_rank_1)
+
+
+@pytest.mark.slow
+def test_a_restart_after_a_hang_changes_no_bit(undisturbed, tmp_path, freeze_rank_1):
+    assert train(tmp_path, "deadlines.on_hang=restart") == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on_hang", "exit_code"), [("stop", 1), ("requeue", 75)])
+def test_a_run_that_may_not_restart_ends_with_the_report_and_leaves_nothing(tmp_path, freeze_rank_1, on_hang, exit_code):
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(HangError, match="^update: rank 1 did not arrive") as caught:
+        train(tmp_path, f"deadlines.on_hang={on_hang}")
+    assert caught.value.exit_code == exit_code
+    assert_all_end(freeze_rank_1)
+    assert set(os.listdir("/dev/shm")) == before
+    failure = (tmp_path / SYNC / "failure.txt").read_text()
+    assert failure.startswith(str(caught.value))
+    assert ", in update, at step 2\nlog: " in failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_push(undisturbed, tmp_path, strike, transport):
+    """Long before its probes would tell."""
+    struck = strike("push", signal.SIGSTOP)
+    options = ("rollout.num_servers=2", f"weights.transport={transport}", "deadlines.push_seconds=5", "weights.bucket_bytes=100000")
+    found = train(tmp_path, *options)
+    assert found[-1].pop("fleet/restarts") == 1.0
+    report = reports(tmp_path)["push"]
+    name = report.splitlines()[1].removeprefix("* ").split(" on node ")[0]
+    assert f"push: {name} did not arrive within 5 s at bucket 1 (deadlines.push_seconds)" in report
+    assert name.startswith("server 127.0.0.1:")
+    assert "moerl/rollout/hf/__main__.py" in report.split(f"== {name}")[1]
+    assert [row["reward/mean"] for row in found] == [row["reward/mean"] for row in undisturbed]
+    assert_all_end(struck.family)
