@@ -45,8 +45,10 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Print every setting of a run, or everything that is wrong with it. Needs no GPU and loads no torch."""
     from moerl.check import load_checked
     from moerl.config.summary import summary
+    from moerl.rollout.commands import described
 
-    typer.echo(summary(load_checked(overrides, config_dir)), nl=False)
+    config = load_checked(overrides, config_dir)
+    typer.echo(summary(config, described(config)), nl=False)
 
 
 @app.command()
@@ -81,20 +83,24 @@ def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 def plan(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    servers: Annotated[int, typer.Option(min=1, help="Rollout servers.")] = 1,
-    gpus_per_server: Annotated[int, typer.Option(min=1, help="Over which a server spreads its experts.")] = 8,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Of a node that runs rollout servers.")] = 8,
+    servers: Annotated[int | None, typer.Option(min=1, help="Rollout servers; the recipe's if not given.", show_default=False)] = None,
+    gpus_per_server: Annotated[
+        int | None,
+        typer.Option(min=1, help="With experts of one server; rollout.layout.gpus if not given.", show_default=False),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Of a node that runs servers; rollout.layout.gpus_per_node if not given.", show_default=False)
+    ] = None,
     card_gbit: Annotated[float, typer.Option(min=1e-3, help="Of the network card of one GPU, per second.")] = 400.0,
     bucket_mb: Annotated[int, typer.Option(min=1, help="Largest bucket.")] = 256,
 ) -> None:
     """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
     from moerl.check import load_checked
-    from moerl.planner.transfer import Network, transfer_report
-    from moerl.weights.plan import RolloutLayout
+    from moerl.planner.transfer import Network, rollout_of, transfer_report
 
-    rollout = RolloutLayout(num_servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
-    network = Network(rollout=rollout, card_gbit=card_gbit, bucket_mb=bucket_mb)
-    typer.echo(transfer_report(load_checked(overrides, config_dir), network), nl=False)
+    config = load_checked(overrides, config_dir)
+    rollout = rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
+    typer.echo(transfer_report(config, Network(rollout=rollout, card_gbit=card_gbit, bucket_mb=bucket_mb)), nl=False)
 
 
 @app.command()

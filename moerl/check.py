@@ -11,6 +11,7 @@ from moerl.config.problems import problem
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
 from moerl.config.scratch import scratch_config
+from moerl.config.server_layout_rules import start_problems
 from moerl.rewards.check import check_reward
 from moerl.rollout.datasets import check_data
 from moerl.train.checkpoint import newest
@@ -23,7 +24,7 @@ def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None
 
     `starts`: the run is about to begin, and needs what a check alone can do without.
     """
-    checks = (_data_and_reward, _continued_run, *([_weights] if starts else []))
+    checks = (_data_and_reward, _continued_run, *([_weights, start_problems] if starts else []))
     config = load(overrides if overrides is not None else (), config_dir, checks=checks)
     directory = newest(_checkpoints(config))
     if directory is not None:
@@ -37,9 +38,8 @@ def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
-    model = config.model
-    if model.path is None and model.scratch is None and model.published is not None:
-        reason = f"model.published={model.published} says what the model is, for checks; its weights are not part of moerl"
+    if config.model.is_only_named:
+        reason = f"model.published={config.model.published} says what the model is, for checks; its weights are not part of moerl"
         yield problem("model.path", None, "must be given to start", reason, "model.path=DIRECTORY of the downloaded checkpoint")
 
 

@@ -37,7 +37,11 @@ def interpreter(rollout: "RolloutConfig") -> str:
 
 def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
     """Every rule it breaks, for a model of `shape` if it is known. Asks the engine's environment, some seconds: about its version, its
-    arguments, and the model's sizes."""
+    arguments, and the model's sizes.
+
+    A model that is only named (model.published without a path) cannot be started, and a login node that checks its recipe needs no
+    environment: what belongs to starting is asked for with model.path.
+    """
     rollout = config.rollout
     if rollout.engine not in FAMILIES:
         if rollout.engine_args:
@@ -47,13 +51,15 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
             )
         return
     families = FAMILIES[rollout.engine]
+    if config.deterministic:
+        reason = f"{rollout.engine}'s results depend on which requests share a batch"
+        yield problem("deterministic", True, f"cannot be kept by rollout.engine={rollout.engine}", reason, "rollout.engine=hf")
+    if config.model.is_only_named:
+        return
     if shape is not None and shape.model_type not in families:
         rule = f"serves {', '.join(families)}; the model is {shape.model_type}"
         reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf")
-    if config.deterministic:
-        reason = f"{rollout.engine}'s results depend on which requests share a batch"
-        yield problem("deterministic", True, f"cannot be kept by rollout.engine={rollout.engine}", reason, "rollout.engine=hf")
     python = Path(interpreter(rollout))
     if python.is_file():
         model = model_config(config.model) if shape is not None and shape.model_type in families else None

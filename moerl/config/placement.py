@@ -34,7 +34,7 @@ class PlacementConfig(Strict):
 
 def gpus_per_server(rollout: "RolloutConfig") -> int:
     """Or processes, where there are no GPUs. The fake engine is part of the driver."""
-    return 0 if rollout.engine == "fake" else 1
+    return 0 if rollout.engine == "fake" else rollout.layout.gpus
 
 
 def num_gpus(config: "RunConfig") -> int:
@@ -73,10 +73,13 @@ def placement_problems(config: "RunConfig") -> Iterator[Problem]:
     except ConfigError as error:
         yield from error.problems
         return
-    spread = next((server for server in mapped.servers if len({gpu.node for gpu in server}) > 1), None)
-    if spread is not None:
-        rule, reason = "must hold a whole server", f"one needs {len(spread)} GPUs, and a server is one process on one node"
-        yield problem("placement.gpus_per_node", config.placement.gpus_per_node, rule, reason, "servers of fewer GPUs")
+    layout, gpus = config.rollout.layout, config.placement.gpus_per_node
+    numbers = {len({gpu.node for gpu in server}) for server in mapped.servers if server}
+    if gpus is not None and not numbers <= {layout.nodes}:
+        rule = f"must put the {layout.gpus} GPUs of a server on {layout.nodes} nodes"
+        reason = f"rollout.layout.gpus_per_node={layout.gpus_per_node} says so; servers would be on {', '.join(map(str, sorted(numbers)))}"
+        fix = f"rollout.layout.gpus_per_node={gpus}, or servers of fewer GPUs"
+        yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
 
 
 def _mode_problems(config: "RunConfig") -> Iterator[Problem]:

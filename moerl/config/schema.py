@@ -12,6 +12,7 @@ from pydantic import Field
 from moerl.config.placement import PlacementConfig
 from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import TrainConfig
+from moerl.config.server_layout import ServerLayout
 from moerl.config.slurm import SlurmConfig
 from moerl.config.strict import NotNegative, Positive, Seconds, Strict
 
@@ -48,6 +49,11 @@ class ModelConfig(Strict):
     scratch: ScratchModel | None = None
     max_context: Positive
     """Prompt and response together, in tokens; at most the model's max_position_embeddings."""
+
+    @property
+    def is_only_named(self) -> bool:
+        """A published model without its checkpoint: a recipe that can be checked, not started."""
+        return self.path is None and self.scratch is None and self.published is not None
 
 
 # -- data and rewards ------------------------------------------------------------------------------------------
@@ -167,6 +173,8 @@ class RolloutConfig(Strict):
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
     num_servers: Positive = 1
+    layout: ServerLayout = field(default_factory=ServerLayout)
+    """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
     host: str | None = None
     """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

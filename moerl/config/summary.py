@@ -1,13 +1,15 @@
 """A run on one page: what follows from its settings as comments, then every setting as YAML."""
 
+from collections.abc import Iterable
+
 from moerl.config.load import to_yaml
 from moerl.config.object_store import most_bytes, sample_bytes
 from moerl.config.schema import RunConfig
 
 
-def summary(config: RunConfig) -> str:
-    """Valid YAML: what `moerl check` prints can be kept and read again."""
-    return "".join(f"# {line}\n" for line in _derived(config)) + to_yaml(config)
+def summary(config: RunConfig, further: Iterable[str] = ()) -> str:
+    """Valid YAML: what `moerl check` prints can be kept and read again. `further`: lines from packages this one may not import."""
+    return "".join(f"# {line}\n" for line in (*_derived(config), *further)) + to_yaml(config)
 
 
 def _derived(config: RunConfig) -> list[str]:

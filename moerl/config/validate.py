@@ -20,6 +20,7 @@ from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
+from moerl.config.server_layout_rules import layout_problems
 from moerl.config.slurm import slurm_problems
 from moerl.types import Problem
 
@@ -59,8 +60,7 @@ def _staleness(config: RunConfig) -> Iterator[Problem]:
 def _model(config: RunConfig) -> Iterator[Problem]:
     path, scratch = config.model.path, config.model.scratch
     yield from _published_problems(config.model)
-    is_only_checked = path is None and scratch is None and config.model.published is not None
-    if (path is None) == (scratch is None) and not is_only_checked:
+    if (path is None) == (scratch is None) and not config.model.is_only_named:
         both = "both are given" if path is not None else "neither is given"
         fix = "model.path=DIRECTORY for a checkpoint, or model.scratch={} for a random tiny model"
         yield problem("model", both, "needs exactly one of path and scratch", "the weights come from one place", fix)
@@ -228,6 +228,10 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
 
 
+def _server_layout(config: RunConfig) -> Iterator[Problem]:
+    yield from layout_problems(config, _shape(config.model))
+
+
 def _engine(config: RunConfig) -> Iterator[Problem]:
     yield from engine_problems(config, _shape(config.model))
 
@@ -287,6 +291,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _overlong,
     _gym_reward,
     _rollout,
+    _server_layout,
     _engine,
     _disk_delta,
     _observe,

@@ -24,6 +24,21 @@ class Network:
     bucket_mb: int
 
 
+def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
+    """The recipe's servers, with what is not None instead; other GPUs per server share all experts out. Raises ConfigError for EPLB."""
+    layout = config.rollout.layout
+    if layout.redundant_experts is not None:
+        rule, reason = "cannot be planned", "EPLB decides while it runs which GPUs hold copies"
+        fix = "rollout.layout.redundant_experts=null to plan without them"
+        raise ConfigError([problem("rollout.layout.redundant_experts", layout.redundant_experts, rule, reason, fix)])
+    return RolloutLayout(
+        num_servers=config.rollout.num_servers if servers is None else servers,
+        gpus_per_server=layout.gpus if gpus_per_server is None else gpus_per_server,
+        gpus_per_node=layout.gpus_per_node if gpus_per_node is None else gpus_per_node,
+        expert_parallel=layout.ep if gpus_per_server is None else None,
+    )
+
+
 def transfer_report(config: RunConfig, network: Network) -> str:
     """Text for people. Raises ConfigError for a rollout that cannot serve the model."""
     num_experts = shape_of_config(model_config(config.model)).num_experts
@@ -39,7 +54,7 @@ def transfer_report(config: RunConfig, network: Network) -> str:
 
 
 def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Problem]:
-    if num_experts is not None and num_experts % rollout.gpus_per_server:
+    if num_experts is not None and num_experts % rollout.expert_shares:
         fix = "one of " + ", ".join(str(number) for number in range(1, num_experts + 1) if num_experts % number == 0)
         rule, reason = f"must divide the model's {num_experts} experts", "each GPU of a server holds whole experts"
         yield problem("--gpus-per-server", rollout.gpus_per_server, rule, reason, fix)
@@ -54,13 +69,13 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     rollout, rate = plan.rollout, network.card_gbit / 8 * 1e9
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in plan.tensors) - experts
-    least = experts / rollout.gpus_per_server + others / min(rollout.gpus_per_node, rollout.num_gpus)
+    least = experts / rollout.expert_shares + others / min(rollout.gpus_per_node, rollout.num_gpus)
     found = schedule(plan, bucket_bytes=network.bucket_mb * 2**20)
     bound = bound_seconds(plan, bytes_per_second=rate)
     yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
     yield f"trainer          {plan.layout.ranks} GPUs"
     yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
-    yield f"network in       {_range(plan.received())} by GPU; experts / {rollout.gpus_per_server} + all else once per node = {_gb(least)}"
+    yield f"network in       {_range(plan.received())} by GPU; experts / {rollout.expert_shares} + all else once per node = {_gb(least)}"
     yield f"network out      {_range(plan.sent())} by trainer GPU"
     yield f"within nodes     {_range(plan.spread_in_node())} by GPU"
     yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"

@@ -1,19 +1,17 @@
 """From the configuration to the run's rollout engines, and to who receives what they answer."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from moerl.cluster.seats import Seats
-from moerl.config.engines import interpreter
 from moerl.config.model_shape import read_config, shape_of_config
-from moerl.config.placement import num_shared
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.payloads import keep
 from moerl.rollout.collect import Collector, Decoder, Intake, LocalCollector
+from moerl.rollout.commands import native_command, port_of, server_command
 from moerl.rollout.engine import RolloutEngine
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
@@ -65,36 +63,28 @@ def _home(config: RunConfig, seats: Seats, index: int) -> _Home:
 
 def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
     extra = ["--deterministic"] if config.deterministic else []
-    return _start_by("moerl.rollout.hf", extra, config, model_dir, log_dir, home)
+    return _engine(
+        server_command(config, model_dir.absolute(), home.index, module="moerl.rollout.hf", extra=extra, host=home.host),
+        config,
+        log_dir,
+        home,
+    )
 
 
 def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
-    """vLLM or SGLang, in an environment of its own."""
-    extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
-    if routes_to_replay(config) is not None:
-        extra.append("--returns-routes")
-    if home.index < num_shared(config):
-        extra.append("--shares-gpus")
-    return _start_by(f"moerl.rollout.{config.rollout.engine}.server", extra, config, model_dir, log_dir, home)
+    """vLLM or SGLang, in an environment of its own; a server of one node."""
+    return _engine(native_command(config, model_dir.absolute(), home.index, host=home.host), config, log_dir, home)
 
 
-def _start_by(module: str, extra: list[str], config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
-    rollout = config.rollout
-    port = rollout.port + home.index if rollout.port else 0
-    options = {
-        "--model": model_dir.absolute(),
-        "--dtype": config.rollout_dtype,
-        "--max-context": config.model.max_context,
-        "--max-running": rollout.max_running,
-        "--prefill-chunk": rollout.prefill_chunk,
-        "--host": home.host,
-        "--port": port,
-    }
-    command = [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
-    log_path = log_dir.absolute() / f"rollout-{home.index}.log"
+def _engine(command: list[str], config: RunConfig, log_dir: Path, home: _Home) -> RolloutEngine:
     return HTTPEngine(
-        command, host=home.host, port=port, log_path=log_path, start_seconds=config.deadlines.start_seconds, process=home.process
-    )  # fmt: skip
+        command,
+        host=home.host,
+        port=port_of(config.rollout, home.index),
+        log_path=log_dir.absolute() / f"rollout-{home.index}.log",
+        start_seconds=config.deadlines.start_seconds,
+        process=home.process,
+    )
 
 
 def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:

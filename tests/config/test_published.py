@@ -11,6 +11,8 @@ from moerl.config.published import published_config, published_names
 from moerl.types import ConfigError
 
 RECIPE = "recipe=grpo-glm-4.5-8n8g-sync"
+FAKE = "rollout.engine=fake"
+"""What the recipe's own engine asks of a checkpoint is tested in test_server_layout.py."""
 
 
 @pytest.fixture
@@ -30,12 +32,12 @@ def downloaded(tmp_path):
 
 def problems(*overrides, starts=False):
     with pytest.raises(ConfigError) as caught:
-        load_checked([RECIPE, *overrides], starts=starts)
+        load_checked([RECIPE, FAKE, *overrides], starts=starts)
     return caught.value.problems
 
 
 def test_a_layout_is_checked_against_a_model_that_is_not_here():
-    (found,) = problems("train.layout.ranks=192", "train.layout.ep=48")
+    (found,) = problems("train.layout.ranks=192", "train.layout.ep=48", "placement.nodes=24")
     assert (found.path, found.rule) == ("train.layout.ep", "must divide the model's 160 experts")
 
 
@@ -53,7 +55,7 @@ def test_a_run_without_its_checkpoint_is_checked_but_does_not_start(downloaded):
     load_checked([RECIPE])
     (found,) = problems(starts=True)
     assert (found.path, found.value) == ("model.path", None)
-    load_checked([RECIPE, downloaded()], starts=True)
+    load_checked([RECIPE, FAKE, downloaded()], starts=True)
 
 
 def test_another_model_than_the_recipes_is_refused_with_what_differs(downloaded):
@@ -63,7 +65,7 @@ def test_another_model_than_the_recipes_is_refused_with_what_differs(downloaded)
 
 
 def test_another_context_of_the_same_architecture_is_accepted(downloaded):
-    load_checked([RECIPE, downloaded(max_position_embeddings=202752, torch_dtype="float32")])
+    load_checked([RECIPE, FAKE, downloaded(max_position_embeddings=202752, torch_dtype="float32")])
 
 
 def test_an_unknown_published_model_is_refused_with_the_known_ones():

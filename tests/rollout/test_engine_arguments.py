@@ -46,6 +46,13 @@ def test_a_name_that_moerl_sets_gets_the_field_to_set():
     assert "is set by moerl" in found.rule and found.fix == "model.path"
 
 
+def test_another_name_of_an_argument_that_moerl_sets_is_refused_too():
+    parser = QuietParser(add_help=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", type=int)
+    (found,) = argument_problems(parser, {"tensor_parallel_size": 2}, own={"tp_size": "rollout.layout.gpus"}, engine="SGLang")
+    assert "is set by moerl" in found.rule and found.fix == "rollout.layout.gpus"
+
+
 def test_a_value_the_parser_refuses_is_explained_by_it():
     (found,) = problems(tp_size="two")
     assert "invalid int value: 'two'" in found.reason
@@ -111,7 +118,7 @@ def test_a_missing_environment_gets_the_command_that_builds_it(monkeypatch, tmp_
 def test_models_and_settings_that_an_engine_is_not_tested_with_are_refused(monkeypatch, tmp_path, engine, model_type):
     monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
     found = rules(dataclasses.replace(SHAPE, model_type=model_type), engine=engine, deterministic=True)
-    assert [problem.path for problem in found] == ["rollout.engine", "deterministic", "rollout.python"]
+    assert [problem.path for problem in found] == ["deterministic", "rollout.engine", "rollout.python"]
 
 
 @pytest.mark.parametrize("engine", NATIVE)

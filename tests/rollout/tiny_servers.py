@@ -153,9 +153,14 @@ def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, 
 
 
 def native_engine(kind: str, checkpoint: Checkpoint, log_dir: Path, **rollout: Any) -> HTTPEngine:
+    (engine,) = build_engines(native_config(kind, checkpoint, **rollout), checkpoint.directory, log_dir)
+    return engine
+
+
+def native_config(kind: str, checkpoint: Checkpoint, **rollout: Any) -> RunConfig:
     """`kind`: "sglang-moe" and so on."""
     name, model = kind.split("-")
-    config = RunConfig(
+    return RunConfig(
         name="run",
         num_steps=1,
         groups_per_step=1,
@@ -169,8 +174,6 @@ def native_engine(kind: str, checkpoint: Checkpoint, log_dir: Path, **rollout: A
         ),
         rollout=RolloutConfig(engine=name, max_response_tokens=16, max_running=MAX_RUNNING, prefill_chunk=128, **rollout),
     )
-    (engine,) = build_engines(config, checkpoint.directory, log_dir)
-    return engine
 
 
 def new_fake(checkpoint: Checkpoint) -> FakeEngine:

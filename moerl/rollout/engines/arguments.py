@@ -25,6 +25,11 @@ def version_problems(engine: str, packages: Sequence[str], supported: str) -> li
     return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
 
 
+def installed_version(packages: Sequence[str]) -> str:
+    """Of the first of `packages` that is there; one must be."""
+    return next(version for package in packages if (version := _version(package)) is not None)
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package).partition("+")[0]
@@ -45,8 +50,14 @@ def argument_problems(
     """`parser` is a QuietParser with the engine's options. `own`: options that moerl sets, and what to write instead."""
     for action in parser._actions:
         action.required = False  # each argument is parsed by itself
+    options = [[_name(option) for option in action.option_strings] for action in parser._actions]
     known = _names(parser)
+    own = {**own, **{name: own[mine] for names in options for mine in own.keys() & set(names) for name in names}}
     return [found for name, value in arguments.items() if (found := _problem(parser, name, value, known, own, engine)) is not None]
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _problem(
@@ -68,11 +79,11 @@ def _problem(
     return None
 
 
-def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
+def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParser | None = None) -> list[str]:
     """true: the option alone. null: none. false: its opposite if the engine has one (--no-OPTION), else none. A list: the option with
-    several values. A mapping: JSON."""
+    several values. A mapping: JSON. `parser`: the engine's; None: no option has an opposite."""
     line: list[str] = []
-    known = _names(parser)
+    known = set() if parser is None else _names(parser)
     for name, value in arguments.items():
         option = "--" + name.replace("_", "-")
         if value is None or (value is False and f"no_{name}" not in known):
@@ -86,4 +97,4 @@ def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParse
 
 
 def _names(parser: argparse.ArgumentParser) -> set[str]:
-    return {option.removeprefix("--").replace("-", "_") for action in parser._actions for option in action.option_strings}
+    return {_name(option) for action in parser._actions for option in action.option_strings}

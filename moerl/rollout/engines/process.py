@@ -8,16 +8,17 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from moerl.config.model_shape import read_config, shape_of_config
+from moerl.config.server_layout import ServerLayout
 from moerl.rollout.child import ChildServer, exit_with_owner, listen, private_stdout, report_error
 from moerl.rollout.engines.core import Core
 from moerl.rollout.engines.gate import Gate
+from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.server import build_app
 from moerl.rollout.limits import Limits
 from moerl.types import EngineError, Problem
@@ -25,29 +26,22 @@ from moerl.types import EngineError, Problem
 logger = logging.getLogger(__name__)
 
 PROBLEMS = TypeAdapter(list[Problem])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What moerl decides about a server; the names are those of the hf server."""
-
-    model: Path
-    dtype: str
-    max_context: int
-    max_running: int
-    prefill_chunk: int
-    returns_routes: bool
-    shares_gpus: bool
-    """It must be able to give its memory back."""
-    engine_args: Mapping[str, Any]
+LAYOUT = TypeAdapter(ServerLayout)
 
 
 FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Problem]]
 """Of the installed version, of engine_args, and of a model's config.json if it is known."""
 
 
-def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], Core]) -> None:
-    """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model."""
+def main(
+    name: str,
+    *,
+    find_problems: FindProblems,
+    start: Callable[[Options], Core],
+    follow: Callable[[Options], None] | None = None,
+) -> None:
+    """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model.
+    `follow`: instead of it on a server's other nodes; returns when the server ends. None: the engine's servers have one node."""
     parsed = _parse(name)
     ready = private_stdout()
     arguments = json.loads(parsed.engine_args)
@@ -65,11 +59,19 @@ def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], C
         returns_routes=parsed.returns_routes,
         shares_gpus=parsed.shares_gpus,
         engine_args=arguments,
+        layout=LAYOUT.validate_json(parsed.layout),
+        node_rank=parsed.node_rank,
+        head=parsed.head,
     )
     try:
         if problems := find_problems(arguments, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
-        asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))
+        if options.node_rank > 0:
+            if follow is None:
+                raise EngineError(f"rollout.layout.gpus = {options.layout.gpus}: {name} servers of several nodes are not supported yet")
+            follow(options)
+        else:
+            asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))
     except EngineError as error:
         report_error(ready, error)
         sys.exit(1)
@@ -101,4 +103,7 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
     parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
     parser.add_argument("--engine-args", default="{}", help="JSON: the engine's own arguments by name")
+    parser.add_argument("--layout", default="{}", help="JSON: rollout.layout")
+    parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")
+    parser.add_argument("--head", default="127.0.0.1", help="host of node 0")
     return parser.parse_args(line)

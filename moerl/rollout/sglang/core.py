@@ -3,8 +3,11 @@
 import argparse
 import asyncio
 import base64
+import importlib.metadata
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +20,36 @@ from moerl.rollout import wire
 from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
-from moerl.rollout.engines.process import Options
+from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.model import checkpoint_specs
-from moerl.rollout.sglang import cpu, scheduler
+from moerl.rollout.sglang import cpu, launch, scheduler
 from moerl.route_types import RouteShape
 from moerl.types import EngineError, Problem, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ">=0.5.23,<0.6"
+SUPPORTED = launch.SUPPORTED
 
-OWN_ARGUMENTS = {
-    "model": "model.path or model.scratch",
-    "model_path": "model.path or model.scratch",
+OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for setting, argument in names.items()} | {
     "load_format": "leave it out: weights come by a push",
-    "dtype": "rollout.dtype",
-    "context_length": "model.max_context",
-    "max_running_requests": "rollout.max_running",
-    "chunked_prefill_size": "rollout.prefill_chunk",
     "host": "rollout.host",
     "port": "rollout.port",
     "skip_tokenizer_init": "leave it out: tokens in, tokens out",
     "sampling_backend": "leave it out: only pytorch samples with a seed per request",
-    "enable_return_routed_experts": "train.router_replay=rollout",
     "custom_weight_loader": "leave it out",
     "weight_version": "leave it out",
+    "dp_size": "rollout.num_servers, or rollout.layout.dp for data-parallel attention",
+    "enable_dp_attention": "rollout.layout.dp",
+    "deepep_mode": "rollout.layout.all_to_all",
+    "enable_eplb": "rollout.layout.redundant_experts",
+    "speculative_algorithm": "rollout.layout.mtp_tokens",
+    "node_rank": "leave it out: moerl numbers the nodes of a server",
     "enable_memory_saver": "placement.mode=colocated",
     "enable_weights_cpu_backup": "placement.mode=colocated",
-    "quantization": "leave it out: a push brings weights in rollout.dtype",
 }
 """What moerl sets or relies on, and what to write instead."""
 
 _TURN_SECONDS = 0.002
-
-_SPARE_POSITIONS = 8
-"""SGLang ends a request some tokens before its context_length."""
 
 
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
@@ -61,38 +59,37 @@ def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None)
 
 
 def start(options: Options) -> "SGLangCore":
+    model = read_config(options.model)
+    routes = shape_of_config(model).routes if options.returns_routes else None
+    return SGLangCore(_engine(options), routes, num_groups=options.layout.dp)
+
+
+def follow(options: Options) -> None:
+    """The part of a node after the first; SGLang's own constructor returns when the server has ended."""
+    _engine(options)
+
+
+def _engine(options: Options) -> Any:
+    os.environ.update(launch.environment(options))
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
     class OurEngine(Engine):
         run_scheduler_process_func = staticmethod(scheduler.run_scheduler)
 
-    model = read_config(options.model)
-    routes = shape_of_config(model).routes if options.returns_routes else None
     parser = _parser()
     line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
-    server_args = ServerArgs.from_cli_args(parser.parse_args(line))
-    return SGLangCore(OurEngine(server_args=server_args), routes)
+    return OurEngine(server_args=ServerArgs.from_cli_args(parser.parse_args(line)))
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
-    own: dict[str, Any] = {
-        "model_path": options.model,
-        "load_format": "dummy",
-        "dtype": options.dtype,
-        "context_length": options.max_context + _SPARE_POSITIONS,
-        "max_running_requests": options.max_running,
-        "chunked_prefill_size": options.prefill_chunk,
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "sampling_backend": "pytorch",
-        "enable_return_routed_experts": options.returns_routes,
-    }
-    if _has_gpu():
-        own |= {"enable_memory_saver": options.shares_gpus, "enable_weights_cpu_backup": options.shares_gpus}
-    else:
-        own |= cpu.ARGUMENTS | {"max_total_tokens": options.max_running * (options.max_context + _SPARE_POSITIONS)}
-    return own
+    has_gpu = _has_gpu()
+    own = launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
+    if has_gpu:
+        return own
+    os.environ.update(cpu.environment(options.layout))
+    positions = options.max_running * (options.max_context + launch.SPARE_POSITIONS)
+    return cpu.ARGUMENTS | {"max_total_tokens": positions} | own
 
 
 def _has_gpu() -> bool:
@@ -114,9 +111,10 @@ _TAGS: Mapping[Part, tuple[str, ...]] = {"weights": ("weights",), "cache": ("kv_
 class SGLangCore:
     """Implements Core. SGLang's own pause is asked for in mode in_place only."""
 
-    def __init__(self, engine: Any, routes: RouteShape | None):
-        """`routes` None: it was started without routed experts."""
+    def __init__(self, engine: Any, routes: RouteShape | None, *, num_groups: int):
+        """`routes` None: it was started without routed experts. `num_groups`: of data-parallel attention."""
         self._engine, self._manager, self._routes = engine, engine.tokenizer_manager, routes
+        self._num_groups = num_groups
         self._session_is_open = False
         self._needs = scheduler.needs_of(engine.server_args, checkpoint_specs(Path(engine.server_args.model_path), torch.float32))
         self._in_flight: set[str] = set()
@@ -190,21 +188,27 @@ class SGLangCore:
 
     def close(self) -> None:
         self._engine.shutdown()
+        Path(self._manager.load_snapshot_reader.path).unlink(missing_ok=True)
 
     def _unlink_loads(self) -> None:
-        """SGLang never removes the file in /dev/shm by which its processes tell their load. With more than one scheduler a process
-        of its own opens it at any time."""
-        if self._engine.server_args.dp_size == 1:
+        """SGLang never removes the file in /dev/shm by which its processes tell their load. With more than one group of schedulers a
+        process of its own opens it at any time, and it goes when the server closes."""
+        if self._num_groups == 1:
             reader = self._manager.load_snapshot_reader
             reader.read_all()  # opens it
             Path(reader.path).unlink(missing_ok=True)
 
     async def _call(self, step: str, body: bytes) -> None:
-        """On every scheduler; in a thread, since SGLang waits for the answer without its event loop."""
-        try:
-            await asyncio.to_thread(self._engine.collective_rpc, scheduler.INSTALL_METHOD, step=step, body=body.decode())
-        except AssertionError as error:
-            raise WeightError(str(error)) from error
+        """On every scheduler. As SGLang's collective_rpc, which with data-parallel attention reaches only one group, and waits on the event
+        loop: this goes the way of its other orders, and the first scheduler of each group answers."""
+        from sglang.srt.managers.io_struct import RpcReqInput, sock_recv
+
+        order = RpcReqInput(method=scheduler.INSTALL_METHOD, parameters={"step": step, "body": body.decode()})
+        await self._manager._async_dispatch_to_scheduler(order)
+        # One thread for all of them: a call that is cancelled must not leave answers for the next one.
+        for answer in await asyncio.to_thread(lambda: [sock_recv(self._engine.send_to_rpc) for _ in range(self._num_groups)]):
+            if not answer.success:
+                raise WeightError(answer.message)
 
     async def _session(self, name: str, body: Any) -> None:
         call: Callable[[Any, Any], Awaitable[tuple[bool, str]]] = getattr(self._manager, name)

@@ -7,10 +7,13 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from moerl.config.server_layout import ServerLayout
 
 ARGUMENTS = {
     "device": "cpu",
@@ -39,11 +42,42 @@ def prepare() -> None:
         _stub_triton()
 
 
+def environment(layout: ServerLayout) -> dict[str, str]:
+    """This host's cores, shared out among a server's processes here: SGLang asks for that where it has more of them than NUMA nodes."""
+    if layout.gpus == 1:
+        return {}
+    processes = min(layout.gpus, layout.gpus_per_node)
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank * len(cores) // processes :][: max(1, len(cores) // processes)] for rank in range(processes)]
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, share)) for share in shares)}
+
+
 def after_import() -> None:
-    """Once sglang is there: host memory needs no registration with a device that does not exist."""
+    """Once sglang is there. What its path for CPU without compiled kernels lacks: host memory that is not registered with a device; a
+    length for places that data-parallel groups with shorter batches leave empty; experts that other processes hold."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.mem_cache.pool_host import common
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # as its other backends for CPU
+    fused_moe_native.moe_forward_native = _without_others(fused_moe_native.moe_forward_native)
+
+
+def _without_others(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An expert of another process is number -1, which SGLang's kernels pass over: here the first one computes it, with weight 0. Every
+    choice of a token is a token of its own then, because `forward` counts an expert once for a token."""
+
+    def moe_forward_native(layer: torch.nn.Module, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        elsewhere = chosen.topk_ids < 0
+        if not elsewhere.any():
+            return forward(layer, x, chosen, config)
+        weights, experts = chosen.topk_weights.masked_fill(elsewhere, 0), chosen.topk_ids.masked_fill(elsewhere, 0)
+        apart = chosen._replace(topk_weights=weights.reshape(-1, 1), topk_ids=experts.reshape(-1, 1))
+        top_k = experts.shape[1]
+        return forward(layer, x.repeat_interleave(top_k, dim=0), apart, config).view(len(x), top_k, -1).sum(dim=1)
+
+    return moe_forward_native
 
 
 class _Kernels(types.ModuleType):

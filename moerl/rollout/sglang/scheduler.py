@@ -57,7 +57,33 @@ def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
 
 
 def _weights(scheduler: Any, step: str, body: str) -> None:
-    """One step of a push; `body` is the JSON of moerl.rollout.wire. What it raises, SGLang returns as text."""
+    """One step of a push; `body` is the JSON of moerl.rollout.wire. What it raises, SGLang returns as text, of the first rank alone: so
+    every rank raises what any of them has found."""
+    group, reason = scheduler.tp_group, None
+    try:
+        _take_step(scheduler, step, body)
+    except Exception as error:
+        logger.exception("%s of a push failed", step)
+        reason = str(error)
+    reasons: list[str | None] = [reason] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(reasons, reason, group=group.cpu_group)
+    if any(found is not None for found in reasons):
+        raise WeightError(_explain(reasons))
+
+
+def _explain(reasons: list[str | None]) -> str:
+    """By rank; None: it has not failed."""
+    ranks: dict[str, list[str]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            ranks.setdefault(reason, []).append(str(rank))
+    if len(ranks) == 1 and None not in reasons:
+        return next(iter(ranks))
+    return "; ".join(f"on rank {', '.join(which)} of the server's {len(reasons)}: {reason}" for reason, which in ranks.items())
+
+
+def _take_step(scheduler: Any, step: str, body: str) -> None:
     model = getattr(scheduler, "moerl_model", None)
     if model is None:
         model = scheduler.moerl_model = _Model(scheduler)

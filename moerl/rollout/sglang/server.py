@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
 from moerl.rollout.engines.process import main  # after the stand-ins
-from moerl.rollout.sglang.core import find_problems, start
+from moerl.rollout.sglang.core import find_problems, follow, start
 
 if __name__ == "__main__":
-    main("sglang", find_problems=find_problems, start=start)
+    main("sglang", find_problems=find_problems, start=start, follow=follow)

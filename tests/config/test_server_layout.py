@@ -1,0 +1,170 @@
+"""rollout.layout: each rule broken once, what can be checked without an engine, what does not start yet."""
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+
+from moerl.check import load_checked
+from moerl.config import engines
+from moerl.config.model_config import model_config
+from moerl.config.model_shape import shape_of_config
+from moerl.config.published import published_config
+from moerl.config.schema import RolloutConfig
+from moerl.config.server_layout import ServerLayout
+from moerl.config.server_layout_rules import layout_problems
+from moerl.types import ConfigError
+
+DEEPSEEK, QWEN, GLM = "grpo-deepseek-v3-32n8g-sync", "grpo-qwen3-235b-16n8g-sync", "grpo-glm-4.5-8n8g-sync"
+DEMO = "grpo-tiny-moe-1n2g-sync"
+
+
+def problems(recipe, *overrides, starts=False):
+    with pytest.raises(ConfigError) as caught:
+        load_checked([f"recipe={recipe}", *overrides], starts=starts)
+    return caught.value.problems
+
+
+def test_by_default_a_server_is_one_process_on_one_node():
+    layout = RolloutConfig(max_response_tokens=1).layout
+    assert (layout.gpus, layout.tp, layout.dp, layout.ep, layout.expert_tp, layout.nodes) == (1, 1, 1, 1, 1, 1)
+    assert not layout.uses_deepep
+
+
+def test_what_follows_from_the_sizes():
+    layout = ServerLayout(gpus=32, dp=4, ep=16, gpus_per_node=8)
+    assert (layout.tp, layout.expert_tp, layout.nodes) == (8, 2, 4)
+
+
+@functools.cache
+def loaded(recipe):
+    return load_checked([f"recipe={recipe}"])
+
+
+def broken(recipe, layout, **rollout):
+    """Rules that the recipe breaks with another layout."""
+    config = loaded(recipe)
+    changed = replace(config, rollout=replace(config.rollout, layout=layout, **rollout))
+    return list(layout_problems(changed, shape_of_config(model_config(config.model))))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "path", "said"),
+    [
+        (QWEN, ServerLayout(gpus=36, dp=9, ep=4), "gpus", "must divide gpus_per_node=8, or be a multiple of it"),
+        (QWEN, ServerLayout(gpus=32, dp=5, ep=32), "dp", "must divide gpus=32"),
+        (QWEN, ServerLayout(gpus=32, dp=4, ep=5), "ep", "must divide gpus=32"),
+        (QWEN, ServerLayout(gpus=32, dp=4, ep=8, all_to_all="deepep"), "all_to_all", "needs ep=gpus=32"),
+        (QWEN, ServerLayout(all_to_all="deepep"), "all_to_all", "of more than one GPU"),
+        (QWEN, ServerLayout(gpus=8, redundant_experts=8), "redundant_experts", "needs ep > 1"),
+        (QWEN, ServerLayout(gpus=32, dp=4, ep=32, redundant_experts=8), "ep", "128 experts and redundant_experts=8 together"),
+        (QWEN, ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1), "mtp_tokens", "must be 0 for this model"),
+        (QWEN, ServerLayout(gpus=128, ep=128), "dp", "must leave a divisor of the model's 64 attention heads"),
+        (QWEN, ServerLayout(gpus=6, gpus_per_node=6, dp=3, ep=3), "ep", "must divide the model's 128 experts"),
+        (GLM, ServerLayout(gpus=96, dp=8, gpus_per_node=12, ep=32), "dp", "a divisor or a multiple of the model's 8 key/value heads"),
+        (GLM, ServerLayout(gpus=32, dp=4, ep=2, weights="fp8"), "weights", "needs parts of experts that are multiples of 128"),
+        (GLM, ServerLayout(gpus=1024, dp=128), "ep", "must leave a divisor of the experts' inner size 1536"),
+    ],
+)
+def test_a_layout_that_breaks_a_rule_is_refused(recipe, layout, path, said):
+    found = broken(recipe, layout)
+    assert [each.path for each in found if said in f"{each.rule} {each.reason}"] == [f"rollout.layout.{path}"], found
+
+
+def test_sizes_outside_their_range_are_refused_by_the_schema():
+    (found,) = problems(DEEPSEEK, "rollout.layout.memory_fraction=1.5")
+    assert found.path == "rollout.layout.memory_fraction"
+
+
+def test_all_problems_of_a_layout_come_together():
+    found = problems(QWEN, "rollout.layout.gpus=36", "rollout.layout.dp=5", "rollout.layout.mtp_tokens=1", "rollout.max_running=4")
+    expected = {"layout.gpus", "layout.dp", "layout.ep", "layout.mtp_tokens", "max_running"}
+    assert {each.path.removeprefix("rollout.") for each in found} >= expected
+
+
+def test_more_tokens_than_the_kernels_for_latency_send_are_refused_with_the_most():
+    layout = loaded(DEEPSEEK).rollout.layout
+    (found,) = broken(DEEPSEEK, layout, max_running=8200)
+    assert (found.path, found.fix.split(",")[0]) == ("rollout.max_running", "rollout.max_running=8192")
+    drafting = loaded(GLM).rollout.layout
+    (found,) = broken(GLM, drafting, max_running=1025)
+    assert "at most 1024 for all_to_all=deepep, dp=4 and mtp_tokens=3" in found.rule
+    assert broken(GLM, replace(drafting, all_to_all="deepep_normal"), max_running=1025) == []
+
+
+def test_a_dense_model_has_no_experts_to_spread():
+    shape = replace(shape_of_config(model_config(loaded(QWEN).model)), num_experts=None, expert_ffn_size=0)
+    config = loaded(QWEN)
+    changed = replace(config, rollout=replace(config.rollout, layout=ServerLayout(gpus=2, dp=2, ep=2)))
+    assert [each.path for each in layout_problems(changed, shape)] == ["rollout.layout.ep", "rollout.layout.dp"]
+
+
+def test_a_layout_for_an_engine_of_one_process_is_refused():
+    (found,) = problems(DEMO, "rollout.layout={gpus:2}")
+    assert found.path == "rollout.layout" and "one process" in found.reason
+
+
+def test_routes_are_not_replayed_where_the_engine_may_report_others():
+    config = loaded(GLM)
+    layout = ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1, redundant_experts=32)
+    changed = replace(config, rollout=replace(config.rollout, layout=layout), train=replace(config.train, router_replay="rollout"))
+    assert [each.path for each in layout_problems(changed, None)] == ["rollout.layout.mtp_tokens", "rollout.layout.redundant_experts"]
+
+
+# -- vLLM ----------------------------------------------------------------------------------------------------------
+
+
+def of_vllm(layout, **rollout):
+    return broken(GLM, layout, **{"engine": "vllm", "max_running": 512, "prefill_chunk": 256} | rollout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "path", "said"),
+    [
+        (ServerLayout(gpus=32, dp=4, ep=8), "ep", "must be 1 or gpus=32"),
+        (ServerLayout(gpus=32, dp=4, ep=32, all_to_all="deepep"), "all_to_all", "is not offered by vllm"),
+        (ServerLayout(gpus=32, ep=32, all_to_all="deepep_normal"), "all_to_all", "needs dp > 1"),
+        (ServerLayout(gpus=96, gpus_per_node=12, dp=12), "dp", "must leave groups that fill nodes"),
+    ],
+)
+def test_what_vllm_lacks_is_refused(layout, path, said):
+    (found,) = of_vllm(layout)
+    assert found.path == f"rollout.layout.{path}" and said in found.rule
+
+
+def test_vllm_runs_prompts_through_the_kernels_for_latency_too():
+    layout = ServerLayout(gpus=32, dp=4, ep=32, all_to_all="deepep_low_latency")
+    assert of_vllm(layout) == []
+    (found,) = of_vllm(layout, prefill_chunk=4096)
+    assert found.path == "rollout.prefill_chunk"
+
+
+# -- checking and starting ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def downloaded(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(published_config("qwen3-235b-a22b")))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (directory / name).touch()
+    return f"model.path={directory}"
+
+
+def test_a_recipe_whose_model_is_only_named_needs_no_environment_of_its_engine(monkeypatch, tmp_path, downloaded):
+    monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
+    load_checked([f"recipe={QWEN}"])
+    (found,) = problems(QWEN, downloaded)
+    assert found.path == "rollout.python" and "make engines ENGINES=sglang" in found.fix
+
+
+def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_path, downloaded):
+    monkeypatch.setattr(engines, "_found_there", lambda *arguments: ())
+    python = tmp_path / "python"
+    python.touch()
+    given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8", "rollout.layout.redundant_experts=32"]
+    load_checked([f"recipe={QWEN}", *given])
+    found = problems(QWEN, *given, starts=True)
+    assert [each.path for each in found] == ["rollout.layout.gpus", "rollout.layout.redundant_experts", "rollout.layout.weights"]

@@ -1,0 +1,119 @@
+"""What the engines of large servers are started with: kept as files, and parsed by the installed engines' own parsers."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_cases import DIRECTORY, EVERYTHING, RECIPES, arguments, cases, options, text
+
+from moerl.config import engines
+from moerl.config.load import build, load
+from moerl.config.server_layout import ServerLayout
+from moerl.config.summary import summary
+from moerl.rollout.commands import described, native_command
+from moerl.rollout.engines.arguments import as_command_line
+from moerl.rollout.engines.process import LAYOUT, _parse
+from moerl.rollout.sglang import launch as sglang
+from moerl.rollout.vllm import launch as vllm
+from moerl.types import EngineError
+
+CASES = cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_servers_arguments_are_those_that_were_reviewed(name):
+    """After a change that is meant: `python tests/rollout/launch_cases.py`, and read the difference."""
+    assert text(name, CASES[name]) == (DIRECTORY / f"{name}.txt").read_text()
+
+
+def test_every_file_of_arguments_is_a_case():
+    assert {path.stem for path in DIRECTORY.iterdir()} == set(CASES)
+
+
+@pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
+def test_one_process_gets_no_argument_about_others(launch):
+    plain = launch.arguments(options(ServerLayout()), launch.TESTED)
+    assert not {"tp_size", "tensor_parallel_size", "nnodes", "node_rank", "ep_size", "enable_expert_parallel"} & set(plain)
+    (names,) = launch.NAMES.values()
+    assert {names[setting] for setting in ("model.path", "rollout.dtype", "rollout.max_running")} <= set(plain)
+
+
+@pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
+def test_a_version_whose_arguments_are_not_known_is_refused(launch):
+    with pytest.raises(EngineError, match=r"moerl knows the arguments of \w+>="):
+        launch.arguments(options(ServerLayout()), "0.1.0")
+
+
+@pytest.mark.parametrize("launch", [sglang, vllm], ids=["sglang", "vllm"])
+def test_every_field_of_a_layout_becomes_the_argument_that_the_table_names(launch):
+    (names,) = launch.NAMES.values()
+    rendered = launch.arguments(options(replace(EVERYTHING, all_to_all="deepep_normal")), launch.TESTED)
+    assert {argument for setting, argument in names.items() if setting != "train.router_replay"} <= set(rendered)
+
+
+def test_nodes_of_a_server_differ_in_their_rank_alone():
+    lines = [as_command_line(arguments("sglang", options(EVERYTHING, node_rank=rank))) for rank in (0, 1)]
+    differing = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
+    assert differing == [("0", "1")]
+
+
+def test_check_prints_what_starts_every_node_as_comments_of_its_yaml():
+    config = load([f"recipe={RECIPES['qwen3-235b']}"])
+    text = summary(config, described(config))
+    assert build(yaml.safe_load(text)) == config
+    started, given, others = [line for line in text.splitlines() if line.startswith(("# node 0", "# which is", "# other nodes"))]
+    assert "moerl.rollout.sglang.server --model MODEL" in started and started.endswith("--node-rank 0 --head HEAD")
+    assert "sglang --model-path MODEL" in given and "--attn-dp-size 4" in given and given.endswith("--dist-init-addr HEAD:25000")
+    assert "--node-rank 1 to 3" in others
+
+
+def test_an_engine_without_an_environment_of_its_own_has_no_command_to_print():
+    assert list(described(load(["recipe=grpo-tiny-moe-1n2g-sync"]))) == []
+
+
+def test_a_servers_command_brings_its_layout_and_place_to_its_process():
+    config = load([f"recipe={RECIPES['deepseek-v3']}"])
+    parsed = _parse("sglang", native_command(config, Path("MODEL"), 2, node_rank=5, head="node-16")[3:])
+    assert LAYOUT.validate_json(parsed.layout) == config.rollout.layout
+    assert (parsed.node_rank, parsed.head, parsed.max_running) == (5, "node-16", 1024)
+
+
+# -- by the engines' own parsers, in their environments -----------------------------------------------------------
+
+_PARSE = """
+import json, sys
+{imports}
+parser = make()
+parsed = [vars(parser.parse_args(line)) for line in json.load(sys.stdin)]
+json.dump(parsed, open(sys.argv[1], "w"), default=str)
+"""
+_SGLANG = "from moerl.rollout.sglang import server\nfrom moerl.rollout.sglang.core import _parser as make"
+_VLLM = """
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+make = lambda: AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=False))
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("engine", "imports"), [("sglang", _SGLANG), ("vllm", _VLLM)], ids=["sglang", "vllm"])
+def test_the_installed_engine_takes_every_argument_with_its_value(engine, imports, tmp_path):
+    python, out = Path(engines.__file__).parents[2] / f".venv-{engine}" / "bin" / "python", tmp_path / "parsed.json"
+    servers = {name: arguments(name, server) for name, server in CASES.items() if name.startswith(engine)}
+    lines = [as_command_line(given) for given in servers.values()]
+    command = [str(python), "-c", _PARSE.format(imports=imports), str(out)]
+    done = subprocess.run(command, input=json.dumps(lines), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for given, parsed in zip(servers.values(), json.loads(out.read_text()), strict=True):
+        for name, value in given.items():
+            if value is None or value is False:
+                continue
+            found = parsed[name]
+            expected = str(value) if isinstance(value, Path) else value
+            if isinstance(expected, dict) and isinstance(found, str):
+                assert all(str(part) in found for part in expected), (name, found)
+            else:
+                assert found == expected, name
