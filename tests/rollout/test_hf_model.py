@@ -49,8 +49,8 @@ def test_specs_have_the_dtype_the_server_runs_in(checkpoints):
 
 @pytest.mark.parametrize("name", ["moe", "dense", "latent"])
 def test_a_context_longer_than_the_model_knows_is_refused(checkpoints, name):
-    with pytest.raises(EngineError, match=r"model.max_context = 257: must be at most 256.*Lower model.max_context"):
-        load(checkpoints[name].directory, max_context=257)
+    with pytest.raises(EngineError, match=r"model.max_context = 641: must be at most 640.*Lower model.max_context"):
+        load(checkpoints[name].directory, max_context=641)
 
 
 def test_a_sliding_window_is_refused(checkpoints, tmp_path):
