@@ -56,7 +56,7 @@ def _home(config: RunConfig, seats: Seats, index: int) -> _Home:
     environment = {} if seat.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)}
     process: Callable[..., ServerProcess | RemoteProcess] = partial(ServerProcess, environment=environment)
     if seat.node.id != seats.here:
-        process = partial(RemoteProcess, environment=environment, node_id=seat.node.id)
+        process = partial(RemoteProcess, environment=environment, network=config.network, node_id=seat.node.id)
     host = "127.0.0.1" if config.placement.nodes == 1 and seat.node.id == seats.here else seat.node.address
     return _Home(index=index, host=host, process=process)
 

@@ -13,9 +13,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from moerl.cluster.network import find_settings, variables
 from moerl.cluster.party import Party
+from moerl.cluster.ray_address import reached_at
+from moerl.config.schema import NetworkConfig
 from moerl.rollout.server_process import ServerProcess
-from moerl.types import EngineError, EngineUnavailable
+from moerl.types import EngineUnavailable, MoerlError
 
 logger = logging.getLogger(__name__)
 
@@ -23,13 +26,16 @@ logger = logging.getLogger(__name__)
 class ProcessOwner:
     """Runs as a Ray actor. Errors of the process are returned, not raised: Ray would wrap them in its own."""
 
-    def __init__(self, command: Sequence[str], **settings: Any):
-        self._process = ServerProcess(command, **settings)
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], network: NetworkConfig, **settings: Any):
+        self._environment, self._network = dict(environment), network
+        self._process = ServerProcess(command, environment=self._environment, **settings)
 
-    async def start(self) -> int | EngineError:
+    async def start(self) -> int | MoerlError:
         try:
+            # Of this node: its links are not those of the driver's.
+            self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
             return await self._process.start()
-        except EngineError as error:
+        except MoerlError as error:
             return error
 
     async def label(self, label: str) -> None:
@@ -52,10 +58,13 @@ class RemoteProcess:
     """The same calls as ServerProcess, on the node `node_id`."""
 
     def __init__(
-        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, environment: Mapping[str, str], node_id: str
-    ):
+        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, environment: Mapping[str, str],
+        network: NetworkConfig, node_id: str,
+    ):  # fmt: skip
         self._label, self._node_id = label, node_id
-        self._settings: dict[str, Any] = {"log_path": log_path, "start_seconds": start_seconds, "environment": environment}
+        self._settings: dict[str, Any] = {
+            "log_path": log_path, "start_seconds": start_seconds, "environment": environment, "network": network,
+        }  # fmt: skip
         self._command = list(command)
         self._owner: Any = None
         self._started: Party | None = None
@@ -93,7 +102,7 @@ class RemoteProcess:
             actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
             self._owner = actor.remote(self._command, label=self._label, **self._settings)
         started = await self._ask("start")
-        if isinstance(started, EngineError):
+        if isinstance(started, MoerlError):
             raise started
         self._started = await self._ask("party")
         assert isinstance(started, int)

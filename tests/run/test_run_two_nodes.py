@@ -9,7 +9,7 @@ from whole_runs import DIGIT, SYNC, assert_all_end, find, rows, start, wait_for_
 
 TWO_NODES = (
     DIGIT, "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all", "rollout.num_servers=2",
-    "weights.transport=gloo",
+    "weights.transport=gloo", "network.variables={NCCL_DEBUG: WARN}",
 )  # fmt: skip
 
 
@@ -42,6 +42,7 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
     assert "--host 127.0.0.3" in " ".join(far[0].cmdline())
     near = find(family, "moerl.rollout.hf")
     assert near.ppid() == process.pid and "--host 127.0.0.2" in " ".join(near.cmdline())
+    assert [server.environ()["NCCL_DEBUG"] for server in (near, *far)] == ["WARN", "WARN"]
     far[0].send_signal(signal.SIGKILL)
     assert process.wait(timeout=180) == 0, process.stderr.read()[-3000:]
     metrics = rows(tmp_path)
@@ -55,10 +56,11 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
 def test_a_server_of_the_other_node_ends_with_a_driver_that_is_killed(tmp_path, raylets):
     process = start(tmp_path, *TWO_NODES)
     family = wait_for_step(process, 1)
-    far = below(raylets[1], "moerl.rollout.hf")
+    servers = [*below(raylets[1], "moerl.rollout.hf"), find(family, "moerl.rollout.hf")]
+    assert len(servers) == 2
     process.kill()
     process.wait()
-    assert_all_end([*far, find(family, "moerl.rollout.hf")])
+    assert_all_end(servers)
 
 
 def test_nodes_that_are_missing_are_counted_before_anything_starts(tmp_path, raylets):
