@@ -266,10 +266,14 @@ def _log_to(log: Path | None, place: Place) -> None:
 
 @contextmanager
 def _own_directory(place: Place, kept_logs: Path) -> Iterator[Path]:
-    """On the node's own disk, gone afterwards but for what Ray logged."""
-    root = tempfile.gettempdir()
+    """On the node's own disk, gone afterwards but for what Ray logged. What killed tries of this job have left goes first."""
     name = f"moerl-{place.job}-{place.index}-"
-    directory = Path(tempfile.mkdtemp(prefix=name, dir=root if len(root) + len(name) + 9 <= _MAX_DIRECTORY else "/tmp"))
+    root = Path(tempfile.gettempdir())
+    root = root if len(str(root)) + len(name) + 9 <= _MAX_DIRECTORY else Path("/tmp")
+    for left in root.glob(f"moerl-{place.job.rpartition('-')[0]}-*"):
+        if not left.name.startswith(f"moerl-{place.job}-"):
+            shutil.rmtree(left, ignore_errors=True)
+    directory = Path(tempfile.mkdtemp(prefix=name, dir=root))
     try:
         yield directory
     finally:

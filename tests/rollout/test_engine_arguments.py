@@ -133,8 +133,8 @@ def test_arguments_for_an_engine_that_has_none_are_refused():
 
 
 ARGUMENTS = {
-    "sglang": {"tp_sise": 2, "dtype": "half", "tp_size": "two"},
-    "vllm": {"tensor_paralel_size": 2, "dtype": "half", "tensor_parallel_size": "two"},
+    "sglang": {"tp_sise": 2, "dtype": "half", "stream_interval": "two"},
+    "vllm": {"tensor_paralel_size": 2, "dtype": "half", "stream_interval": "two"},
 }
 NEAREST = {"sglang": "rollout.engine_args.tp_size", "vllm": "rollout.engine_args.tensor_parallel_size"}
 
@@ -142,7 +142,10 @@ NEAREST = {"sglang": "rollout.engine_args.tp_size", "vllm": "rollout.engine_args
 @pytest.mark.engine
 @pytest.mark.parametrize("engine", NATIVE)
 def test_the_engines_own_parser_checks_arguments_and_all_problems_come_at_once(engine):
-    own, misspelt, refused = rules(None, engine=engine, engine_args=ARGUMENTS[engine])
+    found = {problem.path: problem for problem in rules(None, engine=engine, engine_args=ARGUMENTS[engine])}
+    assert set(found) == {f"rollout.engine_args.{name}" for name in ARGUMENTS[engine]}
+    own, refused = (found.pop(f"rollout.engine_args.{name}") for name in ("dtype", "stream_interval"))
+    (misspelt,) = found.values()
     assert (misspelt.fix, own.fix) == (NEAREST[engine], "rollout.dtype")
     assert "two" in refused.reason
 
