@@ -113,6 +113,7 @@ async def _processes(
         max_restarts=rollout.max_restarts,
         probe_seconds=config.deadlines.probe_seconds,
         hangs=hangs,
+        resumes=not config.deterministic,
     )
     rewards = RewardPool(config.reward)
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs)

@@ -33,17 +33,18 @@ class RolloutPool:
 
     def __init__(
         self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, collector: Collector, request_seconds: float,
-        max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None,
+        max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None, resumes: bool = True,
     ):  # fmt: skip
         """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
-        completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`."""
+        completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`.
+        `resumes`: a completion that was broken off goes on from its tokens; else it begins anew, with the bits of one never disturbed."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
         self.hangs = hangs
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
         self._places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
         self._request_seconds, self._collector = request_seconds, collector
-        self._num_resumed = 0
+        self._resumes, self._num_resumed = resumes, 0
 
     @property
     def num_resumed(self) -> int:
@@ -139,8 +140,9 @@ class RolloutPool:
                     continue
             if answer.completion.finish_reason != "abort":
                 return answer
-            so_far = answer.completion
-            self._num_resumed += 1
+            if self._resumes:
+                so_far = answer.completion
+                self._num_resumed += 1
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
         """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from moerl.cluster.descendants import end_with_parent
+
 NODES = ("n0", "n1")
 GPUS = 4
 """Of a node, as Slurm counts them: there are no devices."""
@@ -155,7 +157,8 @@ class TwoNodes:
         """Namespaces that last as long as their first process."""
         namespaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         init = Path(__file__).with_name("namespace_init.py")
-        self._holders[name] = subprocess.Popen(["unshare", *namespaces, sys.executable, str(init)], stderr=subprocess.DEVNULL)
+        command = ["unshare", *namespaces, sys.executable, str(init)]
+        self._holders[name] = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent)
         self.wait_for(f"namespaces of {name}", lambda: bool(psutil.Process(self._holders[name].pid).children()), 10)
         self._shell(name, f"hostname {name}; mount --bind {self.root}/hosts /etc/hosts; ip link set lo up")
         if name == "ctl":
