@@ -33,6 +33,11 @@ def fp8_specs(spec: TensorSpec) -> list[TensorSpec]:
     return [replace(spec, dtype=FP8_DTYPE), scales]
 
 
+def in_fp8(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+    """What a server that takes FP8 expects, by name. `specs`: of the checkpoint in the rollout's dtype."""
+    return {found.name: found for spec in specs for found in fp8_specs(spec)}
+
+
 def is_ragged(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
     """Whether blocks lie across the edges of equal shards along `dim`."""
     return dim is not None and num_shards > 1 and shape[dim] // num_shards % BLOCK != 0
