@@ -69,7 +69,9 @@ def _quantized_blocks(part: Tensor, scale_format: ScaleFormat, block: int) -> tu
 
 def scales_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """Of blocks whose largest absolute values are `amax`, float32."""
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax / MAX)  # a block of zeros would divide by zero
+    # By a tensor: by a number, CUDA multiplies with its reciprocal, and the last bit would not be the CPU's.
+    scales = amax / torch.full_like(amax, MAX)
+    scales = torch.where(amax == 0, torch.ones_like(amax), scales)  # a block of zeros would divide by zero
     # The smallest normal number: below it a scale loses bits, and its reciprocal overflows.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
     return round_up_to_power_of_two(scales) if scale_format == "ue8m0" else scales

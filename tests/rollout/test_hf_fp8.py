@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 import torch
+from test_build_engines import config
 from test_contract import ask
 from tiny_servers import Served, hf_engine, push
 
+from moerl.config.server_layout import ServerLayout
 from moerl.convert import fp8
+from moerl.rollout.build import build_engines
 from moerl.rollout.hf.fp8 import FP8Weights
 from moerl.types import WeightError
 from moerl.weights.fp8_pairs import in_fp8
@@ -84,3 +87,19 @@ def test_a_model_that_does_not_keep_what_was_installed_is_refused():
     weights.load(NAME, pairs[NAME])
     with pytest.raises(WeightError, match="does not hold what its blocks of FP8"):
         weights.load(SCALES, pairs[SCALES])
+
+
+@pytest.mark.parametrize("engine", ["fake", "hf"])
+def test_servers_of_a_run_in_fp8_take_pairs(run, checkpoints, tmp_path, engine):
+    checkpoint = checkpoints["moe"]
+    (server,) = build_engines(config(engine=engine, layout=ServerLayout(weights="fp8")), checkpoint.directory, tmp_path)
+
+    async def scenario():
+        await server.start()
+        try:
+            await push(server, as_pairs(checkpoint.tensors), 5)
+            return await server.health()
+        finally:
+            await server.close()
+
+    assert run(scenario()).version == 5

@@ -108,13 +108,21 @@ def pushed_and_exported(
     return engine.digests(), exported, senders, len(source.buckets)
 
 
-def fp8_pushed_and_expected(settings: EngineSettings) -> tuple[dict[str, str], dict[str, str], int, tuple[int, int]]:
-    """Digests of what a push brought, those of the whole export quantized, the number of exchanges, and bytes: sent, and in bfloat16."""
+def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[dict[str, str], dict[str, str], int, tuple[int, int]]:
+    """Digests of what a push brought, those of the whole export quantized, the number of exchanges, and bytes: sent, and in bfloat16.
+
+    `gathers`: as under a bridge that can only export whole tensors.
+    """
     from session_process import Engine
 
+    from moerl.train.pushed_tensors import PushedTensors
     from moerl.train.worker import TrainWorker
 
     worker = new_worker(settings, TrainWorker)
+    if gathers:
+        bridge = worker._engine.model.bridge
+        bridge.parts = lambda dtype: None
+        worker._engine.pushed = PushedTensors(bridge, settings.train.layout, torch.bfloat16, settings.model_dir, in_fp8=True)
     exported = dict(worker._engine.export(with_mtp=False))
     exchanges, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda *given, **named: exchanges.append(given) or all_reduce(*given, **named)

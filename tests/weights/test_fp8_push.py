@@ -24,12 +24,15 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "num_exchanges"),
-    [("odd", "tp2-etp2", 2), ("odd", "ep2", 0), ("odd", "tp2-ep2", 1), ("even", "tp2-etp2", 0)],
-)
-def test_what_arrives_is_the_whole_tensor_in_blocks(models, model, layout, num_exchanges):
+    ("model", "layout", "gathers", "num_exchanges"),
+    [
+        ("odd", "tp2-etp2", False, 2), ("odd", "ep2", False, 0), ("odd", "tp2-ep2", False, 1), ("even", "tp2-etp2", False, 0),
+        ("odd", "tp2-etp2", True, 0),
+    ],
+)  # fmt: skip
+def test_what_arrives_is_the_whole_tensor_in_blocks(models, model, layout, gathers, num_exchanges):
     chosen = dataclasses.replace(settings(models[model], LAYOUTS[layout], dtype="bfloat16"), push_fp8=True)
-    pushed, expected, counted, sent = run_ranks(push_ranks.fp8_pushed_and_expected, LAYOUTS[layout].ranks, chosen)
+    pushed, expected, counted, sent = run_ranks(push_ranks.fp8_pushed_and_expected, LAYOUTS[layout].ranks, chosen, gathers)
     assert pushed == expected
     assert sum(name.endswith("_scale_inv") for name in pushed) == 2 * (4 + 4 * 3)
     assert counted == num_exchanges  # one for each group of ranks that share blocks
