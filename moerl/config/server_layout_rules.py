@@ -1,6 +1,7 @@
 """The rules of rollout.layout: sizes that divide each other and the model, and what an engine lacks."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from moerl.config.model_shape import ModelShape
 from moerl.config.problems import problem
@@ -33,8 +34,8 @@ def layout_problems(config: RunConfig, shape: ModelShape | None) -> Iterator[Pro
 
 
 def _hf_problems(layout: ServerLayout) -> Iterator[Problem]:
-    if layout != ServerLayout():
-        reason = "a server of rollout.engine=hf is one process"
+    if replace(layout, weights="dtype") != ServerLayout():
+        reason = "a server of rollout.engine=hf is one process; of its layout only weights can be chosen"
         yield problem("rollout.layout", layout, "has no effect", reason, "rollout.engine=sglang, or leave it out")
 
 
@@ -175,8 +176,9 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
         yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
     if layout.weights == "fp8":
-        reason = "a push brings weights in rollout.dtype, and an engine that quantized them could not give their bytes back"
-        yield _problem("weights", "fp8", "must be dtype for a push", reason, "weights=dtype")
+        reason = f"a push in FP8 has not been run with {config.rollout.engine}, which repacks blocks and scales for its kernels on GPUs"
+        fix = "weights=dtype, or rollout.engine=hf to see on CPU what FP8 does to log-probs"
+        yield _problem("weights", "fp8", f"cannot be pushed to {config.rollout.engine} yet", reason, fix)
 
 
 def _problem(field: str, value: object, rule: str, reason: str, fix: str) -> Problem:

@@ -4,7 +4,7 @@ Blocks are those of the whole tensor; the last of a row or column may be smaller
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -62,15 +62,48 @@ def quantized(rows: Tensor, scale_format: ScaleFormat, block: int = BLOCK) -> tu
 
 def _quantized_blocks(part: Tensor, scale_format: ScaleFormat, block: int) -> tuple[Tensor, Tensor]:
     """Of at most `block` rows."""
-    columns = part.shape[1]
     amax = torch.stack([piece.abs().amax() for piece in part.split(block, dim=1)])
-    scales = torch.where(amax == 0, torch.ones_like(amax), amax / MAX)  # a block of zeros would divide by zero
+    scales = scales_of(amax, scale_format)
+    return _rounded(part, scales.repeat_interleave(block)[: part.shape[1]]), scales
+
+
+def scales_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """Of blocks whose largest absolute values are `amax`, float32."""
+    # By a tensor: by a number, CUDA multiplies with its reciprocal, and the last bit would not be the CPU's.
+    scales = amax / torch.full_like(amax, MAX)
+    scales = torch.where(amax == 0, torch.ones_like(amax), scales)  # a block of zeros would divide by zero
     # The smallest normal number: below it a scale loses bits, and its reciprocal overflows.
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-    if scale_format == "ue8m0":
-        scales = round_up_to_power_of_two(scales)
-    values = (part / scales.repeat_interleave(block)[:columns]).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
-    return values, scales
+    return round_up_to_power_of_two(scales) if scale_format == "ue8m0" else scales
+
+
+def block_maxima(box: Tensor, start: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+    """Largest absolute values in all blocks of a tensor of `shape`, as far as `box` [R, C] at `start` in it has them; else 0. float32."""
+    maxima = torch.zeros(scale_shape(shape), dtype=torch.float32, device=box.device)
+    for row, columns, strip in _strips(box, start):
+        maxima[row].scatter_reduce_(0, columns, strip.abs().amax(dim=0).float(), "amax")
+    return maxima
+
+
+def quantized_box(box: Tensor, start: Sequence[int], scales: Tensor) -> Tensor:
+    """float8 [R, C] of `box` [R, C] at `start` in a tensor, by the `scales` of all its blocks."""
+    parts = [_rounded(strip.float(), scales[row][columns]) for row, columns, strip in _strips(box, start)]
+    return torch.cat(parts) if parts else box.to(torch.float8_e4m3fn)
+
+
+def _strips(box: Tensor, start: Sequence[int]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(row of blocks, the columns of blocks of every column, what of the box lies in that row of blocks)."""
+    first, stop = start[0], start[0] + box.shape[0]
+    columns = torch.arange(start[1], start[1] + box.shape[1], device=box.device) // BLOCK
+    while first < stop:
+        end = min((first // BLOCK + 1) * BLOCK, stop)
+        yield first // BLOCK, columns, box[first - start[0] : end - start[0]]
+        first = end
+
+
+def _rounded(values: Tensor, scales: Tensor) -> Tensor:
+    """`values` in float32; `scales` of each of them, or of each column."""
+    return (values / scales).clamp(-MAX, MAX).to(torch.float8_e4m3fn)
 
 
 def round_up_to_power_of_two(scales: Tensor) -> Tensor:

@@ -45,6 +45,18 @@ class Part:
     """The axis over which (expert) tensor-parallel ranks hold equal ranges; None: each holds the whole."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """What one rank holds of a tensor, or of one expert's part of a stack."""
+
+    tensor: Tensor
+    """In the parameter's dtype; possibly a view of it."""
+    start: tuple[int, ...]
+    """In the tensor, along every axis."""
+    group: dist.ProcessGroup
+    """The ranks among which the tensor is cut, if it is."""
+
+
 class Bridge:
     def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path):
         """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice.
@@ -119,27 +131,34 @@ class Bridge:
 
     def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A box of the tensor `name`, of which this rank holds all; possibly a view of a parameter. WeightError if it does not."""
-        item, index = self._held.get(name, (None, 0))
-        if item is None:
-            item, index = self._held.get(f"{name}[{start[0]}]", (None, 0))
-            part_start, part_shape = start[1:], shape[1:]
+        if name in self._held:
+            key, part_start, part_shape = name, start, shape
         else:
-            part_start, part_shape = start, shape
-        if item is None:
+            key, part_start, part_shape = f"{name}[{start[0]}]", start[1:], shape[1:]
+        mine = self.shard(key)
+        if mine is None:
             raise WeightError(f"tensor {name!r}: trainer rank {dist.get_rank()} holds nothing of it; the plan was made for another layout")
-        group, dim = self._shard_group(item.rule), cut_dim(item.rule)
-        mine = pieces(item.rule, item.tensor.detach(), rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)[index]
-        first = [0] * mine.dim()
-        if dim is not None:
-            first[dim] = group.rank() * (len(item.tensor) if item.rule.shard == "vocab" else mine.shape[dim])
-        box = tuple(slice(begin - offset, begin - offset + size) for begin, offset, size in zip(part_start, first, part_shape, strict=True))
-        found = mine[box].to(torch.float32 if item.rule.is_float32 else dtype)
-        if found.shape != part_shape or any(bounds.start < 0 for bounds in box):
+        begins = [begin - offset for begin, offset in zip(part_start, mine.start, strict=True)]
+        box = tuple(slice(begin, begin + size) for begin, size in zip(begins, part_shape, strict=True))
+        found = mine.tensor[box].to(self.dtype(key, dtype))
+        if found.shape != part_shape or any(begin < 0 for begin in begins):
             raise WeightError(
-                f"tensor {name!r}: trainer rank {dist.get_rank()} holds {list(mine.shape)} at {first}, the plan of the push wants "
-                f"{list(part_shape)} at {list(part_start)}; it was made for another layout"
+                f"tensor {name!r}: trainer rank {dist.get_rank()} holds {list(mine.tensor.shape)} at {list(mine.start)}, the plan of the "
+                f"push wants {list(part_shape)} at {list(part_start)}; it was made for another layout"
             )
         return found.reshape(shape)
+
+    def shard(self, name: str) -> Shard | None:
+        """`name`: of a tensor, or of one expert's part of a stack. None: this rank holds nothing of it."""
+        if name not in self._held:
+            return None
+        item, index = self._held[name]
+        group, dim = self._shard_group(item.rule), cut_dim(item.rule)
+        mine = pieces(item.rule, item.tensor.detach(), rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)[index]
+        start = [0] * mine.dim()
+        if dim is not None:
+            start[dim] = group.rank() * (len(item.tensor) if item.rule.shard == "vocab" else mine.shape[dim])
+        return Shard(tensor=mine, start=tuple(start), group=group)
 
     def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
         """What `export` gives of the model that is built, with the stacks of experts in parts."""

@@ -55,6 +55,9 @@ class MBridge:
     def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise NotImplementedError("there are no parts")
 
+    def shard(self, name: str) -> None:
+        raise NotImplementedError("there are no parts")
+
     def _build(self, sizes: Sizes, dtype: torch.dtype) -> Any:
         mbridge = importlib.import_module("mbridge")
         megatron_patches.activate()  # again: those of mbridge are needed only now

@@ -70,6 +70,9 @@ class MegatronBridge:
     def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         raise NotImplementedError("there are no parts")
 
+    def shard(self, name: str) -> None:
+        raise NotImplementedError("there are no parts")
+
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Megatron-Bridge gathers on every rank, not on rank 0 alone."""
         whole = self._bridge.stream_weights_megatron_to_hf(

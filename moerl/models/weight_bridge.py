@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moerl.config.schema_train import TrainConfig
-from moerl.models.bridge import Bridge, Groups, Part
+from moerl.models.bridge import Bridge, Groups, Part, Shard
 from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Sizes
 
@@ -37,6 +37,9 @@ class WeightBridge(Protocol):
 
     def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
+
+    def shard(self, name: str) -> Shard | None:
+        """Of one of the `parts`; None: this rank holds nothing of it."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""

@@ -62,7 +62,8 @@ def _home(config: RunConfig, seats: Seats, index: int) -> _Home:
 
 
 def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
-    extra = ["--deterministic"] if config.deterministic else []
+    flags = {"--deterministic": config.deterministic, "--fp8-weights": config.rollout.layout.weights == "fp8"}
+    extra = [flag for flag, is_set in flags.items() if is_set]
     return _engine(
         server_command(config, model_dir.absolute(), home.index, module="moerl.rollout.hf", extra=extra, host=home.host),
         config,
@@ -93,12 +94,14 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) 
 
     from moerl.rollout.fake import FakeEngine
     from moerl.rollout.hf.model import checkpoint_specs
+    from moerl.weights.fp8_pairs import in_fp8
 
+    expected = checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype))
     model = read_config(model_dir)
     return FakeEngine(
         f"fake-{home.index}",
         limits=Limits(max_context=config.model.max_context, vocab_size=model["vocab_size"], routes=shape_of_config(model).routes),
-        expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype)),
+        expected=in_fp8(expected.values()) if config.rollout.layout.weights == "fp8" else expected,
         max_running=config.rollout.max_running,
     )
 

@@ -58,7 +58,8 @@ class MegatronEngine:
         self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
-        self.pushed = PushedTensors(self.model.bridge, settings.train.layout, getattr(torch, settings.export_dtype), settings.model_dir)
+        dtype = getattr(torch, settings.export_dtype)
+        self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, in_fp8=settings.push_fp8)
         self.planner = _planner(settings, attention_tokens(self.model.config, self.model.vocab_size))
         self.optimizer = build_optimizer(settings.train, self.model.wrapped)
         self.optimizer.reload_model_params()

@@ -201,6 +201,7 @@ class MegatronTrainGroup:
             temperature=config.rollout.temperature,
             uses_reference=config.uses_reference,
             export_dtype=config.rollout_dtype,
+            push_fp8=config.rollout.layout.weights == "fp8",
         )
 
     async def _on_shares(self, verb: str, batch: Batch, num_parts: int, *args: Any) -> list[Any]:

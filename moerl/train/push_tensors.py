@@ -5,6 +5,7 @@ import warnings
 import megatron_patches
 from moerl.config.model_config import model_config
 from moerl.config.schema import RunConfig
+from moerl.weights.fp8_pairs import with_scales
 from moerl.weights.plan import PlannedTensor
 
 
@@ -16,4 +17,5 @@ def push_tensors(config: RunConfig) -> list[PlannedTensor]:
         from moerl.train.on_meta import tensors_to_push
 
         hf = model_config(config.model)
-        return tensors_to_push(hf, config.train, max_context=config.model.max_context, dtype=config.rollout_dtype)
+        tensors = tensors_to_push(hf, config.train, max_context=config.model.max_context, dtype=config.rollout_dtype)
+        return with_scales(tensors) if config.rollout.layout.weights == "fp8" else tensors

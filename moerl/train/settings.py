@@ -17,3 +17,5 @@ class EngineSettings:
     uses_reference: bool
     export_dtype: str
     """Of the tensors that leave for the rollout servers."""
+    push_fp8: bool = False
+    """Those that published checkpoints quantize leave in blocks of FP8 instead."""

@@ -1,11 +1,11 @@
 """From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
 
-A bucket has pieces for the same readers, in the order of their tensors' names. What a plan passes on within a node is read by every GPU
-of the node where the first of them reads it.
+A bucket has pieces for the same readers, in the order of their tensors' names, but scales next to their values. What a plan passes on
+within a node is read by every GPU of the node where the first of them reads it.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moerl.models.stacks import stack_of, stored_name
@@ -28,13 +28,12 @@ class Deliveries:
 
 
 def deliveries(plan: Plan, *, bucket_bytes: int) -> Deliveries:
-    """A piece larger than `bucket_bytes` travels alone."""
+    """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
     jobs: dict[int, list[Bucket]] = {}
     for (sender, readers), parts in sorted(_by_readers(plan).items()):
         mine = jobs.setdefault(sender, [])
-        for entries in _buckets([_entry(plan, part) for part in sorted(parts)], bucket_bytes):
-            size = entries[-1].offset + entries[-1].num_bytes
-            mine.append(Bucket(sender=sender, index=len(mine), num_bytes=size, entries=tuple(entries), readers=readers))
+        for entries in _buckets(_units(plan, parts), bucket_bytes):
+            mine.append(Bucket(sender=sender, index=len(mine), num_bytes=_end(entries), entries=tuple(entries), readers=readers))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
 
 
@@ -88,15 +87,37 @@ def _entry(plan: Plan, part: int) -> BucketEntry:
     return BucketEntry(name=name, start=start, shape=shape, offset=0, num_bytes=int(plan.parts.num_bytes[part]))
 
 
-def _buckets(entries: Sequence[BucketEntry], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
+def _units(plan: Plan, parts: Sequence[int]) -> Iterator[list[BucketEntry]]:
+    """What may not be separated: a piece, and the scales that follow it."""
+    unit: list[BucketEntry] = []
+    for part in sorted(parts):
+        if unit and not plan.parts.follows[part]:
+            yield unit
+            unit = []
+        unit.append(_entry(plan, part))
+    yield unit
+
+
+def _buckets(units: Iterable[Sequence[BucketEntry]], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
     filled: list[BucketEntry] = []
-    end = 0
-    for entry in entries:
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        if filled and offset + entry.num_bytes > bucket_bytes:
+    for unit in units:
+        placed = _placed(unit, _end(filled))
+        if filled and _end(placed) > bucket_bytes:
             yield filled
-            filled, offset = [], 0
-        filled.append(replace(entry, offset=offset))
-        end = offset + entry.num_bytes
+            filled, placed = [], _placed(unit, 0)
+        filled += placed
     if filled:
         yield filled
+
+
+def _placed(unit: Sequence[BucketEntry], end: int) -> list[BucketEntry]:
+    """After what ends there."""
+    found: list[BucketEntry] = []
+    for entry in unit:
+        found.append(replace(entry, offset=-(-end // ALIGNMENT) * ALIGNMENT))
+        end = _end(found)
+    return found
+
+
+def _end(entries: Sequence[BucketEntry]) -> int:
+    return entries[-1].offset + entries[-1].num_bytes if entries else 0

@@ -16,8 +16,9 @@ from math import prod
 import numpy as np
 
 from moerl.config.layout import Layout
+from moerl.convert.fp8 import BLOCK
 from moerl.push_types import TensorSpec
-from moerl.weights.spec import num_bytes
+from moerl.weights.spec import num_bytes, torch_dtype
 
 PART_BYTES = 32 * 2**20
 """Of tensors that every GPU reads: a hundred parts and more for each GPU of a node in the largest models."""
@@ -34,6 +35,8 @@ class PlannedTensor:
     """None: not of an expert, so on every expert-parallel rank of the stage."""
     cut_dim: int | None
     """The axis that (expert) tensor parallelism cuts into nearly equal shares, 0 or 1; None: every one of these ranks has the whole."""
+    scales_of: str | None = None
+    """Name of the tensor in blocks of FP8 whose scales these are; their pieces travel with those of its values."""
 
     @property
     def name(self) -> str:
@@ -91,6 +94,11 @@ class Parts:
     start: np.ndarray  # int64 [parts, 2], of the first two axes of the tensor; 0 where it has fewer
     size: np.ndarray  # int64 [parts, 2]; 1 where it has fewer
     num_bytes: np.ndarray  # int64
+    follows: np.ndarray  # bool: scales, which travel with the part before them: its values
+
+    def unit_bytes(self) -> np.ndarray:
+        """int64 [parts]: of each with the scales that follow it."""
+        return self.num_bytes + np.append(np.where(self.follows, self.num_bytes, 0)[1:], 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,15 +138,15 @@ def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, rollout: Ro
     """
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     parts = _parts(tensors, layout, part_bytes)
+    sizes = parts.unit_bytes()
     loads = _Loads(layout.ranks, rollout.num_gpus)
     is_expert = np.array([tensor.expert is not None for tensor in tensors])
-    rows = np.arange(len(parts.tensor))
-    experts = _plan_experts(tensors, parts, rows[is_expert[parts.tensor]], layout, rollout, num_experts, loads)
-    dense, spread = _plan_dense(tensors, parts, rows[~is_expert[parts.tensor]], layout, rollout, loads)
-    network = [*experts, *dense]
-    return Plan(
-        tensors=tuple(tensors), parts=parts, network=_transfers(network), spread=_transfers(spread), layout=layout, rollout=rollout
-    )  # fmt: skip
+    leading = np.flatnonzero(~parts.follows)
+    chosen, others = leading[is_expert[parts.tensor[leading]]], leading[~is_expert[parts.tensor[leading]]]
+    experts = _plan_experts(tensors, parts, chosen, sizes, layout, rollout, num_experts, loads)
+    dense, spread = _plan_dense(tensors, parts, others, sizes, layout, rollout, loads)
+    network, within = (_with_followers(_transfers(rows), parts) for rows in ([*experts, *dense], spread))
+    return Plan(tensors=tuple(tensors), parts=parts, network=network, spread=within, layout=layout, rollout=rollout)
 
 
 def holders(tensor: PlannedTensor, shard: int, layout: Layout, num_experts: int) -> range:
@@ -246,16 +254,36 @@ Row = tuple[int, int, int]
 
 def _parts(tensors: Sequence[PlannedTensor], layout: Layout, part_bytes: int) -> Parts:
     rows: list[tuple[int, ...]] = []
+    scales = {tensor.scales_of: index for index, tensor in enumerate(tensors) if tensor.scales_of is not None}
     for index, tensor in enumerate(tensors):
+        if tensor.scales_of is not None:
+            continue
         num_shards = 1 if tensor.cut_dim is None else layout.tp if tensor.expert is None else layout.etp
-        rows += [(index, shard, *part) for shard in range(num_shards) for part in _parts_of(tensor, shard, num_shards, part_bytes)]
+        for shard in range(num_shards):
+            for part in _parts_of(tensor, shard, num_shards, part_bytes):
+                rows.append((index, shard, *part, 0))
+                if (place := scales.get(tensor.name)) is not None and (box := _scales_part(part, tensors[place])) is not None:
+                    rows.append((place, shard, *box, 1))
     columns = np.array(rows, dtype=np.int64).T
-    tensor_index, shard = columns[:2].astype(np.int32)
-    return Parts(tensor=tensor_index, shard=shard, start=columns[2:4].T, size=columns[4:6].T, num_bytes=columns[6])
+    tensor_index, shards = columns[:2].astype(np.int32)
+    start, size, follows = columns[2:4].T, columns[4:6].T, columns[7].astype(bool)
+    return Parts(tensor=tensor_index, shard=shards, start=start, size=size, num_bytes=columns[6], follows=follows)
 
 
-def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, part_bytes: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Of one shard: first row and column, numbers of rows and columns, bytes. A shard is cut into parts by rows."""
+_Box = tuple[int, int, int, int, int]
+"""First row and column, numbers of rows and columns, bytes."""
+
+
+def _scales_part(values: _Box, scales: PlannedTensor) -> _Box | None:
+    """Of the blocks that begin in `values`; None: there are none."""
+    row, column, num_rows, num_columns, _ = values
+    first, left, stop, right = (-(-edge // BLOCK) for edge in (row, column, row + num_rows, column + num_columns))
+    size = (stop - first) * (right - left)
+    return (first, left, stop - first, right - left, size * torch_dtype(scales.spec).itemsize) if size else None
+
+
+def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, part_bytes: int) -> Iterator[_Box]:
+    """Of one shard, which is cut into parts by rows."""
     extents = (*tensor.spec.shape, 1, 1)[:2]
     bounds = [(0, extent) for extent in extents]
     if tensor.cut_dim is not None:
@@ -287,6 +315,7 @@ def _plan_experts(
     tensors: Sequence[PlannedTensor],
     parts: Parts,
     chosen: np.ndarray,
+    sizes: np.ndarray,
     layout: Layout,
     rollout: RolloutLayout,
     num_experts: int,
@@ -294,7 +323,7 @@ def _plan_experts(
 ) -> list[Row]:
     rows = []
     for part in chosen.tolist():
-        tensor, size = tensors[parts.tensor[part]], int(parts.num_bytes[part])
+        tensor, size = tensors[parts.tensor[part]], int(sizes[part])
         having = holders(tensor, int(parts.shard[part]), layout, num_experts)
         for target in readers(tensor, rollout, num_experts):
             source = min(having, key=loads.sent.__getitem__)
@@ -305,10 +334,16 @@ def _plan_experts(
 
 
 def _plan_dense(
-    tensors: Sequence[PlannedTensor], parts: Parts, chosen: np.ndarray, layout: Layout, rollout: RolloutLayout, loads: _Loads
+    tensors: Sequence[PlannedTensor],
+    parts: Parts,
+    chosen: np.ndarray,
+    sizes: np.ndarray,
+    layout: Layout,
+    rollout: RolloutLayout,
+    loads: _Loads,
 ) -> tuple[list[Row], list[Row]]:
     """Over the network and within nodes. The largest parts first, so that the small ones even out the load."""
-    order = chosen[np.argsort(-parts.num_bytes[chosen], kind="stable")].tolist()
+    order = chosen[np.argsort(-sizes[chosen], kind="stable")].tolist()
     senders = {part: list(holders(tensors[parts.tensor[part]], int(parts.shard[part]), layout, 0)) for part in order}
     network, spread = [], []
     for node in range(rollout.num_nodes):
@@ -316,7 +351,7 @@ def _plan_dense(
         queue = [(loads.received[gpu], gpu) for gpu in gpus]
         heapq.heapify(queue)
         for part in order:
-            size = int(parts.num_bytes[part])
+            size = int(sizes[part])
             received, target = heapq.heappop(queue)
             heapq.heappush(queue, (received + size, target))
             source = min(senders[part], key=loads.sent.__getitem__)
@@ -330,6 +365,14 @@ def _plan_dense(
 def _transfers(rows: Iterable[Row]) -> Transfers:
     columns = np.array(list(rows), dtype=np.int32).reshape(-1, 3).T
     return Transfers(source=columns[0], target=columns[1], part=columns[2])
+
+
+def _with_followers(transfers: Transfers, parts: Parts) -> Transfers:
+    """The same with the scales of what is transferred."""
+    has_scales = np.append(parts.follows[1:], False)[transfers.part]
+    source, target, part = (np.concatenate([column, column[has_scales]]) for column in (transfers.source, transfers.target, transfers.part))
+    part[len(transfers) :] += 1
+    return Transfers(source=source, target=target, part=part)
 
 
 def _sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

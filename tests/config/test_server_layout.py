@@ -168,3 +168,10 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     load_checked([f"recipe={QWEN}", *given])
     found = problems(QWEN, *given, starts=True)
     assert [each.path for each in found] == ["rollout.layout.gpus", "rollout.layout.redundant_experts", "rollout.layout.weights"]
+    assert "a push in FP8 has not been run with sglang" in found[2].reason
+
+
+def test_of_a_layout_the_hf_engine_takes_the_weights_format_only():
+    (found,) = broken(QWEN, ServerLayout(gpus=2, ep=2, weights="fp8"), engine="hf")
+    assert found.path == "rollout.layout" and "only weights can be chosen" in found.reason
+    assert broken(QWEN, ServerLayout(weights="fp8"), engine="hf") == []

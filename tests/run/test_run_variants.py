@@ -89,6 +89,14 @@ def test_a_run_pushes_through_files_and_leaves_none(tmp_path):
     assert list((tmp_path / SYNC / "push").glob("push-*")) == []
 
 
+def test_servers_in_fp8_get_what_the_ranks_made_of_their_shards_and_it_shows_in_log_probs(tmp_path):
+    """Tensor parallel, so that ranks share blocks; from the second push on deltas of values and scales."""
+    shards = ("train.layout.ep=1", "train.layout.tp=2", "train.layout.etp=2", "weights.transport=disk", "weights.canary_every=1")
+    rows = train(tmp_path, *shards, "rollout.layout.weights=fp8", "weights.mismatch_limit=0.05", "num_steps=2", DIGIT)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(1e-6 < row["mismatch/mean"] < 0.05 and row["train/grad_norm"] > 0 for row in rows)
+
+
 # -- what cannot be continued ----------------------------------------------------------------------------------
 
 

@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 
 from moerl.config.schema import WeightsConfig
+from moerl.convert.fp8 import quantized
 from moerl.push_types import Bucket, TensorSpec
 from moerl.train.push_source import MegatronSource
 from moerl.train.settings import EngineSettings
 from moerl.weights.deliveries import stored_specs
 from moerl.weights.digest import tensor_digest
+from moerl.weights.fp8_pairs import fp8_specs, with_scales
+from moerl.weights.spec import num_bytes, spec_of
 from moerl.weights.sync import WeightSync
 
 Tensors = dict[str, torch.Tensor]
@@ -105,6 +108,42 @@ def pushed_and_exported(
     return engine.digests(), exported, senders, len(source.buckets)
 
 
+def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[dict[str, str], dict[str, str], int, tuple[int, int]]:
+    """Digests of what a push brought, those of the whole export quantized, the number of exchanges, and bytes: sent, and in bfloat16.
+
+    `gathers`: as under a bridge that can only export whole tensors.
+    """
+    from session_process import Engine
+
+    from moerl.train.pushed_tensors import PushedTensors
+    from moerl.train.worker import TrainWorker
+
+    worker = new_worker(settings, TrainWorker)
+    if gathers:
+        bridge = worker._engine.model.bridge
+        bridge.parts = lambda dtype: None
+        worker._engine.pushed = PushedTensors(bridge, settings.train.layout, torch.bfloat16, settings.model_dir, in_fp8=True)
+    exported = dict(worker._engine.export(with_mtp=False))
+    exchanges, all_reduce = [], dist.all_reduce
+    dist.all_reduce = lambda *given, **named: exchanges.append(given) or all_reduce(*given, **named)
+    if dist.get_rank() != 0:
+        follow(worker)
+        return {}, {}, 0, (0, 0)
+    source = Watched(Ranks(worker), 20_000)
+    engine = Engine(specs_of(source))
+    asyncio.run(WeightSync(source, {"server": engine}, transport="shm").push(1))
+    dist.broadcast_object_list([(None, "end", ())], src=0)
+    expected = {name: tensor_digest(tensor) for item in exported.items() for name, tensor in _in_fp8(*item).items()}
+    sent = sum(entry.num_bytes for bucket in source.buckets for entry in bucket.entries)
+    return engine.digests(), expected, len(exchanges), (sent, sum(num_bytes(spec_of(*item)) for item in exported.items()))
+
+
+def _in_fp8(name: str, tensor: torch.Tensor) -> Tensors:
+    """As `moerl convert --dtype fp8` would write it."""
+    names = [spec.name for spec in fp8_specs(spec_of(name, tensor))]
+    return dict(zip(names, [tensor] if len(names) == 1 else quantized(tensor, "float32"), strict=True))
+
+
 class Watched(MegatronSource):
     """Keeps the buckets that were packed."""
 
@@ -138,6 +177,7 @@ def outlines(settings: EngineSettings, store: Path) -> tuple[list[Any], list[Any
     dist.destroy_process_group()
     hf = json.loads((settings.model_dir / "config.json").read_text())
     of_plan = tensors_to_push(hf, settings.train, max_context=settings.max_context, dtype=settings.export_dtype)
+    of_plan = with_scales(of_plan) if settings.push_fp8 else of_plan
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     by_name = [sorted(tensors, key=lambda tensor: tensor.name) for tensors in (of_run, of_plan)]
     return by_name[0], by_name[1]

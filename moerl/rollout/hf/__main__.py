@@ -17,12 +17,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from moerl.rollout.child import ChildServer, exit_with_owner, listen, private_stdout, report_error
 from moerl.rollout.hf.forward import Forward
+from moerl.rollout.hf.fp8 import FP8Weights
 from moerl.rollout.hf.model import checkpoint_views, load_model, tensor_specs
 from moerl.rollout.hf.scheduler import Scheduler
 from moerl.rollout.hf.server import build_app
 from moerl.rollout.hf.worker import Worker
 from moerl.rollout.limits import Limits
 from moerl.types import EngineError
+from moerl.weights.fp8_pairs import in_fp8
 from moerl.weights.receive import WeightSession
 
 logger = logging.getLogger("moerl.rollout.hf")
@@ -57,6 +59,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--deterministic", action="store_true", help="fixed shapes: a completion does not depend on its neighbours")
+    parser.add_argument("--fp8-weights", action="store_true", help="pushes bring what published checkpoints quantize in blocks of FP8")
     parser.add_argument("--load", choices=["dummy", "checkpoint"], default="dummy", help="dummy: stale until weights are pushed")
     return parser.parse_args()
 
@@ -77,11 +80,19 @@ def _build(options: argparse.Namespace) -> tuple[Worker, Limits]:
         deterministic=options.deterministic,
     )
     views = checkpoint_views(model)
-    session = WeightSession(tensor_specs(views), lambda name, tensor: views[name].copy_(tensor), read=views.__getitem__)
+    session = _session(views, takes_fp8=options.fp8_weights)
     scheduler = Scheduler(forward, max_context=options.max_context)
     version = 0 if options.load == "checkpoint" else None
     worker = Worker(scheduler, session, version=version, on_crash=lambda: os._exit(1))
     return worker, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes)
+
+
+def _session(views: dict[str, torch.Tensor], *, takes_fp8: bool) -> WeightSession:
+    if not takes_fp8:
+        return WeightSession(tensor_specs(views), lambda name, tensor: views[name].copy_(tensor), read=views.__getitem__)
+    expected = in_fp8(tensor_specs(views).values())
+    weights = FP8Weights(views, expected)
+    return WeightSession(expected, weights.load, read=weights.read)
 
 
 if __name__ == "__main__":
