@@ -3,13 +3,13 @@
 The driver is the process that holds the run directory's lock. A pod without it asks Ray to look on the head node.
 """
 
-import logging
+import os
+import select
+import signal
 import socket
 from pathlib import Path
 
 import psutil
-
-logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 
@@ -19,9 +19,14 @@ def end_run(run_dir: Path, seconds: float) -> str:
     driver = driver_of(run_dir)
     if driver is None:
         return f"nothing trains {run_dir} on {socket.gethostname()}"
-    driver.terminate()
-    _, alive = psutil.wait_procs([driver], timeout=seconds)
-    return f"pid {driver.pid} did not end within {seconds:g} s" if alive else f"pid {driver.pid} ended"
+    descriptor = os.pidfd_open(driver.pid)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        # Readable once it has ended, whether or not its parent has asked how.
+        ended, _, _ = select.select([descriptor], [], [], seconds)
+    finally:
+        os.close(descriptor)
+    return f"pid {driver.pid} ended" if ended else f"pid {driver.pid} did not end within {seconds:g} s"
 
 
 def end_run_at_head(run_dir: Path, seconds: float, address: str) -> str:

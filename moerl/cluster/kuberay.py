@@ -3,7 +3,7 @@
     RayJob -> RayCluster (head pod, worker pods) -> submitter -> `moerl doctor` and `moerl train` on the head pod
 
 What the driver saves is all that a retry needs: KubeRay makes a new cluster, and the same command goes on. Fields: KubeRay's API reference,
-ray.io/v1, 1.5.1 and later (authOptions).
+ray.io/v1, 1.5.1 and later (authOptions); what the operator makes of them: its controllers/ray/common/job.go.
 """
 
 import importlib.metadata
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +80,15 @@ def create_rayjob(manifest: str) -> str:
 
 
 def _entrypoint(config: RunConfig, overrides: Sequence[str], config_dir: Path | None) -> str:
-    """For a shell, which the driver takes the place of, so that what signals the job signals the driver."""
+    """One simple command: KubeRay writes it unquoted into the submitter's own script, whose shell would run what follows an `&&` itself."""
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    words = shlex.join([*options, *overrides])
-    python, gpus = shlex.quote(config.kubernetes.python), _gpus(config)
-    train = f"exec {python} -m moerl train {words}"
+    words = [*options, *overrides]
+    moerl, gpus = [config.kubernetes.python, "-m", "moerl"], _gpus(config)
+    train = [*moerl, "train", *words]
     if not gpus:
-        return train
-    counts = f"--nodes={config.placement.nodes} --gpus-per-node={gpus}"
-    return f"{python} -m moerl doctor {counts} --fix {words} && {train}"
+        return shlex.join(train)
+    doctor = [*moerl, "doctor", f"--nodes={config.placement.nodes}", f"--gpus-per-node={gpus}", "--fix", *words]
+    return shlex.join(["/bin/sh", "-c", f"{shlex.join(doctor)} && exec {shlex.join(train)}"])
 
 
 def _cluster(config: RunConfig) -> dict[str, Any]:
@@ -120,7 +121,7 @@ def _pod(config: RunConfig, container: str, *, on_head: bool) -> dict[str, Any]:
         **({"nodeSelector": dict(kubernetes.node_selector)} if kubernetes.node_selector else {}),
         **({"tolerations": [{"key": key, "operator": "Exists"} for key in tolerated]} if tolerated else {}),
         "containers": [_container(config, container, on_head=on_head)],
-        "volumes": [*map(_volume, kubernetes.volumes), {"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        "volumes": [*starmap(_volume, enumerate(kubernetes.volumes)), {"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
     return {"metadata": {"labels": {_LABEL: job_name(config.name)}}, "spec": spec}
 
@@ -128,7 +129,10 @@ def _pod(config: RunConfig, container: str, *, on_head: bool) -> dict[str, Any]:
 def _container(config: RunConfig, name: str, *, on_head: bool) -> dict[str, Any]:
     kubernetes = config.kubernetes
     resources = dict(_resources(config))
-    mounts = [{"name": volume.claim, "mountPath": volume.path, "readOnly": volume.read_only} for volume in kubernetes.volumes]
+    mounts = [
+        {"name": f"volume-{index}", "mountPath": volume.path, "readOnly": volume.read_only}
+        for index, volume in enumerate(kubernetes.volumes)
+    ]
     where = "" if on_head else ' --address="$RAY_ADDRESS"'
     end = f"exec {shlex.quote(kubernetes.python)} -m moerl end {shlex.quote(str(config.run_dir))} --seconds={kubernetes.end_seconds}{where}"
     return {
@@ -169,8 +173,8 @@ def _environment(config: RunConfig) -> Iterator[dict[str, Any]]:
         yield {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
-def _volume(volume: VolumeConfig) -> dict[str, Any]:
-    return {"name": volume.claim, "persistentVolumeClaim": {"claimName": volume.claim, "readOnly": volume.read_only}}
+def _volume(index: int, volume: VolumeConfig) -> dict[str, Any]:
+    return {"name": f"volume-{index}", "persistentVolumeClaim": {"claimName": volume.claim, "readOnly": volume.read_only}}
 
 
 def _submitter(config: RunConfig) -> dict[str, Any]:
