@@ -89,7 +89,11 @@ def end(
 
 
 @app.command()
-def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+def node(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    lost_nodes: Annotated[Path | None, typer.Option(help="The file to name a node in that the job loses.", show_default=False)] = None,
+) -> None:
     """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
     from moerl.cluster.node import run_node
     from moerl.config.load import load
@@ -97,7 +101,7 @@ def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     arguments = overrides if overrides is not None else []
     config = load(arguments, config_dir)
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    raise typer.Exit(run_node(config, [*options, *arguments]))
+    raise typer.Exit(run_node(config, [*options, *arguments], lost_nodes))
 
 
 @app.command()

@@ -111,8 +111,33 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     job = jobs.end(number, 300)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     assert "n1 is gone" in job.log
+    assert "n1 not excluded: 1 nodes of the partition would be left, and the job needs 2" in job.log
     assert "queued again and goes on from the newest checkpoint" in job.log
     assert sorted(set(steps_of(jobs))) == list(range(1, 101))
+
+
+def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs: Jobs):
+    number = jobs.submit("num_steps=60")
+    jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)
+    jobs.cluster.add_spare()
+    try:
+        (node_process,) = [found for found in jobs.cluster.processes("n1") if found.cmdline()[1:4] == ["-m", "moerl", "node"]]
+        node_process.kill()
+        jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 180)
+        jobs.cluster.wait_for("its nodes chosen", lambda: jobs.field(number, "ExcNodeList") == "n1", 60)
+        for left in jobs.node_disk.glob(f"moerl-{number}-0-1-*"):  # of a process that could remove nothing
+            shutil.rmtree(left)
+        jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
+        job = jobs.end(number, 300)
+        assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+        assert "n1 is to be excluded (1 of slurm.max_excluded = 2)" in job.log
+        assert "excluded from now on: n1" in job.log
+        assert jobs.field(number, "NodeList") == "n[0,2]"
+        assert sorted(set(steps_of(jobs))) == list(range(1, 61))
+        assert not Path(f".moerl-{number}.lost").exists()
+    finally:
+        jobs.assert_nothing_is_left()
+        jobs.cluster.remove_spare()
 
 
 def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs):
