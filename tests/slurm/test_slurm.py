@@ -135,8 +135,8 @@ def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs:
         assert jobs.field(number, "NodeList") == "n[0,2]"
         assert sorted(set(steps_of(jobs))) == list(range(1, 61))
         assert not Path(f".moerl-{number}.lost").exists()
-    finally:
         jobs.assert_nothing_is_left()
+    finally:
         jobs.cluster.remove_spare()
 
 

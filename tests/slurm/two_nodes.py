@@ -1,4 +1,5 @@
-"""A Slurm of two nodes and a spare one on this machine: each is a set of namespaces (network, hostname, mounts, processes) with an address of its own.
+"""A Slurm of two nodes and a spare one on this machine: each is a set of namespaces (network, hostname, mounts, processes), with an
+address of its own.
 
 Controller and nodes hang on a bridge that only they see, so that several such clusters run side by side. Ending the first process of a
 node ends every process on it, as a power cut would. Needs root, and Debian's slurm-wlm and munge.
