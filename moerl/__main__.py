@@ -92,7 +92,7 @@ def end(
 def node(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    lost_nodes: Annotated[Path | None, typer.Option(help="The file to name a node in that the job loses.", show_default=False)] = None,
+    marks: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Of files for the job's script.", show_default=False)] = None,
 ) -> None:
     """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
     from moerl.cluster.node import run_node
@@ -101,7 +101,7 @@ def node(
     arguments = overrides if overrides is not None else []
     config = load(arguments, config_dir)
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    raise typer.Exit(run_node(config, [*options, *arguments], lost_nodes))
+    raise typer.Exit(run_node(config, [*options, *arguments], marks))
 
 
 @app.command()

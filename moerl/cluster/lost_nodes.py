@@ -1,6 +1,23 @@
-"""Nodes that a job has lost, one a line of a file that outlasts its tries. Queueing it again, its script asks Slurm for others."""
+"""What a job's first node leaves for its script. PREFIX.lost: the nodes that the job has lost in all its tries, one a line; Slurm is asked for
+others. PREFIX.again: the job is to be queued again. srun's exit code does not tell: it is 137 when any task was killed."""
 
+import logging
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def lost_file(marks: Path) -> Path:
+    return marks.with_name(f"{marks.name}.lost")
+
+
+def mark_again(marks: Path) -> None:
+    """The script removes it before a try. Without it only the exit code is left, which the killing of a task hides."""
+    file = marks.with_name(f"{marks.name}.again")
+    try:
+        file.touch()
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the job may not be queued again", file, error.strerror)
 
 
 def remember(file: Path, name: str, *, at_most: int) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.cluster.lost_nodes import remember
+from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.script import render_train
 from moerl.config.load import load
 
@@ -30,6 +30,13 @@ def test_a_file_that_cannot_be_written_is_said(tmp_path: Path):
     assert "cannot be written (No such file or directory)" in remember(tmp_path / "none" / "lost", "n3", at_most=1)
 
 
+def test_the_marks_are_where_the_script_looks(tmp_path: Path):
+    mark_again(tmp_path / ".moerl-7")
+    assert (tmp_path / ".moerl-7.again").exists()
+    assert lost_file(tmp_path / ".moerl-7") == tmp_path / ".moerl-7.lost"
+    mark_again(tmp_path / "none" / "x")  # said in the log
+
+
 class Script:
     """The job's script with stand-ins for srun, squeue, sinfo and scontrol; the last writes down what it is asked to change."""
 
@@ -38,7 +45,7 @@ class Script:
         shown = f"JobId=7 JobName=x ReqNodeList=(null) ExcNodeList={excluded} NodeList=n0"
         hostnames = f"{{ echo '{excluded}' | tr , '\\n'; }}"
         programs = {
-            "srun": 'for word; do case "$word" in --lost-nodes=*) file="${word#*=}" ;; esac; done; . ./step',
+            "srun": 'for word; do case "$word" in --marks=*) file="${word#*=}.lost" ;; esac; done; . ./step',
             "squeue": "echo RUNNING",
             "sinfo": f"printf '%s\\n' {' '.join(nodes)}",
             "scontrol": f'case "$1 $2" in "show job") echo "{shown}" ;; "show hostnames") {hostnames} ;; *) echo "$@" >> asked ;; esac',
@@ -90,3 +97,12 @@ def test_a_try_that_lost_none_changes_nothing_and_the_end_removes_the_file(tmp_p
     assert (tmp_path / ".moerl-7.lost").exists(), "the next try goes on from it"
     script.run("exit 0")
     assert not (tmp_path / ".moerl-7.lost").exists()
+
+
+def test_a_job_whose_killed_task_hides_the_first_nodes_exit_code_is_queued_again(tmp_path: Path):
+    script = Script(tmp_path, nodes=["n0", "n1", "n2"])
+    done = script.run('echo n1 >> "$file"; touch "${file%.lost}.again"; exit 137')
+    assert (done.returncode, script.asked) == (137, ["requeue 7", "update JobId=7 ExcNodeList=n1"])
+    done = script.run("exit 137")
+    assert len(script.asked) == 2, "the word of an earlier try does not count"
+    assert not list(tmp_path.glob(".moerl-*"))
