@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,11 @@ def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs:
         (node_process,) = [found for found in jobs.cluster.processes("n1") if found.cmdline()[1:4] == ["-m", "moerl", "node"]]
         node_process.kill()
         jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 180)
-        jobs.cluster.wait_for("its nodes chosen", lambda: jobs.field(number, "ExcNodeList") == "n1", 60)
+        jobs.cluster.wait_for("n1 excluded", lambda: jobs.field(number, "ExcNodeList") == "n1", 60)
+        jobs.cluster.wait_for("the end of its processes", lambda: jobs.field(number, "JobState") == "PENDING", 60)
+        # slurmd starts nothing of a job in the seconds in which it was told to end it.
+        ended = time.time()
+        jobs.cluster.wait_for("a later second", lambda: time.time() > ended + 3)
         for left in jobs.node_disk.glob(f"moerl-{number}-0-1-*"):  # of a process that could remove nothing
             shutil.rmtree(left)
         jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
