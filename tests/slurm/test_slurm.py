@@ -102,6 +102,8 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)
     jobs.cluster.power_off("n1")
     jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 180)
+    # Slurm may have noticed before the first node, which then still has its end before it.
+    jobs.cluster.wait_for("the end of its processes", lambda: jobs.field(number, "JobState") == "PENDING", 120)
     saved = newest_step(jobs)
     assert saved < 100
     jobs.cluster.power_on("n1")
@@ -112,7 +114,6 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     job = jobs.end(number, 300)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
     assert "n1 is gone" in job.log
-    assert "n1 not excluded: 1 nodes of the partition would be left, and the job needs 2" in job.log
     assert "queued again and goes on from the newest checkpoint" in job.log
     assert sorted(set(steps_of(jobs))) == list(range(1, 101))
 
