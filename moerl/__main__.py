@@ -55,20 +55,45 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 def launch(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script, and submit nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script or manifest, and submit nothing.")] = False,
+    kuberay: Annotated[bool, typer.Option("--kuberay", help="As a RayJob of KubeRay (kubernetes.*), given to kubectl.")] = False,
 ) -> None:
     """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
     from moerl.check import load_checked
+    from moerl.cluster.kuberay import create_rayjob, load_for_pods, render_rayjob
     from moerl.cluster.launch import submit
     from moerl.cluster.script import render_train
 
+    words = overrides if overrides is not None else []
+    if kuberay:
+        # What the paths name is on the pods' volumes: `moerl train` looks at it there.
+        manifest = render_rayjob(load_for_pods(words, config_dir), words, config_dir)
+        typer.echo(manifest if dry_run else create_rayjob(manifest), nl=not dry_run)
+        return
     config = load_checked(overrides, config_dir, starts=not dry_run)
-    arguments = (overrides if overrides is not None else [], config_dir)
-    typer.echo(render_train(config, *arguments) if dry_run else submit(config, *arguments), nl=not dry_run)
+    typer.echo(render_train(config, words, config_dir) if dry_run else submit(config, words, config_dir), nl=not dry_run)
 
 
 @app.command()
-def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+def end(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    seconds: Annotated[float, typer.Option(min=1.0, help="For the run to save and end.")] = 300.0,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the Ray cluster whose head node trains; this machine if not given.", show_default=False)
+    ] = None,
+) -> None:
+    """Ask a run to save its last step and end, and wait for it."""
+    from moerl.cluster.end import end_run, end_run_at_head
+
+    typer.echo(end_run(run_dir, seconds) if address is None else end_run_at_head(run_dir, seconds, address))
+
+
+@app.command()
+def node(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    marks: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Of files for the job's script.", show_default=False)] = None,
+) -> None:
     """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
     from moerl.cluster.node import run_node
     from moerl.config.load import load
@@ -76,7 +101,7 @@ def node(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     arguments = overrides if overrides is not None else []
     config = load(arguments, config_dir)
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    raise typer.Exit(run_node(config, [*options, *arguments]))
+    raise typer.Exit(run_node(config, [*options, *arguments], marks))
 
 
 @app.command()

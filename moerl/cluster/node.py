@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
 from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
+from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
@@ -37,7 +38,7 @@ Watch = list["asyncio.Future[None]"]
 logger = logging.getLogger(__name__)
 
 QUEUE_AGAIN = 203
-"""Exit code of the first node's task, for the job's script. srun returns the highest of all tasks' codes, and a signal's is up to 192."""
+"""Exit code of the first node's task, for the job's script. srun returns the highest of all tasks' codes, unless one was killed."""
 _EXIT_CODES = {CONTINUE: QUEUE_AGAIN}
 """Of the driver -> of this task, where they differ."""
 _ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: QUEUE_AGAIN}
@@ -51,8 +52,8 @@ _MAX_DIRECTORY = 40
 """Characters: Ray's sockets lie up to 67 deeper, and the name of a socket has 107 at most."""
 
 
-def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
-    """The exit code of this node's task. `arguments`: of `moerl train`.
+def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = None) -> int:
+    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/cluster/lost_nodes.py.
 
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
@@ -66,7 +67,7 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
     _log_to(log if complaint is None else None, place)
     facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
     with _own_directory(place, log.with_suffix("")) as directory:
-        node = _Node(config, place, facts, log=log, directory=directory)
+        node = _Node(config, place, facts, log=log, directory=directory, marks=marks)
         with no_descendant_outlives():
             return asyncio.run(node.run(arguments))
 
@@ -74,9 +75,14 @@ def run_node(config: RunConfig, arguments: Sequence[str]) -> int:
 class _NodeLost(MoerlError):
     """Another node's process is gone; the job itself may be sound."""
 
+    def __init__(self, name: str, log: Path):
+        super().__init__(f"{name} is gone; its log is {log}")
+        self.name = name
+
 
 class _Node:
-    def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path):
+    def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path, marks: Path | None):
+        self._marks = marks
         self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
@@ -103,6 +109,9 @@ class _Node:
             if not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint:
                 raise
             logger.error("%s; the job is queued again and goes on from the newest checkpoint", lost)
+            if self._marks is not None:
+                logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
+                mark_again(self._marks)
             return QUEUE_AGAIN
 
     def _newest_checkpoint(self) -> Path | None:
@@ -206,7 +215,7 @@ class _Node:
     async def _lost(self, guest: Guest) -> None:
         while await guest.link.hear() is not None:
             pass
-        raise _NodeLost(f"{guest.facts.name} is gone; its log is {self._log.parent}/{guest.facts.name}.log")
+        raise _NodeLost(guest.facts.name, self._log.parent / f"{guest.facts.name}.log")
 
     def _ray(self, address: str, token: str) -> RayNode:
         return RayNode(facts=self._facts, address=address, directory=self._directory, token=token, log=self._log)

@@ -18,6 +18,7 @@ INHERITED = ("HOME", "USER", "LANG", "PATH")
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 _HERE = '"$PWD"'
 """The directory of submission: jobs start there, and relative paths of the configuration mean it."""
+_MARKS = '--marks="$marks"'
 
 
 def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
@@ -35,7 +36,7 @@ def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path |
         comment="One process per node. Together they make the job's Ray cluster; the first then trains, and its exit code is the job's.",
         directives=[f"--job-name={config.name}", *_resources(slurm, nodes), *_requeue(slurm)],
         requeue_code=QUEUE_AGAIN,
-        command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", *options, *map(shlex.quote, overrides)],
+        command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)],
     )
 
 

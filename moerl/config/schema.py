@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from moerl.config.kubernetes import KubernetesConfig
 from moerl.config.placement import PlacementConfig
 from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import TrainConfig
@@ -291,6 +292,7 @@ class RunConfig(Strict):
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     sft: SFTConfig | None = None
     output_dir: str = "runs"

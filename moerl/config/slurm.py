@@ -45,6 +45,9 @@ class SlurmConfig(Strict):
     """Features that the nodes must have."""
     exclude: str | None = None
     """Nodes not to use, as sbatch takes them: n[3-5],n9."""
+    max_excluded: NotNegative = 2
+    """So many of the nodes that a job loses are left out when it is queued again. Not more, as the cause may be the run; and none where the
+    partition has too few others."""
     container: ContainerConfig | None = None
     """None: the plain environment of `python`."""
     python: str | None = None

@@ -10,6 +10,7 @@ from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.engines import engine_problems
 from moerl.config.fp8 import fp8_problems
+from moerl.config.kubernetes import kubernetes_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
 from moerl.config.memory import memory_problems
 from moerl.config.model_config import model_config
@@ -301,6 +302,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _bridge,
     _fp8,
     _slurm,
+    kubernetes_problems,
     lambda config: network_problems(config.network),
     placement_problems,
 )

@@ -96,7 +96,8 @@ def test_values_reach_the_job_as_they_are(tmp_path: Path):
     (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$GREETING" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
     command = ["bash", "-s", "--", "num_steps=3"]
-    done = subprocess.run(command, input=script, capture_output=True, text=True, env={"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(command, input=script, capture_output=True, text=True, env=environment, cwd=tmp_path)
     printed = done.stdout.splitlines()
     assert (done.returncode, done.stderr, printed[0]) == (0, "", value)
     assert printed[-1] == "num_steps=3", "what follows the script's name"
@@ -111,7 +112,7 @@ def test_a_run_that_saved_is_queued_again_unless_it_was_cancelled(tmp_path: Path
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-s"], input=rendered(DEMO), capture_output=True, text=True, env=environment)
+    done = subprocess.run(["bash", "-s"], input=rendered(DEMO), capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == code
     assert done.stdout == ("requeue 7\n" if requeued and state == "RUNNING" else "")
 

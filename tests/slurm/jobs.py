@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from two_nodes import NODES, TwoNodes
+from two_nodes import TwoNodes
 
 RECIPE = "recipe=grpo-tiny-moe-1n2g-sync"
 SMALL = (
@@ -81,7 +81,7 @@ class Jobs:
         return f"slurm.python={wrapper}"
 
     def processes(self) -> list[psutil.Process]:
-        return [process for node in NODES for process in self.cluster.processes(node)]
+        return [process for node in self.cluster.nodes for process in self.cluster.processes(node)]
 
     def assert_nothing_is_left(self) -> None:
         """No process, no directory. A job that a failed test left is cancelled first."""

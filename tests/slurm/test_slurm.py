@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,8 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)
     jobs.cluster.power_off("n1")
     jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 180)
+    # Slurm may have noticed before the first node, which then still has its end before it.
+    jobs.cluster.wait_for("the end of its processes", lambda: jobs.field(number, "JobState") == "PENDING", 120)
     saved = newest_step(jobs)
     assert saved < 100
     jobs.cluster.power_on("n1")
@@ -110,6 +113,34 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     assert "n1 is gone" in job.log
     assert "queued again and goes on from the newest checkpoint" in job.log
     assert sorted(set(steps_of(jobs))) == list(range(1, 101))
+
+
+def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs: Jobs):
+    number = jobs.submit("num_steps=60")
+    jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)
+    jobs.cluster.add_spare()
+    try:
+        (node_process,) = [found for found in jobs.cluster.processes("n1") if found.cmdline()[1:4] == ["-m", "moerl", "node"]]
+        node_process.kill()
+        jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 180)
+        jobs.cluster.wait_for("n1 excluded", lambda: jobs.field(number, "ExcNodeList") == "n1", 60)
+        jobs.cluster.wait_for("the end of its processes", lambda: jobs.field(number, "JobState") == "PENDING", 60)
+        # slurmd starts nothing of a job in the seconds in which it was told to end it.
+        ended = time.time()
+        jobs.cluster.wait_for("a later second", lambda: time.time() > ended + 3)
+        for left in jobs.node_disk.glob(f"moerl-{number}-0-1-*"):  # of a process that could remove nothing
+            shutil.rmtree(left)
+        jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
+        job = jobs.end(number, 300)
+        assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+        assert "n1 is to be excluded (1 of slurm.max_excluded = 2)" in job.log
+        assert "excluded from now on: n1" in job.log
+        assert jobs.field(number, "NodeList") == "n[0,2]"
+        assert sorted(set(steps_of(jobs))) == list(range(1, 61))
+        assert not Path(f".moerl-{number}.lost").exists()
+        jobs.assert_nothing_is_left()
+    finally:
+        jobs.cluster.remove_spare()
 
 
 def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs):

@@ -1,4 +1,5 @@
-"""A Slurm of two nodes on this machine: each is a set of namespaces (network, hostname, mounts, processes) with an address of its own.
+"""A Slurm of two nodes and a spare one on this machine: each is a set of namespaces (network, hostname, mounts, processes), with an
+address of its own.
 
 Controller and nodes hang on a bridge that only they see, so that several such clusters run side by side. Ending the first process of a
 node ends every process on it, as a power cut would. Needs root, and Debian's slurm-wlm and munge.
@@ -17,10 +18,12 @@ import psutil
 from moerl.cluster.descendants import end_with_parent
 
 NODES = ("n0", "n1")
+SPARE = "n2"
+"""Slurm knows nothing of it until `add_spare`."""
 GPUS = 4
 """Of a node, as Slurm counts them: there are no devices."""
 
-_ADDRESSES = {"ctl": "10.77.0.1", "n0": "10.77.0.2", "n1": "10.77.0.3"}
+_ADDRESSES = {"ctl": "10.77.0.1", "n0": "10.77.0.2", "n1": "10.77.0.3", "n2": "10.77.0.4"}
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "nsenter", "ip")
 _CONF = """\
 ClusterName=test
@@ -47,6 +50,7 @@ KillWait=10
 SlurmdTimeout=20
 NodeName=n0 NodeAddr={n0} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
 NodeName=n1 NodeAddr={n1} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
+NodeName=n2 NodeAddr={n2} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=FUTURE
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -71,6 +75,11 @@ class TwoNodes:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def nodes(self) -> list[str]:
+        """That are on."""
+        return [name for name in (*NODES, SPARE) if name in self._holders]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -101,11 +110,22 @@ class TwoNodes:
         psutil.Process(self._first(node)).kill()
         self._holders.pop(node).wait()
 
-    def power_on(self, node: str) -> None:
+    def power_on(self, node: str, *, update: str | None = None) -> None:
+        """`update`: a state to set by hand."""
         self._hold(node)
         self._connect(node)
         self._start_slurmd(node)
+        if update is not None:
+            self.run("scontrol", "update", f"NodeName={node}", f"State={update}")
         self.wait_for(f"{node} to serve", lambda: self.run("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip() in ("idle", "allocated"))
+
+    def add_spare(self) -> None:
+        """A third node, for jobs that lost one."""
+        self.power_on(SPARE, update="IDLE")
+
+    def remove_spare(self) -> None:
+        self.power_off(SPARE)
+        self.run("scontrol", "update", f"NodeName={SPARE}", "State=FUTURE")
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
@@ -137,7 +157,7 @@ class TwoNodes:
         (self.root / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in _ADDRESSES.items()))
         (self.root / "munge.key").write_bytes(os.urandom(1024))
         (self.root / "munge.key").chmod(0o400)
-        for name in _ADDRESSES:
+        for name in ("ctl", *NODES):
             self._hold(name)
         for name in NODES:
             self._connect(name)
