@@ -110,8 +110,8 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     jobs.start_again(number)
     job = jobs.end(number, 300)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
-    assert "n1 is gone" in job.log
-    assert "queued again and goes on from the newest checkpoint" in job.log
+    by_the_first_node = "n1 is gone" in job.log and "queued again and goes on from the newest checkpoint" in job.log
+    assert by_the_first_node or "DUE TO NODE FAILURE" in job.log, job.log
     assert sorted(set(steps_of(jobs))) == list(range(1, 101))
 
 
@@ -128,9 +128,7 @@ def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs:
         # slurmd starts nothing of a job in the seconds in which it was told to end it.
         ended = time.time()
         jobs.cluster.wait_for("a later second", lambda: time.time() > ended + 3)
-        for left in jobs.node_disk.glob(f"moerl-{number}-0-1-*"):  # of a process that could remove nothing
-            shutil.rmtree(left)
-        jobs.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # else two minutes from now
+        jobs.start_again(number)
         job = jobs.end(number, 300)
         assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
         assert "n1 is to be excluded (1 of slurm.max_excluded = 2)" in job.log
