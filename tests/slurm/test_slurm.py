@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -128,6 +129,8 @@ def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs:
         # slurmd starts nothing of a job in the seconds in which it was told to end it.
         ended = time.time()
         jobs.cluster.wait_for("a later second", lambda: time.time() > ended + 3)
+        for left in jobs.node_disk.glob(f"moerl-{number}-0-1-*"):  # on a node to which the job does not come back
+            shutil.rmtree(left)
         jobs.start_again(number)
         job = jobs.end(number, 300)
         assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
