@@ -127,6 +127,8 @@ class RemoteProcess:
         self._owner = None
 
     async def _ask(self, verb: str) -> Any:
+        if self._owner is None:
+            raise EngineUnavailable(f"{self._label}: the server was closed")
         try:
             return await getattr(self._owner, verb).remote()
         except RayError as error:

@@ -29,13 +29,13 @@ def undisturbed(tmp_path_factory):
 @pytest.fixture
 def freeze_rank_1(monkeypatch):
     """At the second update of the test; every process of the run at that moment."""
-    family, calls = [], []
+    before, family, calls = set(psutil.Process().children(recursive=True)), [], []
     upstream = MegatronTrainGroup.update
 
     async def update(group, *args, **kwargs):
         calls.append(args)
         if len(calls) == 2:
-            family.extend(psutil.Process().children(recursive=True))
+            family.extend(set(psutil.Process().children(recursive=True)) - before)
             os.kill(await group._workers[1].process_id.remote(), signal.SIGSTOP)
         return await upstream(group, *args, **kwargs)
 
