@@ -114,6 +114,9 @@ class Bridge:
             with HFCheckpoint(self._source) as checkpoint:
                 yield from ((name, checkpoint.read(name)) for name in self._kept)
 
+    def owned(self) -> "Bridge":
+        return self
+
     def parts(self, dtype: torch.dtype) -> list[Part]:
         """Of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank."""
         found = []

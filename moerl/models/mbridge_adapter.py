@@ -49,14 +49,8 @@ class MBridge:
         """mbridge gathers on every rank, not on rank 0 alone. Layers of multi-token prediction keep the checkpoint's dtype."""
         return self._names.export(self._bridge.export_weights(self._chunks), dtype, with_mtp=with_mtp)
 
-    def parts(self, dtype: torch.dtype) -> None:
+    def owned(self) -> None:
         """mbridge gathers every tensor on every rank, and tells no owner."""
-
-    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError("there are no parts")
-
-    def shard(self, name: str) -> None:
-        raise NotImplementedError("there are no parts")
 
     def _build(self, sizes: Sizes, dtype: torch.dtype) -> Any:
         mbridge = importlib.import_module("mbridge")

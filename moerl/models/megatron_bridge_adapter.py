@@ -64,14 +64,8 @@ class MegatronBridge:
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         return self._names.dtype(name, model_dtype)
 
-    def parts(self, dtype: torch.dtype) -> None:
+    def owned(self) -> None:
         """Megatron-Bridge gathers every tensor on every rank, and tells no owner."""
-
-    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError("there are no parts")
-
-    def shard(self, name: str) -> None:
-        raise NotImplementedError("there are no parts")
 
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Megatron-Bridge gathers on every rank, not on rank 0 alone."""

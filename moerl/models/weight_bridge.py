@@ -17,6 +17,19 @@ from moerl.models.checkpoint import HFCheckpoint
 from moerl.models.family import Family, Sizes
 
 
+class Owned(Protocol):
+    """The tensors of `export(dtype, with_mtp=False)` where the ranks hold them: nothing is gathered."""
+
+    def parts(self, dtype: torch.dtype) -> list[Part]:
+        """All of them, stacks in parts; the same on every rank."""
+
+    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
+
+    def shard(self, name: str) -> Shard | None:
+        """Of one of the `parts`; None: this rank holds nothing of it."""
+
+
 class WeightBridge(Protocol):
     """Every rank makes its bridge, loads and exports at the same time: `export` is a collective, and `load` may be one."""
 
@@ -32,14 +45,8 @@ class WeightBridge(Protocol):
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
         """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
 
-    def parts(self, dtype: torch.dtype) -> list[Part] | None:
-        """What `export(dtype, with_mtp=False)` gives and who holds it, the same on every rank. None: only an export can tell."""
-
-    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
-
-    def shard(self, name: str) -> Shard | None:
-        """Of one of the `parts`; None: this rank holds nothing of it."""
+    def owned(self) -> Owned | None:
+        """What each rank holds, by Hugging Face names. None: only an export can tell."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from moerl.config.layout import Layout
 from moerl.convert.fp8 import SCALE_SUFFIX, quantized_box
 from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.weight_bridge import WeightBridge
+from moerl.models.weight_bridge import Owned, WeightBridge
 from moerl.push_types import TensorSpec
 from moerl.train.block_scales import BlockScales
 from moerl.weights.fleet_plan import Outline
@@ -26,7 +26,8 @@ class PushedTensors:
     def __init__(self, bridge: WeightBridge, layout: Layout, dtype: torch.dtype, source: Path, *, in_fp8: bool):
         """`dtype`: in which they leave. `source`: the checkpoint the model was loaded from. `in_fp8`: those that published checkpoints
         quantize leave in blocks of FP8 made of `dtype`, and their scales with them."""
-        self._bridge, self._layout, self._dtype, self._source = bridge, layout, dtype, source
+        self._bridge, self._owned = bridge, bridge.owned()
+        self._layout, self._dtype, self._source = layout, dtype, source
         self._gathered: dict[str, Tensor] | None = None
         self._quantized = {tensor.name: tensor for tensor in self._planned() if len(fp8_specs(tensor.spec)) > 1} if in_fp8 else {}
         self._scales = self._no_scales()
@@ -34,7 +35,7 @@ class PushedTensors:
     def outline(self, bucket_bytes: int) -> Outline:
         """The same on every rank."""
         planned = with_scales(self._planned()) if self._quantized else self._planned()
-        layout = Layout() if self._bridge.parts(self._dtype) is None else self._layout
+        layout = Layout() if self._owned is None else self._layout
         return Outline(tensors=planned, layout=layout, bucket_bytes=bucket_bytes)
 
     def specs(self) -> list[TensorSpec]:
@@ -46,11 +47,11 @@ class PushedTensors:
     def gather(self) -> None:
         """Collective, of the weights as they are now. Nothing to do with the native bridge if no block of FP8 lies on two ranks."""
         self._scales = self._no_scales()
-        if self._bridge.parts(self._dtype) is None:
+        if self._owned is None:
             # Copies: an export may give the parameter itself.
             self._gathered = {name: tensor.clone() for name, tensor in self._bridge.export(self._dtype, with_mtp=False)}
             return
-        self._scales.exchange(self._shared_blocks())
+        self._scales.exchange(self._shared_blocks(self._owned))
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A piece in the dtype in which it leaves; possibly a view of a parameter."""
@@ -66,35 +67,38 @@ class PushedTensors:
 
     def _planned(self) -> list[PlannedTensor]:
         """All in self._dtype."""
-        parts = self._bridge.parts(self._dtype)
-        if parts is None:
+        if self._owned is None:
             return [PlannedTensor(spec=spec, stage=0, expert=expert_of(spec.name), cut_dim=None) for spec in self.specs()]
         per_stage = self._layout.ranks // self._layout.pp
         return [
             PlannedTensor(
                 spec=_spec(part.name, part.shape, part.dtype), stage=part.owner // per_stage, expert=part.expert, cut_dim=part.cut_dim
             )
-            for part in parts
+            for part in self._owned.parts(self._dtype)
         ]
 
     def _unquantized(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        if self._gathered is not None:
-            return box_of(self._gathered[name], start, shape)
-        return self._bridge.piece(name, start, shape, self._dtype)
+        if self._owned is None:
+            return box_of(self._whole(name), start, shape)
+        return self._owned.piece(name, start, shape, self._dtype)
 
     def _no_scales(self) -> BlockScales:
         return BlockScales(self._held, {name: tensor.spec.shape for name, tensor in self._quantized.items()})
 
     def _held(self, name: str) -> tuple[Tensor, tuple[int, ...]]:
-        if self._gathered is not None:
-            return self._gathered[name], (0, 0)
-        shard = self._bridge.shard(name)
+        if self._owned is None:
+            return self._whole(name), (0, 0)
+        shard = self._owned.shard(name)
         assert shard is not None, f"the plan wants {name} of a rank that holds nothing of it"
         return shard.tensor.to(self._dtype), shard.start
 
-    def _shared_blocks(self) -> dict[str, dist.ProcessGroup]:
+    def _whole(self, name: str) -> Tensor:
+        assert self._gathered is not None, "gather comes first"
+        return self._gathered[name]
+
+    def _shared_blocks(self, owned: Owned) -> dict[str, dist.ProcessGroup]:
         """Tensors of this rank with blocks that lie on several ranks of a group, in one order on all of them."""
-        shards = ((tensor, self._bridge.shard(name)) for name, tensor in sorted(self._quantized.items()))
+        shards = ((tensor, owned.shard(name)) for name, tensor in sorted(self._quantized.items()))
         return {
             tensor.name: shard.group
             for tensor, shard in shards

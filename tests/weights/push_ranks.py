@@ -121,7 +121,7 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
     worker = new_worker(settings, TrainWorker)
     if gathers:
         bridge = worker._engine.model.bridge
-        bridge.parts = lambda dtype: None
+        bridge.owned = lambda: None
         worker._engine.pushed = PushedTensors(bridge, settings.train.layout, torch.bfloat16, settings.model_dir, in_fp8=True)
     exported = dict(worker._engine.export(with_mtp=False))
     exchanges, all_reduce = [], dist.all_reduce
