@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,8 +185,7 @@ def new_fake(checkpoint: Checkpoint) -> FakeEngine:
 
 async def until(engine: RolloutEngine, condition: Callable[[EngineHealth], bool]) -> None:
     """Returns when the engine's health satisfies the condition, which must come true within a minute."""
-    async with asyncio.timeout(60):
-        while True:
-            if condition(await engine.health()):
-                return
-            await asyncio.sleep(0)  # the fake answers at once, and its requests need their turn
+    deadline = time.monotonic() + 60
+    while not condition(health := await engine.health()):
+        assert time.monotonic() < deadline, health
+        await asyncio.sleep(0)  # the fake answers at once, and its requests need their turn

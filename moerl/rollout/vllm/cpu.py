@@ -1,7 +1,10 @@
 """What vLLM 0.32 needs to run where there is no GPU, and which models its CPU kernels are compiled for."""
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import torch
 
 from moerl.types import Problem
 
@@ -18,9 +21,21 @@ back what its generator drew, which torch's generators for CPU cannot."""
 
 OWN_ARGUMENTS = dict.fromkeys(("enforce_eager", "compilation_config", "enable_chunked_prefill"), "leave it out, or serve on a GPU")
 
+_POLL_SECONDS = 1e-4
+"""A token takes milliseconds."""
+
 _LATENT_RANK, _LATENT_ROTARY = 512, 64
 _EXPERT_MULTIPLE = 32
 """Of hidden size and experts' inner size (CPUUnquantizedExperts.output_alignment; vLLM pads the inner size by itself)."""
+
+
+def sleep_instead_of_spinning() -> None:
+    """Where there is no GPU, for vLLM's own processes, which wait for each other's messages in loops of sched_yield. Two that did so on
+    two cores kept the server's process from answering, /health also, for as long as a request ran (Linux 6.18)."""
+    if not torch.cuda.is_available():
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        shm_broadcast.sched_yield = lambda: time.sleep(_POLL_SECONDS)
 
 
 def cache_gib(model: Mapping[str, Any], num_positions: int, bytes_per_number: int) -> int:

@@ -17,7 +17,11 @@ os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # moerl.rollout.vllm.sampling is f
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 from moerl.rollout.engines.process import main  # after the settings, which vLLM reads as it is imported
+from moerl.rollout.vllm import cpu
 from moerl.rollout.vllm.core import find_problems, start
+
+if __name__ == "__mp_main__":
+    cpu.sleep_instead_of_spinning()
 
 if __name__ == "__main__":
     main("vllm", find_problems=find_problems, start=start)
