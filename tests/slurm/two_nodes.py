@@ -22,6 +22,8 @@ SPARE = "n2"
 """Slurm knows nothing of it until `add_spare`."""
 GPUS = 4
 """Of a node, as Slurm counts them: there are no devices."""
+_SLURMS_OWN = ("slurmd", "slurmstepd", "slurmctld", "slurmscriptd")
+"""Processes; the one that runs a job's script is called slurm_script, and is the job's."""
 
 _ADDRESSES = {"ctl": "10.77.0.1", "n0": "10.77.0.2", "n1": "10.77.0.3", "n2": "10.77.0.4"}
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "nsenter", "ip")
@@ -102,7 +104,7 @@ class TwoNodes:
         return [
             process
             for process in psutil.process_iter(["name", "pid"])
-            if _link(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != first and not process.info["name"].startswith("slurm")
+            if _link(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != first and process.info["name"] not in _SLURMS_OWN
         ]
 
     def power_off(self, node: str) -> None:
@@ -180,7 +182,7 @@ class TwoNodes:
         command = ["unshare", *namespaces, sys.executable, str(init)]
         self._holders[name] = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent)
         self.wait_for(f"namespaces of {name}", lambda: bool(psutil.Process(self._holders[name].pid).children()), 10)
-        self._shell(name, f"hostname {name}; mount --bind {self.root}/hosts /etc/hosts; ip link set lo up")
+        self._shell(name, f"hostname {name}; mount --bind {self.root}/hosts /etc/hosts; mount -t tmpfs shm /dev/shm; ip link set lo up")
         if name == "ctl":
             self._shell(name, f"ip link add br0 type bridge; ip addr add {_ADDRESSES[name]}/24 dev br0; ip link set br0 up")
 
