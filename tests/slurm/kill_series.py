@@ -9,10 +9,11 @@ and metrics, and leave no process, no shared memory and no directory. Prints a r
 import argparse
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,9 @@ _BRING_UP = (("n0.log", "n1 is here"), ("n0.log", "Ray runs on"), ("run.log", "p
 _PHASES = ("rollout", "switch", "update", "save", "push")
 _SHARE_OF_BRING_UP = 0.25
 _KINDS = (
-    ("ray::TrainWorker", "train rank"), ("ray::Collector", "collector"), ("ray::", "other Ray worker"), ("default_worker.py", "idle Ray worker"),
-    ("gcs_server", "gcs_server"), ("raylet/raylet", "raylet"), ("dashboard/agent", "Ray's agent"), ("runtime_env/agent", "Ray's agent"),
+    ("gcs/gcs_server ", "gcs_server"), ("raylet/raylet ", "raylet"), ("ray::TrainWorker", "train rank"), ("ray::Collector", "collector"),
+    ("ray::DashboardAgent", "Ray's agent"), ("ray::RuntimeEnvAgent", "Ray's agent"), ("dashboard/agent", "Ray's agent"),
+    ("runtime_env/agent", "Ray's agent"), ("ray::", "other Ray worker"), ("default_worker.py", "other Ray worker"),
     ("ray.scripts.scripts", "ray start"), ("/ray/", "other daemon of Ray"), ("-m moerl node", "node process"), ("-m moerl train", "driver"),
     ("moerl.rewards", "reward worker"), ("moerl.rollout", "rollout server"), ("slurm_script", "job script"), ("srun", "srun"),
 )  # fmt: skip
@@ -65,10 +67,13 @@ class Round:
 
     point: Point
     victim: str
+    command: str
     end: str
     """Of the try that was disturbed."""
     faults: tuple[str, ...]
     cause: str
+    end_seconds: float
+    """From the kill to the end of the try."""
     seconds: float
 
 
@@ -81,7 +86,7 @@ def any_point(rng: random.Random) -> Point:
 
 def kind_of(process: psutil.Process) -> str:
     words = " ".join(process.cmdline())
-    return next((kind for text, kind in _KINDS if text in words), words[:80])
+    return next((kind for text, kind in _KINDS if text in words), "other")
 
 
 def is_reached(point: Point, run_dir: Path) -> bool:
@@ -89,22 +94,22 @@ def is_reached(point: Point, run_dir: Path) -> bool:
     return file is not None and file.read_text(errors="replace").count(point.text) >= point.count
 
 
-def kill_one(jobs: Jobs, rng: random.Random) -> str:
-    """Every process of the job is as likely as the others. What it was, and where."""
+def kill_one(jobs: Jobs, rng: random.Random) -> tuple[str, str]:
+    """Every process of the job is as likely as the others. (what it was and where, its command line)"""
     while True:
         node, process = rng.choice([(node, process) for node in jobs.cluster.nodes for process in jobs.cluster.processes(node)])
         try:
-            kind = kind_of(process)
+            kind, words = kind_of(process), " ".join(process.cmdline())
             process.kill()
         except psutil.NoSuchProcess:
             continue
-        return f"{kind} on {node}"
+        return f"{kind} on {node}", words
 
 
-def prompts(jobs: Jobs) -> dict[int, list[int]]:
-    """Step -> the prompt of every sample trained on."""
+def prompts(jobs: Jobs) -> dict[int, list[tuple[int, str]]]:
+    """Step -> the prompt of every sample trained on, with its place in the order of draws."""
     return {
-        step: [record["prompt_index"] for record in read_records(file)]
+        step: [(record["prompt_index"], record["prompt"]) for record in read_records(file)]
         for step, file in dumped_steps(jobs.output_dir / _RUN / "samples").items()
     }
 
@@ -113,8 +118,10 @@ def disturbed(jobs: Jobs, undisturbed: Jobs, rng: random.Random) -> Round:
     began, run_dir, point = time.monotonic(), jobs.output_dir / _RUN, any_point(rng)
     number = jobs.submit(*OVERRIDES)
     jobs.cluster.wait_for(f"{point}", lambda: is_reached(point, run_dir), 180)
-    victim = kill_one(jobs, rng)
+    victim, command = kill_one(jobs, rng)
+    killed = time.monotonic()
     end = queued_again(jobs, number)
+    end_seconds = time.monotonic() - killed
     first_try = (run_dir / "slurm" / f"{number}.out").read_text()
     if end != "COMPLETED":
         jobs.start_again(number)
@@ -122,7 +129,10 @@ def disturbed(jobs: Jobs, undisturbed: Jobs, rng: random.Random) -> Round:
     faults = [] if (job.state, job.exit_code) == ("COMPLETED", 0) else [f"ended as {job.state}, exit code {job.exit_code}"]
     faults += [f"{what} differ" for what, differ in differences(jobs, undisturbed) if differ]
     faults += left_of(jobs)
-    return Round(point=point, victim=victim, end=end, faults=tuple(faults), cause=cause_in(first_try), seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return Round(
+        point=point, victim=victim, command=command, end=end, faults=tuple(faults), cause=cause_in(first_try), end_seconds=end_seconds, seconds=seconds
+    )
 
 
 def queued_again(jobs: Jobs, number: str) -> str:
@@ -140,7 +150,12 @@ def queued_again(jobs: Jobs, number: str) -> str:
 
 def differences(jobs: Jobs, undisturbed: Jobs) -> Iterator[tuple[str, bool]]:
     yield "prompts", prompts(jobs) != prompts(undisturbed)
-    yield "metrics", rows(jobs.output_dir) != rows(undisturbed.output_dir)
+    yield "metrics", of_training(jobs) != of_training(undisturbed)
+
+
+def of_training(jobs: Jobs) -> list[dict[str, float]]:
+    """Metrics without counts of servers that were started again."""
+    return [{name: value for name, value in row.items() if not name.startswith("fleet/")} for row in rows(jobs.output_dir)]
 
 
 def left_of(jobs: Jobs) -> list[str]:
@@ -159,18 +174,24 @@ def cause_in(log: str) -> str:
 
 
 @contextmanager
-def new_jobs(cluster: TwoNodes) -> Iterator[Jobs]:
+def new_jobs(cluster: TwoNodes, keep: Path | None) -> Iterator[Jobs]:
+    """`keep`: where what the jobs wrote is copied."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as node_disk:
         os.environ["TMPDIR"] = node_disk
-        yield Jobs(cluster, Path(directory), Path(node_disk))
+        jobs = Jobs(cluster, Path(directory), Path(node_disk))
+        try:
+            yield jobs
+        finally:
+            if keep is not None and jobs.output_dir.exists():
+                shutil.copytree(jobs.output_dir, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints", "model"))
 
 
-def series(cluster: TwoNodes, *, rounds: int, seed: int) -> Iterator[Round]:
-    with new_jobs(cluster) as undisturbed:
+def series(cluster: TwoNodes, *, numbers: Sequence[int], seed: int, keep: Path | None) -> Iterator[Round]:
+    with new_jobs(cluster, None if keep is None else keep / "undisturbed") as undisturbed:
         job = undisturbed.run(*OVERRIDES)
         assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
-        for number in range(rounds):
-            with new_jobs(cluster) as jobs:
+        for number in numbers:
+            with new_jobs(cluster, None if keep is None else keep / str(number)) as jobs:
                 yield disturbed(jobs, undisturbed, random.Random(f"{seed} {number}"))
 
 
@@ -178,6 +199,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=1, help="number of the first round, to repeat one")
+    parser.add_argument("--keep", type=Path, help="directory for what the jobs wrote")
     arguments = parser.parse_args()
     if reason := why_not_here():
         print(f"no Slurm can be started here: {reason}", file=sys.stderr)
@@ -187,11 +210,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as root:
         cluster = TwoNodes(Path(root))
         try:
-            for number, each in enumerate(series(cluster, rounds=arguments.rounds, seed=arguments.seed), start=1):
+            numbers = range(arguments.first, arguments.first + arguments.rounds)
+            done = series(cluster, numbers=numbers, seed=arguments.seed, keep=arguments.keep)
+            for number, each in zip(numbers, done, strict=True):
                 good += not each.faults
                 verdict = "; ".join(each.faults) if each.faults else "ok"
-                print(f"{number:3d}  {each.victim:28} at {each.point!s:16} {each.end:24} {each.seconds:4.0f} s  {verdict}", flush=True)
-                print(f"     {each.cause}", flush=True)
+                print(f"{number:3d}  {each.victim:28} at {each.point!s:16} {each.end:22} {each.end_seconds:4.0f} s of {each.seconds:4.0f} s  {verdict}", flush=True)
+                print(f"     {each.command[:140]}\n     {each.cause}", flush=True)
         finally:
             cluster.close()
     print(f"{good} of {arguments.rounds}")

@@ -20,7 +20,7 @@ from moerl.cluster.descendants import end_with_parent
 NODES = ("n0", "n1")
 SPARE = "n2"
 """Slurm knows nothing of it until `add_spare`."""
-GPUS = 4
+GPUS = 8
 """Of a node, as Slurm counts them: there are no devices."""
 _SLURMS_OWN = ("slurmd", "slurmstepd", "slurmctld", "slurmscriptd")
 """Processes; the one that runs a job's script is called slurm_script, and is the job's."""
@@ -48,12 +48,16 @@ ReturnToService=2
 MpiDefault=none
 MailProg=/bin/true
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PreemptParameters={preempt_parameters}
 KillWait=10
 SlurmdTimeout=20
 NodeName=n0 NodeAddr={n0} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
 NodeName=n1 NodeAddr={n1} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
 NodeName=n2 NodeAddr={n2} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=FUTURE
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=90
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -68,8 +72,8 @@ def why_not_here() -> str | None:
 class TwoNodes:
     """Started by the constructor; `close` ends every process of it."""
 
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, root: Path, *, preempt_parameters: str = "send_user_signal"):
+        self.root, self._preempt_parameters = root, preempt_parameters
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
@@ -152,7 +156,7 @@ class TwoNodes:
 
     def _start(self) -> None:
         (self.root / "state").mkdir()
-        (self.root / "slurm.conf").write_text(_CONF.format(root=self.root, gpus=GPUS, **_ADDRESSES))
+        (self.root / "slurm.conf").write_text(_CONF.format(root=self.root, gpus=GPUS, preempt_parameters=self._preempt_parameters, **_ADDRESSES))
         (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-{GPUS - 1}]\n")
         for index in range(GPUS):
             (self.root / f"gpu{index}").touch()
