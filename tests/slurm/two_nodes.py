@@ -50,7 +50,7 @@ MailProg=/bin/true
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PreemptParameters={preempt_parameters}
+SlurmctldParameters=preempt_send_user_signal
 KillWait=10
 SlurmdTimeout=20
 NodeName=n0 NodeAddr={n0} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
@@ -72,8 +72,8 @@ def why_not_here() -> str | None:
 class TwoNodes:
     """Started by the constructor; `close` ends every process of it."""
 
-    def __init__(self, root: Path, *, preempt_parameters: str = "send_user_signal"):
-        self.root, self._preempt_parameters = root, preempt_parameters
+    def __init__(self, root: Path):
+        self.root = root
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         try:
@@ -156,7 +156,7 @@ class TwoNodes:
 
     def _start(self) -> None:
         (self.root / "state").mkdir()
-        (self.root / "slurm.conf").write_text(_CONF.format(root=self.root, gpus=GPUS, preempt_parameters=self._preempt_parameters, **_ADDRESSES))
+        (self.root / "slurm.conf").write_text(_CONF.format(root=self.root, gpus=GPUS, **_ADDRESSES))
         (self.root / "gres.conf").write_text(f"Name=gpu File={self.root}/gpu[0-{GPUS - 1}]\n")
         for index in range(GPUS):
             (self.root / f"gpu{index}").touch()
