@@ -169,6 +169,7 @@ class RemoteProcess:
             strategy = NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False)
             actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
             self._owner = actor.remote(self._command, label=self._label, **self._settings)
+            self._settings["has_log"] = True
 
     async def _done(self, verb: str, *arguments: Any) -> Any:
         """What the owner returns; raises the error that it returns."""

@@ -34,12 +34,13 @@ class ServerProcess:
 
     def __init__(
         self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
-        environment: Mapping[str, str] = _NOTHING_MORE,
+        environment: Mapping[str, str] = _NOTHING_MORE, has_log: bool = False,
     ):  # fmt: skip
-        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own."""
+        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own.
+        `has_log`: of an earlier child of this run, whose owner is gone."""
         self.label = label
         self._command, self._environment = list(command), environment
-        self._log_path = log_path
+        self._log_path, self._has_log = log_path, has_log
         self._start_seconds = start_seconds
         self._close_seconds = close_seconds
         self._process: asyncio.subprocess.Process | None = None
@@ -121,7 +122,8 @@ class ServerProcess:
     async def _spawn(self, arguments: Sequence[str] = ()) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         # The log of a run begins with its first child; one that takes its place writes on.
-        with self._log_path.open("wb" if self._process is None else "ab") as log:
+        with self._log_path.open("ab" if self._has_log else "wb") as log:
+            self._has_log = True
             try:
                 # A session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order.
                 self._process = await asyncio.create_subprocess_exec(

@@ -15,6 +15,7 @@ from moerl.config.layout import Layout
 from moerl.config.load import load
 from moerl.config.placement import PlacementConfig, gpu_map, placement_problems
 from moerl.config.schema import RolloutConfig, WeightsConfig
+from moerl.config.server_layout import ServerLayout
 from moerl.config.slurm import SlurmConfig
 from moerl.types import ConfigError
 
@@ -155,6 +156,11 @@ def test_one_node_without_a_number_of_gpus_takes_all(tiny):
             r"slurm.nodes = 1: must be at least placement",
         ),
         ({}, {"gpus_per_node": 2}, r"placement.nodes = 1: must be at least 2 with 2 GPUs each"),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=8, engine="sglang", layout=ServerLayout(gpus=2, gpus_per_node=1))},
+            {},
+            r"placement.gpus_per_node = None: must put the 2 GPUs of a server on 2 nodes",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
