@@ -25,7 +25,7 @@ _MARKS = '--marks="$marks"'
 def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
     """The script of a training run. Every node composes the configuration from the same `overrides`. ConfigError: too few nodes."""
     slurm, nodes = config.slurm, config.placement.nodes
-    if problems := list(size_problems(slurm, nodes, num_gpus(config))):
+    if problems := list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config))):
         raise ConfigError(problems)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
