@@ -115,8 +115,13 @@ async def _producing(
             ticket = await buffer.reserve()
             settle(ticket, await runner.run(prompts.prompt_at(ticket)))
 
+    is_over = False
+
     def report(task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if not is_over:  # its slot would stay empty, and `take` wait for it
+                buffer.fail(MoerlError("a task that draws samples was cancelled from within: a bug of moerl"))
+        elif (error := task.exception()) is not None:
             buffer.fail(error)
 
     tasks = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
@@ -125,6 +130,7 @@ async def _producing(
     try:
         yield
     finally:
+        is_over = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,6 +26,7 @@ from moerl.cluster.seats import Seats, find_seats
 from moerl.cluster.stacks import answer_stack_requests
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
+from moerl.config.model_shape import read_config
 from moerl.config.object_store import shortage
 from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
@@ -90,7 +91,9 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
         async with _processes(config, model_dir, tokenizer, seats, observe) as (pool, rewards, group, residency):
             runner = GroupRunner(config, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer))
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
-            weights = WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary)
+            weights = WeightPublisher(
+                config, train=group, pool=pool, residency=residency, canary_prompts=canary, vocab_size=read_config(model_dir)["vocab_size"]
+            )
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
             try:
                 await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)

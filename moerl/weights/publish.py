@@ -29,10 +29,13 @@ _CANARY_TOKENS = 8
 
 
 class WeightPublisher:
-    def __init__(self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt]):
-        """The pool must have started before the first push."""
+    def __init__(
+        self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt],
+        vocab_size: int,
+    ):  # fmt: skip
+        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer."""
         self._config, self._train, self._pool, self._residency = config, train, pool, residency
-        self._prompts = [prompt.token_ids for prompt in canary_prompts]
+        self._prompts, self._vocab_size = [prompt.token_ids for prompt in canary_prompts], vocab_size
         self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
         self._connected_to: list[tuple[str, int]] = []
@@ -162,6 +165,7 @@ class WeightPublisher:
             max_tokens=min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
             limit=self._config.weights.mismatch_limit,
             version=self._version,
+            vocab_size=self._vocab_size,
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
         )

@@ -174,7 +174,10 @@ class InProcessRun:
         )
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, stop_token_ids=())
         residency = self.residency = Residency(self.trainer, pool, num_shared=self.num_shared)
-        publisher = RecordingPublisher(config, train=self.trainer, pool=pool, residency=residency, canary_prompts=[prompts.prompt_at(0)])
+        canary = [prompts.prompt_at(0)]
+        publisher = RecordingPublisher(
+            config, train=self.trainer, pool=pool, residency=residency, canary_prompts=canary, vocab_size=VOCAB_SIZE
+        )
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
         self.trainer.events = runner.events = publisher.events = self.events
         try:
