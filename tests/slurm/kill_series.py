@@ -131,7 +131,14 @@ def disturbed(jobs: Jobs, undisturbed: Jobs, rng: random.Random) -> Round:
     faults += left_of(jobs)
     seconds = time.monotonic() - began
     return Round(
-        point=point, victim=victim, command=command, end=end, faults=tuple(faults), cause=cause_in(first_try), end_seconds=end_seconds, seconds=seconds
+        point=point,
+        victim=victim,
+        command=command,
+        end=end,
+        faults=tuple(faults),
+        cause=cause_in(first_try),
+        end_seconds=end_seconds,
+        seconds=seconds,
     )
 
 
@@ -215,7 +222,10 @@ def main() -> int:
             for number, each in zip(numbers, done, strict=True):
                 good += not each.faults
                 verdict = "; ".join(each.faults) if each.faults else "ok"
-                print(f"{number:3d}  {each.victim:28} at {each.point!s:16} {each.end:22} {each.end_seconds:4.0f} s of {each.seconds:4.0f} s  {verdict}", flush=True)
+                print(
+                    f"{number:3d}  {each.victim:28} at {each.point!s:16} {each.end:22} {each.end_seconds:4.0f} s of {each.seconds:4.0f} s  {verdict}",
+                    flush=True,
+                )
                 print(f"     {each.command[:140]}\n     {each.cause}", flush=True)
         finally:
             cluster.close()
