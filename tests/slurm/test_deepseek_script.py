@@ -1,4 +1,4 @@
-"""The script of DeepSeek on 32 nodes of 8 GPUs, run by Slurm: hardware that is not here are a nvidia-smi and an ibv_devinfo that print files."""
+"""The script of DeepSeek on 32 nodes of 8 GPUs, run by Slurm. In place of the hardware a nvidia-smi and an ibv_devinfo print files."""
 
 import json
 import os
