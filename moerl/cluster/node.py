@@ -119,7 +119,7 @@ class _Node:
             # Not for ever: a run that ends each node it meets would come back as often as it is allowed to.
             if not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint:
                 raise
-            logger.error("%s; the job is queued again and goes on from the newest checkpoint", lost)
+            logger.error("the job is queued again and goes on from the newest checkpoint: %s", lost)
             if self._marks is not None:
                 if isinstance(lost, _NodeLost):
                     logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))

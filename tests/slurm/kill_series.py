@@ -176,7 +176,8 @@ def left_of(jobs: Jobs) -> list[str]:
 
 def cause_in(log: str) -> str:
     """The lines that say why the try ended."""
-    said = [line for line in log.splitlines() if line.startswith(("moerl:", "failed:", "srun: error", "slurmstepd: error"))]
+    begins = ("moerl:", "failed:", "srun: error", "slurmstepd: error")
+    said = [line for line in log.splitlines() if line.startswith(begins) or "the job is queued again" in line]
     return " | ".join(line[:160] for line in said)
 
 
