@@ -108,7 +108,7 @@ class _Node:
         for number in _ENDS:
             loop.add_signal_handler(number, self._asked, number, task)
         try:
-            return await (self._lead(arguments) if self._place.index == 0 else self._follow())
+            code = await (self._lead(arguments) if self._place.index == 0 else self._follow())
         except asyncio.CancelledError:
             if self._signal is None:
                 raise
@@ -116,8 +116,7 @@ class _Node:
         except (_NodeLost, RayEnded) as lost:
             if self._place.index > 0:  # the first node hears of it, and decides
                 raise
-            # Not for ever: a run that ends each node it meets would come back as often as it is allowed to.
-            if not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint:
+            if self._is_stuck():
                 raise
             logger.error("the job is queued again and goes on from the newest checkpoint: %s", lost)
             if self._marks is not None:
@@ -125,6 +124,16 @@ class _Node:
                     logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
                 mark_again(self._marks)
             return QUEUE_AGAIN
+        if code == QUEUE_AGAIN and self._is_stuck():
+            raise MoerlError(
+                "the job is not queued again: it was once before, and no step was saved since. A step that hangs, or start-up and one step "
+                "longer than slurm.time, would come back for ever"
+            )
+        return code
+
+    def _is_stuck(self) -> bool:
+        """A run that ends each node it meets, say, would be queued as often as it is allowed to."""
+        return not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint
 
     def _newest_checkpoint(self) -> Path | None:
         return newest(self._config.run_dir / "checkpoints")
