@@ -24,7 +24,7 @@ esac""",
     "ibv_devinfo": "cat ibv_devinfo.txt",
 }
 ON_TWO_NODES = (
-    "slurm.nodes=2", "placement.nodes=2", "model=tiny-moe", "data=tiny-repeat", "~train.layout", "train.layout={ranks:16,ep:4}",
+    "placement.nodes=2", "model=tiny-moe", "data=tiny-repeat", "~train.layout", "train.layout={ranks:16,ep:4}",
     "train.mtp_loss=0", "~rollout.layout", "rollout.engine=hf", "rollout.num_servers=1", "rollout.max_response_tokens=8",
     "~reward.terms", "reward.terms={repeat:{kind:prefix}}",
 )  # fmt: skip
