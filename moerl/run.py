@@ -19,6 +19,7 @@ from moerl import loop
 from moerl.algorithms import build_algorithm
 from moerl.cluster.hang import HangReports
 from moerl.cluster.network import applied, find_settings
+from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_address import reached_at
 from moerl.cluster.reaper import reaping_ray
 from moerl.cluster.residency import Residency
@@ -62,7 +63,9 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
         for num_restarts in itertools.count():
             try:
                 with Observer(config) as observe:
-                    if num_restarts > 0:
+                    if num_restarts == 0:
+                        logger.info("imports and settings took %.1f s", process_seconds())
+                    else:
                         observe.notice(
                             f"restart {num_restarts} of {config.deadlines.max_restarts} after a hang, from the newest checkpoint"
                         )

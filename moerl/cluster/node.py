@@ -23,6 +23,7 @@ from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign
 from moerl.cluster.descendants import END_SECONDS, end_with_parent, no_descendant_outlives
 from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
+from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
 from moerl.config.placement import num_gpus
@@ -63,13 +64,16 @@ def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = N
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
     place = place_of(os.environ)
-    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, num_gpus(config))):
+    if refusal := too_few_nodes(place, config.slurm, num_gpus(config)):
+        if place.index > 0:  # it would wait for the first one, which says why
+            return 1
         raise MoerlError(refusal)
     log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
     complaint = _unwritable(log)
     if complaint is not None and place.index == 0:
         raise MoerlError(f"{place.name}: {complaint}")
     _log_to(log if complaint is None else None, place)
+    logger.info("imports and settings took %.1f s", process_seconds())
     facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
     with _own_directory(place, log.with_suffix("")) as directory:
         node = _Node(config, place, facts, log=log, directory=directory, marks=marks)
@@ -114,7 +118,7 @@ class _Node:
                 raise
             if self._is_stuck():
                 raise
-            logger.error("%s; the job is queued again and goes on from the newest checkpoint", lost)
+            logger.error("the job is queued again and goes on from the newest checkpoint: %s", lost)
             if self._marks is not None:
                 if isinstance(lost, _NodeLost):
                     logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))

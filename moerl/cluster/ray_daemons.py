@@ -110,7 +110,8 @@ class RayNode:
             if process.returncode is None:
                 process.kill()
             await process.wait()
-        raise RayEnded(f"{self.facts.name}: Ray's daemons ended\n{self._why()}{self._tail()}")
+        why = self._why()
+        raise RayEnded(f"{self.facts.name}: Ray's daemons ended\n{why if why else self._tail()}".rstrip())
 
     def _why(self) -> str:
         said = self.directory / "session_latest" / "logs" / "raylet.err"

@@ -118,6 +118,7 @@ class MegatronTrainGroup:
         self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, seat.gpus) for rank, seat in enumerate(seats)]
         self._calls = RankCalls(self._workers, config.deadlines, self._hangs)
         self._calls.know(await self._all("place", config.run_dir.resolve() / "logs"))
+        logger.info("%d rank processes are there", num_ranks)
         network = await self._all("use_network", config.network)
         logger.info("rank 0's network settings: %s", network[0] or "none")
         host, port = await self._rank0("address"), await self._rank0("open_store")

@@ -7,6 +7,7 @@ controller calls it on all.
 import logging
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,10 +93,12 @@ class TrainWorker:
 
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
+        began = time.monotonic()
         megatron_patches.activate()
         from moerl.train.engine import MegatronEngine
         from moerl.train.model import initialize_groups
 
+        logger.info("importing Megatron took %.1f s", time.monotonic() - began)
         timeout = timedelta(seconds=timeout_seconds)
         store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -1,4 +1,4 @@
-"""Kills random processes of jobs on two nodes with SIGKILL, one at a random point of each job, and holds what follows against an undisturbed job:
+"""Kills a random process of a job on two nodes with SIGKILL at a random point, again and again; compares with a job that was left alone:
 
     python tests/slurm/kill_series.py --rounds 20 --seed 0
 
@@ -131,7 +131,14 @@ def disturbed(jobs: Jobs, undisturbed: Jobs, rng: random.Random) -> Round:
     faults += left_of(jobs)
     seconds = time.monotonic() - began
     return Round(
-        point=point, victim=victim, command=command, end=end, faults=tuple(faults), cause=cause_in(first_try), end_seconds=end_seconds, seconds=seconds
+        point=point,
+        victim=victim,
+        command=command,
+        end=end,
+        faults=tuple(faults),
+        cause=cause_in(first_try),
+        end_seconds=end_seconds,
+        seconds=seconds,
     )
 
 
@@ -169,7 +176,8 @@ def left_of(jobs: Jobs) -> list[str]:
 
 def cause_in(log: str) -> str:
     """The lines that say why the try ended."""
-    said = [line for line in log.splitlines() if line.startswith(("moerl:", "failed:", "srun: error", "slurmstepd: error"))]
+    begins = ("moerl:", "failed:", "srun: error", "slurmstepd: error")
+    said = [line for line in log.splitlines() if line.startswith(begins) or "the job is queued again" in line]
     return " | ".join(line[:160] for line in said)
 
 
@@ -195,6 +203,11 @@ def series(cluster: TwoNodes, *, numbers: Sequence[int], seed: int, keep: Path |
                 yield disturbed(jobs, undisturbed, random.Random(f"{seed} {number}"))
 
 
+def row(each: Round) -> str:
+    times, verdict = f"{each.end_seconds:4.0f} s of {each.seconds:4.0f} s", "; ".join(each.faults) if each.faults else "ok"
+    return f"{each.victim:28} at {each.point!s:16} {each.end:22} {times}  {verdict}\n     {each.command[:140]}\n     {each.cause}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
@@ -214,9 +227,7 @@ def main() -> int:
             done = series(cluster, numbers=numbers, seed=arguments.seed, keep=arguments.keep)
             for number, each in zip(numbers, done, strict=True):
                 good += not each.faults
-                verdict = "; ".join(each.faults) if each.faults else "ok"
-                print(f"{number:3d}  {each.victim:28} at {each.point!s:16} {each.end:22} {each.end_seconds:4.0f} s of {each.seconds:4.0f} s  {verdict}", flush=True)
-                print(f"     {each.command[:140]}\n     {each.cause}", flush=True)
+                print(f"{number:3d}  {row(each)}", flush=True)
         finally:
             cluster.close()
     print(f"{good} of {arguments.rounds}")
