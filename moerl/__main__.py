@@ -21,6 +21,11 @@ Overrides = Annotated[
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="A directory with recipe/NAME.yaml files of your own.", show_default=False)]
 
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="RUN/checkpoints/step-N, or a Hugging Face folder; the run's newest if not given.", show_default=False),
+]
+
 
 @app.command()
 def train(
@@ -38,6 +43,28 @@ def train(
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
     typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
+
+
+@app.command(name="eval")
+def evaluate(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    checkpoint: Checkpoint = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for samples and results; RUN/eval/checkpoint-NAME if not given.", show_default=False)
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint on the data sets of eval.*; the same command continues an evaluation that was stopped."""
+    from moerl.check import load_evaluation
+
+    evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
+
+    from moerl import run  # after the check: loads torch and Ray, which takes seconds
+    from moerl.evaluation.results import print_table
+
+    path, results = run.evaluate(evaluation)
+    print_table(results)
+    typer.echo(f"results: {path}")
 
 
 @app.command()
