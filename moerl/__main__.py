@@ -84,21 +84,35 @@ def launch(
     config_dir: ConfigDir = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script or manifest, and submit nothing.")] = False,
     kuberay: Annotated[bool, typer.Option("--kuberay", help="As a RayJob of KubeRay (kubernetes.*), given to kubectl.")] = False,
+    evaluates: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint instead, as moerl eval does.")] = False,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
-    from moerl.check import load_checked
+    from moerl.check import load_checked, load_evaluation
     from moerl.cluster.kuberay import create_rayjob, load_for_pods, render_rayjob
     from moerl.cluster.launch import submit
-    from moerl.cluster.script import render_train
+    from moerl.cluster.script import render_eval, render_train
+    from moerl.config.load import load
 
     words = overrides if overrides is not None else []
+    if kuberay and evaluates:
+        raise typer.BadParameter("a RayJob trains; run moerl eval on the cluster's head node instead", param_hint="--eval")
+    if checkpoint is not None and not evaluates:
+        raise typer.BadParameter("has no meaning without --eval", param_hint="--checkpoint")
     if kuberay:
         # What the paths name is on the pods' volumes: `moerl train` looks at it there.
         manifest = render_rayjob(load_for_pods(words, config_dir), words, config_dir)
         typer.echo(manifest if dry_run else create_rayjob(manifest), nl=not dry_run)
         return
-    config = load_checked(overrides, config_dir, starts=not dry_run)
-    typer.echo(render_train(config, words, config_dir) if dry_run else submit(config, words, config_dir), nl=not dry_run)
+    if evaluates:
+        config = load(words, config_dir)
+        if not dry_run:
+            load_evaluation(words, config_dir, checkpoint=checkpoint, out=None)
+        script = render_eval(config, words, config_dir, checkpoint)
+    else:
+        config = load_checked(overrides, config_dir, starts=not dry_run)
+        script = render_train(config, words, config_dir)
+    typer.echo(script if dry_run else submit(config, script), nl=not dry_run)
 
 
 @app.command()
@@ -120,15 +134,18 @@ def node(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     marks: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Of files for the job's script.", show_default=False)] = None,
+    evaluates: Annotated[bool, typer.Option("--eval", help="The first node evaluates.")] = False,
+    checkpoint: Checkpoint = None,
 ) -> None:
-    """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
+    """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains, or evaluates."""
     from moerl.cluster.node import run_node
     from moerl.config.load import load
 
     arguments = overrides if overrides is not None else []
     config = load(arguments, config_dir)
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    raise typer.Exit(run_node(config, [*options, *arguments], marks))
+    evaluation = [] if checkpoint is None else [f"--checkpoint={checkpoint}"]
+    raise typer.Exit(run_node(config, [*options, *arguments], marks, evaluation if evaluates else None))
 
 
 @app.command()

@@ -47,7 +47,7 @@ def gym_problems(reward: RewardConfig, data: DataConfig, path: str = "") -> Iter
     for name, term in reward.terms.items():
         if term.kind == "gym" and data.kind != "gym":
             reason = f"the scorer belongs to a reasoning-gym task, and {path}data.kind={data.kind}"
-            fix = f"{path}data.kind=gym with {path}data.task=TASK, or a {path}reward with another kind"
+            fix = f"{path}data.kind=gym with {path}data.task=TASK, or another kind"
             yield problem(f"{path}reward.terms.{name}.kind", "gym", f"needs {path}data.kind=gym", reason, fix)
 
 

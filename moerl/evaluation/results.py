@@ -1,8 +1,9 @@
-"""The files of an evaluation and its table: samples/NAME.jsonl (samples.py), results.json, and which checkpoint and settings they are of."""
+"""The files of an evaluation beside its samples (samples.py): results.json, and of which checkpoint and settings they are. Its table."""
 
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def table(results: Sequence[Result]) -> Table:
 
 def print_table(results: Sequence[Result]) -> None:
     """On standard output; in full where that is not a terminal."""
-    console = Console(highlight=False)
-    console.print(table(results), width=None if console.is_terminal else 200)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.print(table(results))
 
 
 def _shown(estimate: Estimate) -> str:

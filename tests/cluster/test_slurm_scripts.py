@@ -148,18 +148,18 @@ def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("NOT_HERE", raising=False)
     overrides = [DEMO, f"output_dir={tmp_path}", "slurm.pass_environment=[NOT_HERE]"]
     with pytest.raises(ConfigError, match="must be set where the job is submitted"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_without_slurm_launch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = [DEMO, f"output_dir={tmp_path}"]
     with pytest.raises(MoerlError, match="sbatch is not on PATH here"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_before_slurm_is_asked(tmp_path: Path):
     (tmp_path / "file").touch()
     overrides = [DEMO, f"output_dir={tmp_path}/file"]
     with pytest.raises(ConfigError, match="output_dir = .*: cannot be written"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
