@@ -101,7 +101,7 @@ METRICS = (
     Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
-    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push and save: those after the step before"),
+    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push, save, eval: those after the step before"),
 )  # fmt: skip
 
 _BY_NAME = {entry.name: entry for entry in METRICS}
