@@ -41,10 +41,7 @@ async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
     residency: Residency, observe: Observer, stop: Stop, evaluator: Evaluator | None = None,
 ) -> None:  # fmt: skip
-    """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped.
-
-    `evaluator`: if the configuration says that the run evaluates. It asks the servers while they may begin with the step's groups.
-    """
+    """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     with observe.phase("load"):
         first_version, state = await train.load()
         if state:
@@ -82,13 +79,13 @@ async def run(
                 await weights.push(version)
             buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
-        await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
+    await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
 
 
 async def _evaluate(
     config: RunConfig, version: int, evaluator: Evaluator | None, weights: WeightPublisher, observe: Observer, stop: Stop
 ) -> None:
-    """If it is time, and an earlier process of the run has not: a checkpoint may be newer than the evaluation of its weights."""
+    """If it is time, and an earlier process of the run has not. Before a step: its groups, of the same weights, may begin meanwhile."""
     if evaluator is None or not is_evaluated(config, version) or observe.has_evaluated(version):
         return
     directory = config.run_dir / "eval" / f"step-{version:06d}"
