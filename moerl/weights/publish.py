@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -58,14 +58,14 @@ class WeightPublisher:
         self._version, self._num_pushes = version, self._num_pushes + 1
         return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
 
-    async def serve_while(self, work: Awaitable[T]) -> T:
+    async def serve_while(self, work: Awaitable[T], phase: Literal["rollout", "eval"] = "rollout") -> T:
         """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
         working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
         try:
-            seconds = self._config.deadlines.rollout_seconds
+            seconds = self._config.deadlines.of(phase)
             done, _ = await asyncio.wait({working, reviving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise await self._late_rollout(f"{seconds:g} s (deadlines.rollout_seconds)")
+                raise await self._late_rollout(f"{seconds:g} s (deadlines.{phase}_seconds)")
             async with self._pushing:
                 if reviving.done():
                     reviving.result()
@@ -79,7 +79,7 @@ class WeightPublisher:
     async def _late_rollout(self, deadline: str) -> MoerlError:
         busy = [member for member in self._pool.fleet.members if member.num_in_flight]
         hang = await self._pool.hang(deadline, busy)
-        return hang if hang is not None else EngineError(f"the groups of a step took longer than {deadline}")
+        return hang if hang is not None else EngineError(f"what was asked of the servers took longer than {deadline}")
 
     async def _revive(self) -> None:
         while True:
