@@ -21,6 +21,8 @@ from moerl.doctor.expected import Expected
 from moerl.doctor.versions import engine_versions, trainer_versions
 
 UNLIMITED = -1
+_CAP_IPC_LOCK = 14
+"""Its bit (linux/capability.h)."""
 _SESSION = re.compile(r"session_[0-9_-]+")
 """Ray's name of a cluster, in the command line of each of its daemons."""
 
@@ -55,6 +57,8 @@ class NodeFacts:
     """ulimit -n, soft and hard; -1: unlimited."""
     locked_bytes: int
     """ulimit -l in bytes, or -1."""
+    locks_any_memory: bool
+    """The process has CAP_IPC_LOCK, so that the kernel does not heed ulimit -l (capabilities(7))."""
     disks: tuple[Disk, ...]
     ram_bytes: int
     free_ram_bytes: int
@@ -94,6 +98,7 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
         torch_gpus=torch.cuda.device_count(),
         open_files=(limits[resource.RLIMIT_NOFILE][0], limits[resource.RLIMIT_NOFILE][1]),
         locked_bytes=limits[resource.RLIMIT_MEMLOCK][0],
+        locks_any_memory=locks_any_memory(Path("/proc/self/status").read_text()),
         disks=tuple(_disk(*place) for place in _places(expected)),
         ram_bytes=memory.total,
         free_ram_bytes=memory.available,
@@ -103,6 +108,12 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
         gloo_interface={**os.environ, **variables(settings)}.get("GLOO_SOCKET_IFNAME", ""),
         settings=settings,
     )
+
+
+def locks_any_memory(status: str) -> bool:
+    """Of /proc/PID/status: whether its effective capabilities have CAP_IPC_LOCK."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, flags=re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def _limit(value: int) -> int:

@@ -63,19 +63,24 @@ def _gpudirect(facts: NodeFacts) -> Finding:
 
 
 def _open_files(facts: NodeFacts) -> Finding:
+    """A process may raise the soft limit to the hard one, as the node processes of moerl's jobs do."""
     soft, hard = facts.open_files
-    expected = f"at least {OPEN_FILES}"
+    found, expected = f"{_limit(soft)} (hard {_limit(hard)})", f"at least {OPEN_FILES}"
     if soft == UNLIMITED or soft >= OPEN_FILES:
-        return ok("ulimit -n", _limit(soft), expected)
-    can_raise = hard == UNLIMITED or hard >= OPEN_FILES
-    fix = f"ulimit -n {OPEN_FILES}" if can_raise else "# nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
-    return (fail if soft < FEWEST_OPEN_FILES else warn)("ulimit -n", _limit(soft), expected, fix)
+        return ok("ulimit -n", found, expected)
+    if hard == UNLIMITED or hard >= OPEN_FILES:
+        fix = f"# ulimit -n {OPEN_FILES} where the job is submitted, or in the shell that runs ray start"
+        return warn("ulimit -n", found, expected, fix)
+    fix = "# the node's hard limit: nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd; Slurm takes that of sbatch's shell along"
+    return (fail if hard < FEWEST_OPEN_FILES else warn)("ulimit -n", found, expected, fix)
 
 
 def _locked_memory(facts: NodeFacts) -> Finding:
     found = _limit(facts.locked_bytes)
     if facts.locked_bytes == UNLIMITED:
         return ok("ulimit -l", found, "unlimited")
+    if facts.locks_any_memory:
+        return ok("ulimit -l", f"{found}, which CAP_IPC_LOCK overrules", "unlimited")
     if not fabric_ports(facts.ports):
         return skipped("ulimit -l", f"{found}; only RDMA locks memory, and there is no InfiniBand")
     fix = "# memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd, or PropagateResourceLimitsExcept=MEMLOCK"

@@ -32,6 +32,7 @@ def h100_node(name: str = "n0", **changes: object) -> NodeFacts:
         torch_gpus=8,
         open_files=(65536, 1048576),
         locked_bytes=UNLIMITED,
+        locks_any_memory=False,
         disks=(disk("run folder"), disk("temp"), disk("/dev/shm", total=1000, free=990)),
         ram_bytes=2000 * GIB,
         free_ram_bytes=1900 * GIB,

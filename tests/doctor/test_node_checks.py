@@ -7,6 +7,7 @@ from moerl.cluster.infiniband import parse_ports
 from moerl.cluster.nvidia import parse_gpus, parse_links
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import Expected
+from moerl.doctor.facts import UNLIMITED, locks_any_memory
 from moerl.doctor.gpu_checks import gpu_checks
 from moerl.doctor.host_checks import host_checks
 
@@ -57,9 +58,12 @@ FAULTS = [
     ("InfiniBand", "skipped", "no RDMA adapter", dict(ports=())),
     ("InfiniBand", "fail", "code 1", dict(ports=Absent(reason="ibv_devinfo ended with code 1: Failed to open", is_fault=True))),
     ("GPUDirect RDMA", "fail", "nvidia_peermem is not", dict(gpudirect=Absent(reason="nvidia_peermem is not loaded", is_fault=True))),
-    ("ulimit -n", "warn", "8192", dict(open_files=(8192, 1048576))),
-    ("ulimit -n", "fail", "1024", dict(open_files=(1024, 1024))),
+    ("ulimit -n", "warn", "1024 (hard 1048576)", dict(open_files=(1024, 1048576))),
+    ("ulimit -n", "warn", "8192 (hard 8192)", dict(open_files=(8192, 8192))),
+    ("ulimit -n", "warn", "1024 (hard unlimited)", dict(open_files=(1024, UNLIMITED))),
+    ("ulimit -n", "fail", "1024 (hard 1024)", dict(open_files=(1024, 1024))),
     ("ulimit -l", "fail", "65536", dict(locked_bytes=65536)),
+    ("ulimit -l", "ok", "65536, which CAP_IPC_LOCK overrules", dict(locked_bytes=65536, locks_any_memory=True)),
     ("ulimit -l", "skipped", "only RDMA locks memory", dict(locked_bytes=65536, ports=())),
     ("host memory", "warn", "100 of 2,000 GiB", dict(free_ram_bytes=100 * 2**30)),
     ("/dev/shm", "fail", "0.1 GiB", dict(disks=(disk("/dev/shm", total=0.0625, free=0.0625),))),
@@ -87,6 +91,12 @@ def test_a_fault_is_found_by_its_check(check, verdict, found, changes):
     assert finding.verdict == verdict, finding
     assert found in finding.found
     assert bool(finding.fix) == (verdict in ("warn", "fail"))
+
+
+@pytest.mark.parametrize(("capabilities", "expected"), [("0000000000004000", True), ("000001ffffffbfff", False), ("000001ffffffffff", True)])
+def test_the_right_to_lock_memory_is_one_bit_of_the_effective_capabilities(capabilities, expected):
+    status = f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\nCapBnd:\t000001ffffffffff\n"
+    assert locks_any_memory(status) == expected
 
 
 def test_a_node_without_gpus_is_skipped_over_with_the_reason_and_never_passed():
