@@ -1,6 +1,6 @@
 """The variables by which NCCL and gloo are told of a node's links: from what was detected there, each with its reason.
 
-What is set in the environment or in `network.variables` wins. Values that belong to a fabric and not to its links (NCCL_IB_TC, NCCL_IB_SL,
+What is set in the environment wins over what was detected, and `network.interface` and `network.variables` over both. Values that belong to a fabric and not to its links (NCCL_IB_TC, NCCL_IB_SL,
 NCCL_IB_GID_INDEX) are never set. Names and values: NCCL's user guide, "Environment Variables".
 """
 
@@ -67,12 +67,15 @@ def network_settings(
 
     Raises ConfigError for a network.interface that the node does not have.
     """
-    detected = [*_interface(hardware, config, reached_at)]
+    detected: list[Setting] = []
     if config.detect and _has_gpus(hardware):
-        detected += [*_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware), *_megatron(hardware, role)]
-    asked = [Setting(name=name, value=str(value), reason="network.variables says so") for name, value in sorted(config.variables.items())]
-    kept = [_unless_given(setting, environment) for setting in detected if setting.name not in config.variables]
-    return tuple(kept + asked)
+        detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware)]
+        detected += _megatron(hardware, role)
+    asked = {setting.name: setting for setting in _asked_interface(hardware, config)}
+    for name, value in sorted(config.variables.items()):
+        asked[name] = Setting(name=name, value=str(value), reason="network.variables says so")
+    kept = [_unless_given(setting, environment) for setting in detected if setting.name not in asked]
+    return (*kept, *asked.values())
 
 
 def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None) -> tuple[Setting, ...]:
@@ -111,18 +114,26 @@ def _has_gpus(hardware: Hardware) -> bool:
     return not isinstance(hardware.gpus, Absent) and len(hardware.gpus) > 0
 
 
-def _interface(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> Iterator[Setting]:
-    name, reason = config.interface, "network.interface says so"
-    if name is not None and name not in hardware.interfaces:
+def _asked_interface(hardware: Hardware, config: NetworkConfig) -> Iterator[Setting]:
+    name = config.interface
+    if name is None:
+        return
+    if name not in hardware.interfaces:
         there = ", ".join(hardware.interfaces)
         rule = f"is not an interface of {socket.gethostname()}"
         raise ConfigError([problem("network.interface", name, rule, f"it has {there}", "one that every node has, or null")])
-    if name is None and config.detect and _has_gpus(hardware) and reached_at is not None:
-        name = next((n for n, addresses in hardware.interfaces.items() if reached_at in addresses), None)
-        reason = "it has the address by which other nodes reach this one"
+    yield from _over(name, "network.interface says so")
+
+
+def _reached_interface(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:
+    name = next((name for name, addresses in hardware.interfaces.items() if reached_at in addresses), None)
     if name is not None:
-        yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={name}", reason=reason)
-        yield Setting(name="GLOO_SOCKET_IFNAME", value=name, reason=reason)
+        yield from _over(name, "it has the address by which other nodes reach this one")
+
+
+def _over(interface: str, reason: str) -> Iterator[Setting]:
+    yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={interface}", reason=reason)
+    yield Setting(name="GLOO_SOCKET_IFNAME", value=interface, reason=reason)
 
 
 def _infiniband(hardware: Hardware) -> Iterator[Setting]:

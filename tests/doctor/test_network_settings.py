@@ -82,6 +82,14 @@ def test_settings_of_the_run_win_over_environment_and_detection():
     assert [setting.value for setting in found if setting.name in config.variables] == ["=mlx5_7:1", "3"]
 
 
+def test_an_interface_that_the_run_names_wins_over_the_environment_in_nccl_and_gloo_alike():
+    environment = {"NCCL_SOCKET_IFNAME": "eno1", "GLOO_SOCKET_IFNAME": "eno1"}
+    found = variables(settings(config=NetworkConfig(interface="bond0"), environment=environment))
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0")
+    variable = NetworkConfig(interface="bond0", variables={"NCCL_SOCKET_IFNAME": "^docker"})
+    assert variables(settings(config=variable, environment=environment))["NCCL_SOCKET_IFNAME"] == "^docker"
+
+
 def test_detection_can_be_switched_off():
     assert variables(settings(config=NetworkConfig(detect=False, variables={"NCCL_DEBUG": "WARN"}))) == {"NCCL_DEBUG": "WARN"}
 
