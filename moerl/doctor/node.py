@@ -27,6 +27,9 @@ from moerl.types import MoerlError
 
 CLOCK_ROUNDS = 5
 _CONNECT_SECONDS = 5.0
+_NET_CHANNELS = {"NCCL_NCHANNELS_PER_NET_PEER": "4"}
+"""Of the doctor's ranks, unless it is given. NCCL takes fewer the more ranks there are, as if each sent to all others at the same time
+(ncclTopoGetNchannels, src/graph/paths.cc); here each has one peer, and one channel does not fill its port."""
 _POLL_SECONDS = 0.05
 
 
@@ -128,7 +131,7 @@ def _ranks(seat: Seat, plan: Plan, environment: dict[str, str]) -> Iterator[dict
             )  # fmt: skip
             log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
             command = [sys.executable, "-m", "moerl.doctor.rank", JOB.dump_json(job).decode()]
-            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+            process = subprocess.Popen(command, env={**_NET_CHANNELS, **os.environ, **environment}, stdout=log, stderr=log)
             ranks[rank] = _Rank(process=process, log=log)
         yield ranks
     finally:
