@@ -18,7 +18,7 @@ from moerl.cluster.network import Hardware, Setting, find_interfaces, network_se
 from moerl.cluster.nvidia import GPU, NVLinks, Topology, find_gpus, find_links, find_topology
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import Expected
-from moerl.doctor.versions import engine_versions, trainer_versions
+from moerl.doctor.versions import engine_versions, libcuda_version, trainer_versions
 
 UNLIMITED = -1
 _CAP_IPC_LOCK = 14
@@ -53,6 +53,8 @@ class NodeFacts:
     own_addresses: tuple[str, ...] | Absent
     """What the node's host name resolves to there."""
     torch_gpus: int
+    libcuda: int | None
+    """Major version of CUDA that the libcuda found here runs, which may not be the driver's own; None: there is none."""
     open_files: tuple[int, int]
     """ulimit -n, soft and hard; -1: unlimited."""
     locked_bytes: int
@@ -96,6 +98,7 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
         interfaces=interfaces,
         own_addresses=_own_addresses(),
         torch_gpus=torch.cuda.device_count(),
+        libcuda=libcuda_version(),
         open_files=(limits[resource.RLIMIT_NOFILE][0], limits[resource.RLIMIT_NOFILE][1]),
         locked_bytes=limits[resource.RLIMIT_MEMLOCK][0],
         locks_any_memory=locks_any_memory(Path("/proc/self/status").read_text()),

@@ -24,6 +24,11 @@ def gpus(old="", new=""):
     return parse_gpus(QUERY.replace(old, new), FABRIC)
 
 
+def remapped(index, row, usual="No, No"):
+    """Rows of pending and failure, of which one GPU's is `row`."""
+    return "\n".join(row if gpu == index else usual for gpu in range(8))
+
+
 def fault(version):
     return h100_node().versions | version
 
@@ -39,12 +44,15 @@ FAULTS = [
     ("GPUs", "fail", "of which PyTorch can use 0", dict(torch_gpus=0)),
     ("GPUs", "fail", "0: nvidia-smi is not on PATH", dict(gpus=Absent(reason="nvidia-smi is not on PATH"))),
     ("driver", "fail", "runs CUDA 12", dict(versions=fault({"CUDA": "13.0"}))),
+    ("driver", "warn", "forward-compatibility libcuda for CUDA 13", dict(versions=fault({"CUDA": "13.0"}), libcuda=13)),
     ("driver", "fail", "built without CUDA", dict(versions=fault({"CUDA": Absent(reason="built without CUDA")}))),
     ("MIG", "fail", "enabled on GPU 0, 1", dict(gpus=gpus("Disabled", "Enabled"))),
     ("clocks", "fail", "GPU 3: hardware slowdown, hardware thermal limit", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
     ("clocks", "warn", "application clocks hold GPU 0, 1", dict(gpus=gpus("0x0000000000000001", "0x0000000000000002"))),
     ("clocks", "skipped", "does not say", dict(gpus=gpus("0x0000000000000001", "[N/A]"))),
     ("ECC", "fail", "GPU 3: 2 uncorrected", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
+    ("ECC", "fail", "replaced at the next reset of GPU 2", dict(gpus=parse_gpus(QUERY, FABRIC, remapped(2, "Yes, No")))),
+    ("ECC", "fail", "could not be replaced on GPU 7", dict(gpus=parse_gpus(QUERY, FABRIC, remapped(7, "1, 1", "0, 0")))),
     ("ECC", "warn", "off on GPU 0, 1", dict(gpus=gpus("Enabled", "Disabled"))),
     ("ECC", "skipped", "count no memory errors", dict(gpus=gpus("Enabled, 0", "[N/A], [N/A]"))),
     ("GPU memory", "warn", "GPU 5: 70,211 MiB", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
