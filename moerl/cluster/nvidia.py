@@ -1,7 +1,7 @@
 """What nvidia-smi says of a node: GPUs, the links between them, and how far the network adapters are. Parsing is pure."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from moerl.cluster.tools import Absent, run_tool
@@ -74,6 +74,17 @@ class Topology:
         """The distance of the nearest adapter."""
         kinds = [kind for name, kind in self.between[gpu].items() if not name.startswith("GPU") and kind in DISTANCES]
         return min(kinds, key=DISTANCES.index, default=None)
+
+    def nearest(self, adapters: Collection[str]) -> frozenset[str]:
+        """Of these, the ones that no other is nearer to some GPU than; none where a distance is not known."""
+        found: set[str] = set()
+        for gpu in self.gpus:
+            distances = {name: self.between[gpu].get(name, "") for name in adapters}
+            if not distances or not all(kind in DISTANCES for kind in distances.values()):
+                return frozenset()
+            least = min(map(DISTANCES.index, distances.values()))
+            found |= {name for name, kind in distances.items() if DISTANCES.index(kind) == least}
+        return frozenset(found)
 
 
 def find_gpus() -> tuple[GPU, ...] | Absent:

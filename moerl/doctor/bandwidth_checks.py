@@ -98,9 +98,7 @@ def _all_reduce_inside(names: Sequence[str], found: Bandwidth) -> Iterator[Findi
         yield replace(_bad(is_failure, "all-reduce inside", f"{speeds[index]:.3g} GB/s", wanted, fix), node=names[index])
 
 
-def _beside_links(
-    check: str, values: Sequence[float], limit: float | None, links: str, on_gpus: bool, *, fails: bool
-) -> Iterator[Finding]:
+def _beside_links(check: str, values: Sequence[float], limit: float | None, links: str, on_gpus: bool, *, fails: bool) -> Iterator[Finding]:
     """`fails`: the limit is what the user demands. How much NCCL reaches of what links carry has not been tried on all kinds of them."""
     if not values:
         return
@@ -124,7 +122,7 @@ def _bad(is_failure: bool, check: str, found: str, expected: str, fix: str) -> F
 
 def _infiniband(came: Sequence[NodeFacts]) -> float | None:
     """GB/s of the weakest node's ports together; None if a node has none, or does not know their rates."""
-    rates = [[port.gbit for port in fabric_ports(facts.ports)] for facts in came]
+    rates = [[port.gbit for port in fabric_ports(facts.ports, facts.topology)] for facts in came]
     if any(not node or None in node for node in rates):
         return None
     return min(sum(gbit for gbit in node if gbit is not None) for node in rates) / 8

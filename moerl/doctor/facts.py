@@ -14,6 +14,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from moerl.cluster.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.cluster.nccl_conf import read_nccl_files
 from moerl.cluster.network import Hardware, Setting, find_interfaces, network_settings, variables
 from moerl.cluster.nvidia import GPU, NVLinks, Topology, find_gpus, find_links, find_topology
 from moerl.cluster.tools import Absent
@@ -84,7 +85,8 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
     gpus, topology, ports, gpudirect, interfaces = find_gpus(), find_topology(), find_ports(), find_gpudirect(), find_interfaces()
     hardware = Hardware(gpus=gpus, topology=topology, ports=ports, gpudirect=gpudirect, interfaces=interfaces)
     memory = psutil.virtual_memory()
-    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ)
+    files = read_nccl_files(os.environ)
+    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ, files=files)
     limits = {which: tuple(map(_limit, resource.getrlimit(which))) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)}
     return NodeFacts(
         name=name,

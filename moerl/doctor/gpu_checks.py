@@ -97,7 +97,9 @@ def _ecc(facts: NodeFacts, gpus: Sequence[GPU]) -> Finding:
         )
     if failed := [gpu.index for gpu in gpus if gpu.remap_failed]:
         said = f"broken rows could not be replaced on {_list(failed)}"
-        return fail("ECC", said, "every broken row replaced", "nvidia-smi -q -d ROW_REMAPPER  # the GPU must be exchanged: tell who runs the node")
+        return fail(
+            "ECC", said, "every broken row replaced", "nvidia-smi -q -d ROW_REMAPPER  # the GPU must be exchanged: tell who runs the node"
+        )
     if pending := [gpu.index for gpu in gpus if gpu.remap_pending]:
         fix = f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, pending))}  # with nothing running on them, or reboot the node"
         return fail("ECC", f"broken rows are replaced at the next reset of {_list(pending)}", "every broken row replaced", fix)

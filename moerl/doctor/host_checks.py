@@ -41,7 +41,7 @@ def _infiniband(facts: NodeFacts) -> Finding:
         return absent("InfiniBand", ports, "ibv_devinfo")
     if not ports:
         return skipped("InfiniBand", "no RDMA adapter")
-    fabric = fabric_ports(ports)
+    fabric = fabric_ports(ports, facts.topology)
     down = [port.name for port in ports if port.link_layer == "InfiniBand" and not port.is_active]
     rates = sorted({"unknown rate" if port.gbit is None else f"{port.gbit:g} Gb/s" for port in fabric})
     found = f"{len(fabric)} ports at {', '.join(rates)}" if fabric else "no active port"
@@ -55,7 +55,7 @@ def _infiniband(facts: NodeFacts) -> Finding:
 
 
 def _gpudirect(facts: NodeFacts) -> Finding:
-    if isinstance(facts.gpus, Absent) or not facts.gpus or not fabric_ports(facts.ports):
+    if isinstance(facts.gpus, Absent) or not facts.gpus or not fabric_ports(facts.ports, facts.topology):
         return skipped("GPUDirect RDMA", "needs GPUs and InfiniBand")
     if isinstance(facts.gpudirect, Absent):
         return fail("GPUDirect RDMA", facts.gpudirect.reason, "nvidia_peermem or dma-buf", "sudo modprobe nvidia-peermem")
@@ -81,7 +81,7 @@ def _locked_memory(facts: NodeFacts) -> Finding:
         return ok("ulimit -l", found, "unlimited")
     if facts.locks_any_memory:
         return ok("ulimit -l", f"{found}, which CAP_IPC_LOCK overrules", "unlimited")
-    if not fabric_ports(facts.ports):
+    if not fabric_ports(facts.ports, facts.topology):
         return skipped("ulimit -l", f"{found}; only RDMA locks memory, and there is no InfiniBand")
     fix = "# memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd, or PropagateResourceLimitsExcept=MEMLOCK"
     return fail("ulimit -l", found, "unlimited, for RDMA buffers", fix)

@@ -176,6 +176,14 @@ def test_a_container_without_ibv_devinfo_has_what_the_kernel_says(tmp_path, monk
     ]
 
 
+def test_a_speed_that_ibv_devinfo_does_not_know_is_that_of_the_kernel(tmp_path, fake_tools):
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "800 Gb/sec (4X XDR)", "InfiniBand"))
+    fake_tools(ibv_devinfo="cat ibv_devinfo_unknown_speed.txt")
+    assert [port.gbit for port in find_ports(tmp_path)] == [800.0]
+    fake_tools(ibv_devinfo="cat ibv_devinfo.txt")
+    assert find_ports(tmp_path)[0].gbit == 400.0
+
+
 def test_a_tool_that_fails_is_not_replaced_by_the_kernel(tmp_path, fake_tools):
     adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand"))
     fake_tools(ibv_devinfo="echo 'Failed to open device' >&2; exit 1")

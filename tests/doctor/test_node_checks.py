@@ -101,7 +101,9 @@ def test_a_fault_is_found_by_its_check(check, verdict, found, changes):
     assert bool(finding.fix) == (verdict in ("warn", "fail"))
 
 
-@pytest.mark.parametrize(("capabilities", "expected"), [("0000000000004000", True), ("000001ffffffbfff", False), ("000001ffffffffff", True)])
+@pytest.mark.parametrize(
+    ("capabilities", "expected"), [("0000000000004000", True), ("000001ffffffbfff", False), ("000001ffffffffff", True)]
+)
 def test_the_right_to_lock_memory_is_one_bit_of_the_effective_capabilities(capabilities, expected):
     status = f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\nCapBnd:\t000001ffffffffff\n"
     assert locks_any_memory(status) == expected
