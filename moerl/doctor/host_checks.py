@@ -4,6 +4,7 @@ import ipaddress
 from collections.abc import Iterator
 from dataclasses import replace
 
+from moerl.cluster.infiniband import Port
 from moerl.cluster.network import fabric_ports
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import (
@@ -36,6 +37,7 @@ def host_checks(facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
 
 
 def _infiniband(facts: NodeFacts) -> Finding:
+    """A port that is down may have no cable, on this node as on all others: only compared with them is it a failure (fabric_checks)."""
     ports = facts.ports
     if isinstance(ports, Absent):
         return absent("InfiniBand", ports, "ibv_devinfo")
@@ -43,15 +45,24 @@ def _infiniband(facts: NodeFacts) -> Finding:
         return skipped("InfiniBand", "no RDMA adapter")
     fabric = fabric_ports(ports, facts.topology)
     down = [port.name for port in ports if port.link_layer == "InfiniBand" and not port.is_active]
-    rates = sorted({"unknown rate" if port.gbit is None else f"{port.gbit:g} Gb/s" for port in fabric})
+    rates = sorted({_rate(port) for port in fabric})
+    left_out = [
+        f"{port.name} at {_rate(port)}" for port in ports if port.is_active and port.link_layer == "InfiniBand" and port not in fabric
+    ]
     found = f"{len(fabric)} ports at {', '.join(rates)}" if fabric else "no active port"
+    found += f"; left out: {', '.join(left_out)}" if left_out else ""
+    ethernet = [port.name for port in ports if port.is_active and port.link_layer != "InfiniBand"]
     if down:
         fix = f"ibstat {down[0].split(':')[0]}  # cable, switch port, or subnet manager"
-        return fail("InfiniBand", f"{found}; not active: {', '.join(down)}", "every port active", fix)
+        is_failure = not fabric and not ethernet
+        return (fail if is_failure else warn)("InfiniBand", f"{found}; not active: {', '.join(down)}", "every port active", fix)
     if not fabric:
-        ethernet = [port.name for port in ports if port.is_active]
         return skipped("InfiniBand", f"RDMA over Ethernet only: {', '.join(ethernet)}" if ethernet else "no port is active")
     return ok("InfiniBand", found, "every port active")
+
+
+def _rate(port: Port) -> str:
+    return "unknown rate" if port.gbit is None else f"{port.gbit:g} Gb/s"
 
 
 def _gpudirect(facts: NodeFacts) -> Finding:

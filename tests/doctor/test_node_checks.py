@@ -13,6 +13,8 @@ from moerl.doctor.host_checks import host_checks
 
 QUERY, FABRIC = output("h100_query.csv"), output("h100_fabric.csv")
 
+NO_MANAGER = parse_ports(output("ibv_devinfo_down.txt").replace("PORT_ACTIVE (4)", "PORT_INIT (2)"))
+
 
 def judged(facts, expected=None):
     expected = Expected() if expected is None else expected
@@ -61,7 +63,9 @@ FAULTS = [
     ("NVLink", "fail", "code 15", dict(links=Absent(reason="nvidia-smi ended with code 15: ERR", is_fault=True))),
     ("NVSwitch fabric", "fail", "In Progress", dict(gpus=parse_gpus(QUERY, FABRIC.replace("Completed, Success", "In Progress, N/A")))),
     ("NVSwitch fabric", "skipped", "there is none", dict(gpus=parse_gpus(QUERY))),
-    ("InfiniBand", "fail", "not active: mlx5_1:1", dict(ports=parse_ports(output("ibv_devinfo_down.txt")))),
+    ("InfiniBand", "warn", "not active: mlx5_1:1", dict(ports=parse_ports(output("ibv_devinfo_down.txt")))),
+    ("InfiniBand", "fail", "not active: mlx5_0:1, mlx5_1:1", dict(ports=NO_MANAGER)),
+    ("InfiniBand", "ok", "8 ports at 400 Gb/s; left out: mlx5_4:1 at 100 Gb/s", dict()),
     ("InfiniBand", "skipped", "RDMA over Ethernet only: mlx5_0:1", dict(ports=parse_ports(output("ibv_devinfo_roce.txt")))),
     ("InfiniBand", "skipped", "no RDMA adapter", dict(ports=())),
     ("InfiniBand", "fail", "code 1", dict(ports=Absent(reason="ibv_devinfo ended with code 1: Failed to open", is_fault=True))),
