@@ -63,7 +63,14 @@ class Bucket:
     num_bytes: int
     entries: tuple[BucketEntry, ...]
     readers: tuple[int, ...]
-    """Model processes of the rollout, counted over all servers."""
+    """Model processes of the rollout, counted over all servers. Over a network the first gets it from the sender; the others are on its
+    node and then read it in its memory."""
+    round: int = 0
+    """Of the schedule (weights/schedule.py), which only a network has."""
+    relay: int | None = None
+    """gloo: the reader in whose memory it lies by now; None: it comes from the sender."""
+    slot: int = 0
+    """gloo: in which of the two memories of a reader that gets it from the sender."""
     source: str = ""
     """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: the sender's rank in the group. disk: the bucket's file."""
     num_written: int = 0

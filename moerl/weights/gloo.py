@@ -1,5 +1,7 @@
 """Buckets from trainer ranks to the model processes that read them over TCP, point to point in a process group of their own.
 
+A bucket crosses once to a node: its first reader gets it into memory that the other readers of the node map (weights/relay.py).
+
 The group is built directly on a TCPStore: the trainer's default process group stays untouched. Whoever meets an error drops its group;
 its closed connections then end the others' waiting at once, and the timeout bounds what a closed connection cannot tell.
 """
@@ -7,6 +9,7 @@ its closed connections then end the others' waiting at once, and the timeout bou
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from moerl.push_types import Bucket, TransportOffer
 from moerl.types import WeightError
+from moerl.weights.relay import NUM_SLOTS
+from moerl.weights.shm import SharedBuffer, SharedReader
 
 TRANSFER_SECONDS = 120.0
 """Deadline for all to join the group, and for one bucket: 100 MB/s for a bucket of 12 GB."""
@@ -29,7 +34,7 @@ class GlooSender:
         self._store: Store | None = None
         self._group: _Group | None = None
         self._num_senders = 0
-        self._sending: dict[int, list[Any]] = {}
+        self._sending: dict[int, Any] = {}
         self.rank = 0
 
     def listen(self) -> str:
@@ -50,16 +55,16 @@ class GlooSender:
         self.rank, self._num_senders = rank, num_senders
 
     def send(self, data: torch.Tensor, bucket: Bucket, *, slot: int) -> None:
-        """Begin to send uint8 `data` to all readers of the bucket; `wait(slot)` before it is overwritten."""
+        """Begin to send uint8 `data` to the bucket's first reader; `wait(slot)` before it is overwritten."""
         if self._group is None:
             raise WeightError("no process group to the readers: it was never connected, or an error dropped it; connect again")
         with self._dropping():
-            self._sending[slot] = [self._group.send(data, self._num_senders + reader, bucket.index) for reader in bucket.readers]
+            self._sending[slot] = self._group.send(data, self._num_senders + bucket.readers[0], bucket.index)
 
     def wait(self, slot: int) -> None:
         """What was sent from it last has arrived."""
         with self._dropping():
-            for work in self._sending.pop(slot, []):
+            if (work := self._sending.pop(slot, None)) is not None:
                 work.wait()
 
     def close(self) -> None:
@@ -85,19 +90,27 @@ class GlooReader:
     def __init__(self, offer: TransportOffer, *, timeout_seconds: float):
         host, port = _split(offer.address)
         timeout = timedelta(seconds=timeout_seconds)
-        with _explained(f"weights.transport = gloo: could not join the trainer at {offer.address!r}"):
-            self._store = TCPStore(host, port, is_master=False, timeout=timeout)
-            own_host = _address_towards(host, port)
-            self._group: _Group | None = _Group(self._store, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._slots = [SharedBuffer() for _ in range(NUM_SLOTS)]
+        self._of_others = SharedReader()
+        self._group: _Group | None = None
+        try:
+            with _explained(f"weights.transport = gloo: could not join the trainer at {offer.address!r}"):
+                self._store = TCPStore(host, port, is_master=False, timeout=timeout)
+                for slot, memory in enumerate(self._slots):
+                    self._store.set(_memory_key(offer.reader, slot), memory.source)
+                own_host = _address_towards(host, port)
+                self._group = _Group(self._store, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
+        except WeightError:
+            self.close()
+            raise
 
     def fetch(self, bucket: Bucket) -> torch.Tensor:
-        """uint8 [bucket.num_bytes], valid until the next fetch."""
+        """uint8 [bucket.num_bytes], valid until the slot's next bucket."""
         if self._group is None:
             raise WeightError("no process group to the trainer: an error dropped it; the next push must connect again")
-        if bucket.num_bytes > len(self._memory):
-            self._memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-        data = self._memory[: bucket.num_bytes]
+        if bucket.relay is not None:
+            return self._of_others.fetch(replace(bucket, source=self._memory_of(bucket.relay, bucket.slot)))
+        data = self._slots[bucket.slot].reserve(bucket.num_bytes)[: bucket.num_bytes]
         with _explained(f"weights.transport = gloo: bucket {bucket.index} of trainer rank {bucket.sender} did not arrive"):
             self._group.receive(data, int(bucket.source), bucket.index)
         return data
@@ -107,6 +120,13 @@ class GlooReader:
         if self._group is not None:
             self._group.close()
         self._group = None
+        self._of_others.close()
+        for memory in self._slots:
+            memory.close()
+
+    def _memory_of(self, reader: int, slot: int) -> str:
+        with _explained(f"weights.transport = gloo: the memory of reader {reader} on this node is not known"):
+            return self._store.get(_memory_key(reader, slot)).decode()
 
 
 class _Group:
@@ -129,6 +149,10 @@ class _Group:
 
     def close(self) -> None:
         del self._only
+
+
+def _memory_key(reader: int, slot: int) -> str:
+    return f"moerl/memory/{reader}/{slot}"
 
 
 def _split(address: str) -> tuple[str, int]:

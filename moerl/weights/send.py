@@ -60,8 +60,13 @@ class WeightSender:
             self._gloo.connect(address, rank=rank, world_size=world_size, num_senders=num_senders)
 
     def digests(self) -> list[str]:
-        """Of every entry of the job, made from what is held, not from what is packed."""
-        return [tensor_digest(self._read(entry.name, entry.start, entry.shape)) for bucket in self._job for entry in bucket.entries]
+        """Of every entry of the job, made from what is held, not from what is packed; once of what goes to several nodes."""
+        found: dict[tuple[str, tuple[int, ...]], str] = {}
+        entries = [entry for bucket in self._job for entry in bucket.entries]
+        for entry in entries:
+            if (entry.name, entry.start) not in found:
+                found[entry.name, entry.start] = tensor_digest(self._read(entry.name, entry.start, entry.shape))
+        return [found[entry.name, entry.start] for entry in entries]
 
     def pack(self, index: int) -> Bucket:
         """Fill bucket `index`, and say where its readers find it. gloo: it is on its way when this returns."""

@@ -86,6 +86,7 @@ def _map_foreign(source: str, num_bytes: int) -> mmap.mmap:
 
 def _unreachable(source: str, reason: str) -> str:
     return (
-        f"bucket source = {source!r}: this process cannot map the trainer's memory ({reason}). Both must run on one host, as one user "
-        "and in one process namespace; containers have their own. Set weights.transport=gloo."
+        f"bucket source = {source!r}: this process cannot map the memory of the process that has the bucket ({reason}). Both must run on "
+        "one host, as one user and in one process namespace; containers have their own. Set weights.transport=gloo; if it is, give "
+        "containers addresses of their own."
     )

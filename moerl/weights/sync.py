@@ -22,7 +22,8 @@ from moerl.push_types import Bucket, Needs, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
 from moerl.types import HangError, WeightError
 from moerl.weights.deliveries import Deliveries, Job, manifest_of
-from moerl.weights.fleet_plan import Outline, plan_deliveries
+from moerl.weights.fleet_plan import Nodes, Outline, plan_deliveries
+from moerl.weights.relay import Relays
 from moerl.weights.streams import FAILED_SIDE, Streams
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class PushStats:
     seconds: float
     num_written: int = 0
     """disk: bytes of its files."""
+    num_network: int = 0
+    """gloo: bytes of tensors that crossed the network, once to every node that reads them."""
 
 
 class WeightSync:
@@ -80,16 +83,20 @@ class WeightSync:
         receivers: Mapping[str, WeightReceiver],
         *,
         transport: Transport,
+        nodes: Nodes | None = None,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
         on_late: OnLate | None = None,
     ):
-        """`receivers` by the name errors use. `deadline_seconds` bounds one call to all (a bucket, say); once one has failed, the others
+        """`receivers` by the name errors use. `nodes` of theirs; None: all on one. `deadline_seconds` bounds one call to all (a bucket, say); once one has failed, the others
         get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
         self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
+        self._nodes: Nodes | None = None
+        if transport == "gloo":
+            self._nodes = {name: ("",) for name in receivers} if nodes is None else nodes
         self._deadline_seconds = deadline_seconds
         self._settle_seconds = settle_seconds
         self._deliveries: Deliveries | None = None
@@ -119,7 +126,8 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        streams = Streams(self._deliveries.jobs, self._source.pack, self._install, settle_seconds=self._settle_seconds)
+        install = self._install if self._nodes is None else Relays(self._install).install
+        streams = Streams(self._deliveries.jobs, self._source.pack, install, settle_seconds=self._settle_seconds)
         buckets = await streams.run()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         await self._source.finish()
@@ -132,6 +140,7 @@ class WeightSync:
             num_senders=len(self._deliveries.jobs),
             seconds=time.perf_counter() - started,
             num_written=sum(bucket.num_written for bucket in buckets),
+            num_network=0 if self._nodes is None else sum(entry.num_bytes for bucket in buckets for entry in bucket.entries),
         )
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))
         return stats
@@ -139,7 +148,7 @@ class WeightSync:
     async def _plan(self) -> Deliveries:
         outline = await self._source.outline()
         needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
-        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs)
+        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs, self._nodes)
         ends = list(accumulate(map(len, needs.values()), initial=0))
         self._readers = {name: range(first, end) for name, (first, end) in zip(needs, pairwise(ends), strict=True)}
         return self._deliveries

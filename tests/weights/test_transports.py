@@ -117,9 +117,8 @@ def test_a_receiver_that_fails_mid_bucket_stops_nobody_for_long(transport, start
     with pytest.raises(WeightError, match="(?s)at bucket .*server1: WeightError: tensor 'layers.0.norm.weight'.*digest"):
         asyncio.run(sync.push(1))
     assert time.monotonic() - started < 40
-    for engine in engines.values():
-        with pytest.raises(WeightError, match=r"never arrived|without a push"):
-            engine.call("finish", 1)
+    with pytest.raises(WeightError, match="without a push"):
+        engines["server1"].call("finish", 1)
 
 
 class Slow(Source):
