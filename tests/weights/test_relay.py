@@ -6,6 +6,7 @@ import socket
 import stat
 import struct
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -171,6 +172,7 @@ def test_the_network_carries_to_every_node_what_it_reads_once():
         sync = WeightSync(source, servers, transport="gloo", nodes=nodes)
 
         async def push_and_count():
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))  # all wait for each other in connect
             await sync.push(1)  # connections, and what they say to each other first
             before = sent_by_sockets()
             source.model = {name: tensor * 2 for name, tensor in MODEL.items()}
