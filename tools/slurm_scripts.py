@@ -19,7 +19,10 @@ TRAIN = {
     ],
     "grpo_kimi_k2": ["recipe=grpo-kimi-k2-32n8g-sync"],
     "grpo_glm_4.5": ["recipe=grpo-glm-4.5-8n8g-sync"],
-    "grpo_tiny_moe_cpu": ["recipe=grpo-tiny-moe-1n2g-sync", "slurm.nodes=2", "slurm.gpus_per_node=0"],
+    "grpo_tiny_moe_cpu": [
+        "recipe=grpo-tiny-moe-1n2g-sync", "slurm.gpus_per_node=0",
+        "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all",
+    ],
 }  # fmt: skip
 PYTHON = "slurm.python=.venv/bin/python"
 

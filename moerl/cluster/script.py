@@ -10,7 +10,8 @@ import jinja2
 from moerl.cluster.node import QUEUE_AGAIN
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
-from moerl.config.slurm import ContainerConfig, SlurmConfig, num_nodes
+from moerl.config.slurm import ContainerConfig, SlurmConfig, size_problems
+from moerl.types import ConfigError
 
 INHERITED = ("HOME", "USER", "LANG", "PATH")
 """What a job takes over from the environment of its submission, beside Slurm's own variables and slurm.pass_environment."""
@@ -22,8 +23,10 @@ _MARKS = '--marks="$marks"'
 
 
 def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
-    """The script of a training run. Every node composes the configuration from the same `overrides`."""
-    slurm, nodes = config.slurm, max(config.placement.nodes, num_nodes(config.slurm, num_gpus(config)))
+    """The script of a training run. Every node composes the configuration from the same `overrides`. ConfigError: too few nodes."""
+    slurm, nodes = config.slurm, config.placement.nodes
+    if problems := list(size_problems(slurm, nodes, num_gpus(config))):
+        raise ConfigError(problems)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
     step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=20"]

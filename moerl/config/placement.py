@@ -23,6 +23,7 @@ class PlacementConfig(Strict):
     num_shared: Positive | None = None
     """Servers on the trainer's GPUs, for group_colocated: at least 1, and not all of them."""
     nodes: Positive = 1
+    """A job of Slurm or Kubernetes has as many."""
     gpus_per_node: Positive | None = None
     """GPUs the run may use on every node. Where there are none: training ranks and servers that a node takes. None: one node, which takes
     all."""
@@ -112,10 +113,6 @@ def _node_problems(config: "RunConfig") -> Iterator[Problem]:
     if placement.gpus_per_node is None:
         reason = "what does not fit on one node goes to the next, and nothing says how much fits"
         yield problem("placement.gpus_per_node", None, "must be given for more than one node", reason, "placement.gpus_per_node=8")
-    if config.slurm.nodes is not None and config.slurm.nodes < placement.nodes:
-        reason = "a job must have the nodes that the run is placed on"
-        fix = f"slurm.nodes={placement.nodes}, or leave it out"
-        yield problem("slurm.nodes", config.slurm.nodes, f"must be at least placement.nodes={placement.nodes}", reason, fix)
     if config.rollout.host is not None:
         reason = "every server listens on the address of its own node"
         yield problem("rollout.host", config.rollout.host, "has no meaning for more than one node", reason, "leave it out")

@@ -26,10 +26,8 @@ class ContainerConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig(Strict):
-    """Of `moerl launch`; without effect on a run that Slurm does not start. A job has whole nodes."""
+    """Of `moerl launch`; without effect on a run that Slurm does not start. A job has placement.nodes nodes, whole ones."""
 
-    nodes: Positive | None = None
-    """None: as few as hold the run's GPUs."""
     gpus_per_node: NotNegative = 8
     """0: nodes without GPUs."""
     partition: str | None = None
@@ -53,7 +51,7 @@ class SlurmConfig(Strict):
     python: str | None = None
     """Interpreter that has moerl, on every node. None: the one that launches; in a container python3."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the job, with values, e.g. NCCL_IB_HCA. They stand in the script: no secrets."""
+    """Variables of the job, with values, e.g. HF_HOME. They stand in the script: no secrets. For NCCL and gloo: network.variables."""
     pass_environment: tuple[str, ...] = ()
     """Names of variables whose values the job takes from where it is submitted, e.g. WANDB_API_KEY. Beyond these, HOME, USER, LANG and PATH
     the job inherits nothing."""
@@ -67,26 +65,13 @@ class SlurmConfig(Strict):
     is then queued again."""
 
 
-def num_nodes(slurm: SlurmConfig, needed: int) -> int:
-    """For a run that needs so many GPUs."""
-    if slurm.nodes is not None:
-        return slurm.nodes
-    return -(-needed // slurm.gpus_per_node) if slurm.gpus_per_node else 1
-
-
 def has_preflight(slurm: SlurmConfig) -> bool:
     return slurm.preflight if slurm.preflight is not None else slurm.gpus_per_node > 0
 
 
-def slurm_problems(slurm: SlurmConfig, needed: int) -> Iterator[Problem]:
-    """`needed`: the run's GPUs."""
-    per_node = slurm.gpus_per_node
-    if per_node and slurm.nodes is not None and slurm.nodes * per_node < needed:
-        rule = f"must be at least {-(-needed // per_node)}"
-        reason = f"the run needs {needed} GPUs, and {slurm.nodes} nodes of slurm.gpus_per_node={per_node} have {slurm.nodes * per_node}"
-        yield problem("slurm.nodes", slurm.nodes, rule, reason, f"slurm.nodes={-(-needed // per_node)}, or leave it out")
-    if slurm.segment is not None and num_nodes(slurm, needed) % slurm.segment:
-        rule = f"must divide the number of nodes, {num_nodes(slurm, needed)}"
+def slurm_problems(slurm: SlurmConfig, num_nodes: int) -> Iterator[Problem]:
+    if slurm.segment is not None and num_nodes % slurm.segment:
+        rule = f"must divide placement.nodes={num_nodes}"
         yield problem("slurm.segment", slurm.segment, rule, "a job consists of whole segments", "slurm.segment of a divisor")
     yield from _text_problems(slurm)
     yield from _environment_problems(slurm)
@@ -94,6 +79,16 @@ def slurm_problems(slurm: SlurmConfig, needed: int) -> Iterator[Problem]:
         if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[^:,]+)?", mount):
             reason = "nodes and the container have no common working directory"
             yield problem(f"slurm.container.mounts.{index}", mount, "must be /HOST:/CONTAINER[:OPTIONS]", reason, "/data:/data:ro")
+
+
+def size_problems(slurm: SlurmConfig, num_nodes: int, needed: int) -> Iterator[Problem]:
+    """Of a run that needs so many GPUs, if Slurm is to start it."""
+    per_node = slurm.gpus_per_node
+    if per_node and num_nodes * per_node < needed:
+        rule = f"must be at least {-(-needed // per_node)}"
+        reason = f"the run needs {needed} GPUs, and {num_nodes} nodes of slurm.gpus_per_node={per_node} have {num_nodes * per_node}"
+        fix = f"placement.nodes={-(-needed // per_node)} with placement.gpus_per_node={per_node}, or slurm.gpus_per_node=0 on CPU"
+        yield problem("placement.nodes", num_nodes, rule, reason, fix)
 
 
 _WORDS = {

@@ -16,7 +16,7 @@ from moerl.config.memory import memory_problems
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.network import network_problems
-from moerl.config.placement import num_gpus, placement_problems
+from moerl.config.placement import placement_problems
 from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
@@ -276,8 +276,7 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
 
 
 def _slurm(config: RunConfig) -> Iterator[Problem]:
-    if not any(placement_problems(config)):
-        yield from slurm_problems(config.slurm, num_gpus(config))
+    yield from slurm_problems(config.slurm, config.placement.nodes)
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

@@ -88,7 +88,7 @@ def test_shellcheck_finds_nothing_whatever_is_set(container: str):
 
 def test_values_reach_the_job_as_they_are(tmp_path: Path):
     """bash reads the script with a stand-in for srun that prints what it was given."""
-    overrides = [DEMO, "slurm.nodes=2", "slurm.gpus_per_node=0", f"output_dir={tmp_path}"]
+    overrides = [DEMO, "slurm.gpus_per_node=0", f"output_dir={tmp_path}"]
     greeting = 'slurm.environment.GREETING="it\'s $HOME `id` \\ and more"'
     value = load([*overrides, greeting]).slurm.environment["GREETING"]
     assert {"'", "$", "`", "\\"} <= set(value)
@@ -120,9 +120,7 @@ def test_a_run_that_saved_is_queued_again_unless_it_was_cancelled(tmp_path: Path
 @pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
-        ("slurm.nodes=31", "slurm.nodes", "must be at least placement.nodes=32"),
-        ("slurm={nodes:63,gpus_per_node:4}", "slurm.nodes", "needs 256 GPUs, and 63 nodes of slurm.gpus_per_node=4 have 252"),
-        ("slurm.segment=5", "slurm.segment", "must divide the number of nodes, 32"),
+        ("slurm.segment=5", "slurm.segment", "must divide placement.nodes=32"),
         ("slurm.partition='a b'", "slurm.partition", "cannot be written into a job script"),
         ("slurm.environment.WANDB_API_KEY=s3cret", "slurm.environment.WANDB_API_KEY", "slurm.pass_environment=[WANDB_API_KEY]"),
         ("slurm.environment={a-b:1x}", "slurm.environment.a-b", "is not a name of a variable"),
@@ -139,9 +137,12 @@ def test_settings_that_no_job_can_have_are_refused(overrides: str, path: str, sa
     assert "s3cret" not in str(problem)
 
 
-def test_as_few_nodes_as_hold_the_gpus_are_asked_for():
-    assert "#SBATCH --nodes=64" in rendered(DEEPSEEK, "slurm.gpus_per_node=4")
+def test_a_job_has_the_nodes_that_the_run_is_placed_on():
+    assert "#SBATCH --nodes=32" in rendered(DEEPSEEK)
     assert "#SBATCH --nodes=1" in rendered(DEMO)
+    said = r"placement.nodes = 32: must be at least 64\s+why: the run needs 256 GPUs, and 32 nodes of slurm.gpus_per_node=4 have 128"
+    with pytest.raises(ConfigError, match=said):
+        rendered(DEEPSEEK, "slurm.gpus_per_node=4")
 
 
 def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,6 @@ from moerl.config.layout import Layout
 from moerl.config.load import load
 from moerl.config.placement import PlacementConfig, gpu_map, placement_problems
 from moerl.config.schema import RolloutConfig, WeightsConfig
-from moerl.config.slurm import SlurmConfig
 from moerl.types import ConfigError
 
 NO_SERVERS = ServerShape(num_servers=1, gpus_per_server=0, num_shared=0)
@@ -149,11 +148,6 @@ def test_one_node_without_a_number_of_gpus_takes_all(tiny):
         ({"rollout": RolloutConfig(max_response_tokens=8, host="::1")}, {"nodes": 2, "gpus_per_node": 2}, r"rollout.host = '::1': has no"),
         ({"weights": WeightsConfig(transport="shm")}, {"nodes": 2, "gpus_per_node": 2}, r"weights.transport = 'shm': reaches one node"),
         ({}, {"topology": "/no/such/file"}, r"placement.topology = '/no/such/file': is not a file"),
-        (
-            {"slurm": SlurmConfig(nodes=1, gpus_per_node=0)},
-            {"nodes": 2, "gpus_per_node": 2},
-            r"slurm.nodes = 1: must be at least placement",
-        ),
         ({}, {"gpus_per_node": 2}, r"placement.nodes = 1: must be at least 2 with 2 GPUs each"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

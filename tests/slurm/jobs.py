@@ -14,8 +14,7 @@ SMALL = (
     "num_steps=4", "save_every=2", "rollout.max_running=16", "deadlines.start_seconds=120",
 )  # fmt: skip
 ON_CPU = (
-    "slurm.nodes=2", "slurm.gpus_per_node=0",
-    "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all",
+    "slurm.gpus_per_node=0", "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all",
 )  # fmt: skip
 """A train rank on each node, and the server with the first."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}

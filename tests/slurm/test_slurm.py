@@ -16,7 +16,7 @@ from moerl.train.checkpoint import complete, version_of
 
 pytestmark = pytest.mark.slurm
 
-ON_GPUS = ("slurm.nodes=2", "slurm.gpus_per_node=4", "~train.layout", "train.layout={ranks:8,ep:2}")
+ON_GPUS = ("placement.nodes=2", "placement.gpus_per_node=4", "slurm.gpus_per_node=4", "~train.layout", "train.layout={ranks:8,ep:2}")
 """There are none: nvidia_smi() says what the nodes have."""
 
 
