@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Transport = Literal["shm", "gloo", "disk"]
+Transport = Literal["ipc", "nccl", "disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,12 @@ class Bucket:
     round: int = 0
     """Of the schedule (weights/schedule.py), which only a network has."""
     relay: int | None = None
-    """gloo: the reader in whose memory it lies by now; None: it comes from the sender."""
+    """nccl: the reader in whose memory it lies by now; None: it comes from the sender."""
     slot: int = 0
-    """gloo: in which of the two memories of a reader that gets it from the sender."""
+    """nccl: in which of the two memories of a reader that gets it from the sender."""
     source: str = ""
-    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: the sender's rank in the group. disk: the bucket's file."""
+    """ipc: what maps the sender's memory (/proc/PID/fd/N; on a GPU a handle). nccl: the sender's rank in the group. disk:
+    the bucket's file."""
     num_written: int = 0
     """disk: bytes of that file."""
 
@@ -83,11 +84,11 @@ class TransportOffer:
 
     transport: Transport
     address: str = ""
-    """gloo: host:port of the store at which all meet. disk: a directory of the senders' files."""
+    """nccl: host:port of the store at which all meet. disk: a directory of the senders' files."""
     reader: int = 0
     """Its number in Bucket.readers."""
     rank: int = 0
-    """gloo: in the group of senders and readers."""
+    """nccl: in the group of senders and readers."""
     world_size: int = 1
 
 

@@ -189,6 +189,7 @@ class TrainWorker:
             transport,
             job,
             self._engine.pushed.read,
+            device=torch.device(torch.cuda.current_device()),
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,

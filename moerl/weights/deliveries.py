@@ -1,8 +1,8 @@
 """From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
 
 A bucket has pieces for the same readers, in the order of their tensors' names, but scales next to their values. On one host, what a plan
-passes on within a node is read by every GPU of the node where the first of them reads it. Over a network (`relays`) a bucket goes to one GPU,
-and from there to others of its node; and every rank sends in the order of the schedule's rounds.
+passes on within a node is read by every GPU of the node where the first of them reads it. Over a network (`relays`) a bucket goes to one
+GPU, and from there to others of its node; and every rank sends in the order of the schedule's rounds.
 """
 
 from collections import Counter, defaultdict

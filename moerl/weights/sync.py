@@ -47,7 +47,7 @@ class WeightSource(Protocol):
         """Start afresh with this transport, on these ranks; the address for TransportOffer."""
 
     async def connect(self, address: str, world_size: int) -> None:
-        """gloo: returns when every reader has joined. The senders are the first ranks of its group, by their ranks in the trainer."""
+        """nccl: returns when every reader has joined. The senders are the first ranks of its group, by their ranks in the trainer."""
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         """By rank, of all entries of its job. A push begins."""
@@ -71,7 +71,7 @@ class PushStats:
     num_written: int = 0
     """disk: bytes of its files."""
     num_network: int = 0
-    """gloo: bytes of tensors that crossed the network, once to every node that reads them."""
+    """nccl: bytes of tensors that crossed the network, once to every node that reads them."""
 
 
 class WeightSync:
@@ -88,15 +88,16 @@ class WeightSync:
         settle_seconds: float = 5.0,
         on_late: OnLate | None = None,
     ):
-        """`receivers` by the name errors use. `nodes` of theirs; None: all on one. `deadline_seconds` bounds one call to all (a bucket, say); once one has failed, the others
-        get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
+        """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `deadline_seconds` bounds one call to all
+        (a bucket, say); once one has failed, the others get `settle_seconds` to end by themselves before their calls are cancelled.
+        `on_late`: looks at those first."""
         self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
         self._nodes: Nodes | None = None
-        if transport == "gloo":
-            self._nodes = {name: ("",) for name in receivers} if nodes is None else nodes
+        if transport == "nccl":
+            self._nodes = dict.fromkeys(receivers, ("",)) if nodes is None else nodes
         self._deadline_seconds = deadline_seconds
         self._settle_seconds = settle_seconds
         self._deliveries: Deliveries | None = None
@@ -126,7 +127,7 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        install = self._install if self._nodes is None else Relays(self._install).install
+        install = self._install if self._nodes is None else Relays(self._deliveries.jobs, self._install).install
         streams = Streams(self._deliveries.jobs, self._source.pack, install, settle_seconds=self._settle_seconds)
         buckets = await streams.run()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
@@ -188,13 +189,13 @@ class WeightSync:
 
 
 def resolve_transport(
-    transport: Literal["auto", "shm", "gloo", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
+    transport: Literal["auto", "ipc", "nccl", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
 ) -> Transport:
-    """auto: shm if every trainer rank and every receiver run on one host, else gloo. WeightError for a host name that does not resolve."""
+    """auto: ipc if every trainer rank and every receiver run on one host, else nccl. WeightError for a host name that does not resolve."""
     if transport != "auto":
         return transport
     common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
-    return "shm" if common else "gloo"
+    return "ipc" if common else "nccl"
 
 
 def _addresses(host: str) -> set[str]:

@@ -39,15 +39,42 @@ def bucket(number: int, *readers: int) -> Bucket:
     return Bucket(sender=number, index=0, num_bytes=1, entries=(), readers=readers)
 
 
+async def install_all(install, buckets):
+    """What came of each; all at once."""
+    relays = Relays({found.sender: (found,) for found in buckets}, install)
+    installing = asyncio.gather(*map(relays.install, buckets), return_exceptions=True)
+    outcomes = await asyncio.wait_for(installing, timeout=60)
+    assert all(outcome is None or isinstance(outcome, WeightError) for outcome in outcomes), outcomes
+    return outcomes
+
+
 def test_a_bucket_goes_to_its_first_reader_and_from_there_to_the_others():
     calls = []
 
     async def install(given):
         calls.append((given.readers, given.relay, given.slot))
 
-    asyncio.run(Relays(install).install(bucket(0, 5, 3, 4)))
-    asyncio.run(Relays(install).install(bucket(0, 7)))
+    asyncio.run(install_all(install, [bucket(0, 5, 3, 4)]))
+    asyncio.run(install_all(install, [bucket(0, 7)]))
     assert calls == [((5,), None, 0), ((3, 4), 5, 0), ((7,), None, 0)]
+
+
+def test_what_a_reader_gets_from_senders_comes_one_by_one_in_the_order_of_the_rounds():
+    arrived, arriving = [], Counter[int]()
+
+    async def install(given):
+        if given.relay is None:
+            (first,) = given.readers
+            arriving[first] += 1
+            assert arriving[first] == 1
+            await asyncio.sleep(0)
+            arriving[first] -= 1
+            arrived.append((first, given.round))
+
+    buckets = [replace(bucket(number, number % 2, 2), round=-number) for number in range(8)]
+    asyncio.run(install_all(install, buckets))
+    assert [number for first, number in arrived if first == 0] == [-6, -4, -2, 0]
+    assert [number for first, number in arrived if first == 1] == [-7, -5, -3, -1]
 
 
 def test_memory_is_filled_again_only_when_all_its_readers_have_installed():
@@ -66,11 +93,7 @@ def test_memory_is_filled_again_only_when_all_its_readers_have_installed():
         if given.relay is not None:
             del held[relay, given.slot]
 
-    async def push():
-        relays = Relays(install)
-        await asyncio.gather(*(relays.install(bucket(number, number % 2, 2, 3)) for number in range(20)))
-
-    asyncio.run(push())
+    asyncio.run(install_all(install, [bucket(number, number % 2, 2, 3) for number in range(20)]))
     assert held == {}
     assert most == {0: NUM_SLOTS, 1: NUM_SLOTS}
 
@@ -79,13 +102,8 @@ def test_memory_of_a_bucket_that_failed_is_free_again():
     async def install(given):
         raise WeightError("no")
 
-    async def push():
-        relays = Relays(install)
-        for _ in range(NUM_SLOTS + 1):
-            with pytest.raises(WeightError):
-                await asyncio.wait_for(relays.install(bucket(0, 0, 1)), timeout=10)
-
-    asyncio.run(push())
+    outcomes = asyncio.run(install_all(install, [bucket(number, 0, 1) for number in range(NUM_SLOTS + 1)]))
+    assert [type(outcome) for outcome in outcomes] == [WeightError] * (NUM_SLOTS + 1)
 
 
 # -- the plan of a run -----------------------------------------------------------------------------------------
@@ -169,7 +187,7 @@ def test_the_network_carries_to_every_node_what_it_reads_once():
     nodes = {"a": ["x"], "b": ["x"], "c": ["y"]}
     source = Source(model=MODEL, bucket_bytes=BUCKET_BYTES, timeout_seconds=60)
     try:
-        sync = WeightSync(source, servers, transport="gloo", nodes=nodes)
+        sync = WeightSync(source, servers, transport="nccl", nodes=nodes)
 
         async def push_and_count():
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))  # all wait for each other in connect

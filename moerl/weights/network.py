@@ -1,4 +1,5 @@
-"""Buckets from trainer ranks to the model processes that read them over TCP, point to point in a process group of their own.
+"""Buckets from trainer ranks to the model processes that read them, point to point in a process group of their own: NCCL's between GPUs,
+gloo's over TCP where the tensors are on CPU.
 
 A bucket crosses once to a node: its first reader gets it into memory that the other readers of the node map (weights/relay.py).
 
@@ -18,21 +19,22 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from moerl.push_types import Bucket, TransportOffer
 from moerl.types import WeightError
+from moerl.weights.cuda import NcclGroup
 from moerl.weights.relay import NUM_SLOTS
-from moerl.weights.shm import SharedBuffer, SharedReader
+from moerl.weights.shm import SharedReader, new_buffer
 
 TRANSFER_SECONDS = 120.0
 """Deadline for all to join the group, and for one bucket: 100 MB/s for a bucket of 12 GB."""
 
 
-class GlooSender:
+class NetworkSender:
     """One of the first ranks of the group; readers come after the senders."""
 
-    def __init__(self, *, host: str, timeout_seconds: float):
-        self._host = host
+    def __init__(self, *, host: str, device: torch.device, timeout_seconds: float):
+        self._host, self._device = host, device
         self._timeout = timedelta(seconds=timeout_seconds)
         self._store: Store | None = None
-        self._group: _Group | None = None
+        self._group: GlooGroup | NcclGroup | None = None
         self._num_senders = 0
         self._sending: dict[int, Any] = {}
         self.rank = 0
@@ -40,18 +42,19 @@ class GlooSender:
     def listen(self) -> str:
         """host:port of a new store on a free port; an earlier group is dropped."""
         self.close()
-        with _explained(f"weights.transport = gloo: no store at {self._host}"):
+        with _explained(f"weights.transport = nccl: no store at {self._host}"):
             store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+            store.set(_DEVICE_KEY, self._device.type)
         self._store = store
         return f"{self._host}:{store.port}"
 
     def connect(self, address: str, *, rank: int, world_size: int, num_senders: int) -> None:
         """`address`: what the first sender's listen returned. Returns when all have joined."""
-        with _explained(f"weights.transport = gloo: not all {world_size - num_senders} readers and {num_senders} senders met at {address}"):
+        with _explained(f"weights.transport = nccl: not all {world_size - num_senders} readers and {num_senders} senders met at {address}"):
             if self._store is None:
                 host, port = _split(address)
                 self._store = TCPStore(host, port, is_master=False, timeout=self._timeout)
-            self._group = _Group(self._store, rank=rank, world_size=world_size, host=self._host, timeout=self._timeout)
+            self._group = _group(self._store, self._device, rank=rank, world_size=world_size, host=self._host, timeout=self._timeout)
         self.rank, self._num_senders = rank, num_senders
 
     def send(self, data: torch.Tensor, bucket: Bucket, *, slot: int) -> None:
@@ -64,8 +67,8 @@ class GlooSender:
     def wait(self, slot: int) -> None:
         """What was sent from it last has arrived."""
         with self._dropping():
-            if (work := self._sending.pop(slot, None)) is not None:
-                work.wait()
+            if (work := self._sending.pop(slot, None)) is not None and self._group is not None:
+                self._group.wait(work)
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -77,29 +80,30 @@ class GlooSender:
     @contextmanager
     def _dropping(self) -> Iterator[None]:
         try:
-            with _explained("weights.transport = gloo: a bucket could not be sent"):
+            with _explained("weights.transport = nccl: a bucket could not be sent"):
                 yield
         except WeightError:
             self.close()
             raise
 
 
-class GlooReader:
+class NetworkReader:
     """A rank behind the senders. The constructor returns when all have joined."""
 
-    def __init__(self, offer: TransportOffer, *, timeout_seconds: float):
+    def __init__(self, offer: TransportOffer, *, device: torch.device, timeout_seconds: float):
         host, port = _split(offer.address)
         timeout = timedelta(seconds=timeout_seconds)
-        self._slots = [SharedBuffer() for _ in range(NUM_SLOTS)]
+        self._number = offer.reader
+        self._slots = [new_buffer(device) for _ in range(NUM_SLOTS)]
         self._of_others = SharedReader()
-        self._group: _Group | None = None
+        self._group: GlooGroup | NcclGroup | None = None
         try:
-            with _explained(f"weights.transport = gloo: could not join the trainer at {offer.address!r}"):
+            with _explained(f"weights.transport = nccl: could not join the trainer at {offer.address!r}"):
                 self._store = TCPStore(host, port, is_master=False, timeout=timeout)
-                for slot, memory in enumerate(self._slots):
-                    self._store.set(_memory_key(offer.reader, slot), memory.source)
+                if (kind := self._store.get(_DEVICE_KEY).decode()) != device.type:
+                    raise WeightError(f"weights.transport = nccl: the trainer's tensors are on {kind}, this server's on {device.type}")
                 own_host = _address_towards(host, port)
-                self._group = _Group(self._store, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
+                self._group = _group(self._store, device, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
         except WeightError:
             self.close()
             raise
@@ -110,9 +114,11 @@ class GlooReader:
             raise WeightError("no process group to the trainer: an error dropped it; the next push must connect again")
         if bucket.relay is not None:
             return self._of_others.fetch(replace(bucket, source=self._memory_of(bucket.relay, bucket.slot)))
-        data = self._slots[bucket.slot].reserve(bucket.num_bytes)[: bucket.num_bytes]
-        with _explained(f"weights.transport = gloo: bucket {bucket.index} of trainer rank {bucket.sender} did not arrive"):
+        memory = self._slots[bucket.slot]
+        data = memory.reserve(bucket.num_bytes)[: bucket.num_bytes]
+        with _explained(f"weights.transport = nccl: bucket {bucket.index} of trainer rank {bucket.sender} did not arrive"):
             self._group.receive(data, int(bucket.source), bucket.index)
+            self._store.set(_memory_key(self._number, bucket.slot), memory.source)  # on a GPU another one when it has grown
         return data
 
     def close(self) -> None:
@@ -125,11 +131,17 @@ class GlooReader:
             memory.close()
 
     def _memory_of(self, reader: int, slot: int) -> str:
-        with _explained(f"weights.transport = gloo: the memory of reader {reader} on this node is not known"):
+        with _explained(f"weights.transport = nccl: the memory of reader {reader} on this node is not known"):
             return self._store.get(_memory_key(reader, slot)).decode()
 
 
-class _Group:
+def _group(store: Store, device: torch.device, *, rank: int, world_size: int, host: str, timeout: timedelta) -> "GlooGroup | NcclGroup":
+    if device.type == "cuda":
+        return NcclGroup(store, rank=rank, world_size=world_size, device=device, timeout=timeout)
+    return GlooGroup(store, rank=rank, world_size=world_size, host=host, timeout=timeout)
+
+
+class GlooGroup:
     """Holds the only reference to a process group. Connections close when the group is destroyed and not before (abort leaves them
     open), and a second reference, be it in the frames of a traceback, would keep the other ranks waiting."""
 
@@ -147,8 +159,14 @@ class _Group:
     def receive(self, data: torch.Tensor, rank: int, tag: int) -> None:
         self._only.recv([data], rank, tag).wait()  # type: ignore[attr-defined]  # absent from torch's stubs
 
+    def wait(self, work: Any) -> None:
+        work.wait()
+
     def close(self) -> None:
         del self._only
+
+
+_DEVICE_KEY = "moerl/device"
 
 
 def _memory_key(reader: int, slot: int) -> str:
