@@ -19,9 +19,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from moerl.push_types import Bucket, TransportOffer
 from moerl.types import WeightError
-from moerl.weights.cuda import NcclGroup
+from moerl.weights.cuda import DeviceBuffer, NcclGroup
 from moerl.weights.relay import NUM_SLOTS
-from moerl.weights.shm import SharedReader, new_buffer
+from moerl.weights.shm import SharedBuffer, SharedReader, new_buffer
+from moerl.weights.spec import CPU
 
 TRANSFER_SECONDS = 120.0
 """Deadline for all to join the group, and for one bucket: 100 MB/s for a bucket of 12 GB."""
@@ -91,17 +92,18 @@ class NetworkReader:
     """A rank behind the senders. The constructor returns when all have joined."""
 
     def __init__(self, offer: TransportOffer, *, device: torch.device, timeout_seconds: float):
+        """`device` of this server's model. Buckets are there or on CPU, as the trainer's are."""
         host, port = _split(offer.address)
         timeout = timedelta(seconds=timeout_seconds)
         self._number = offer.reader
-        self._slots = [new_buffer(device) for _ in range(NUM_SLOTS)]
+        self._slots: list[SharedBuffer | DeviceBuffer] = []
         self._of_others = SharedReader()
         self._group: GlooGroup | NcclGroup | None = None
         try:
             with _explained(f"weights.transport = nccl: could not join the trainer at {offer.address!r}"):
                 self._store = TCPStore(host, port, is_master=False, timeout=timeout)
-                if (kind := self._store.get(_DEVICE_KEY).decode()) != device.type:
-                    raise WeightError(f"weights.transport = nccl: the trainer's tensors are on {kind}, this server's on {device.type}")
+                device = _as_trainer(self._store.get(_DEVICE_KEY).decode(), device)
+                self._slots = [new_buffer(device) for _ in range(NUM_SLOTS)]
                 own_host = _address_towards(host, port)
                 self._group = _group(self._store, device, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
         except WeightError:
@@ -133,6 +135,16 @@ class NetworkReader:
     def _memory_of(self, reader: int, slot: int) -> str:
         with _explained(f"weights.transport = nccl: the memory of reader {reader} on this node is not known"):
             return self._store.get(_memory_key(reader, slot)).decode()
+
+
+def _as_trainer(kind: str, device: torch.device) -> torch.device:
+    """Where buckets arrive, if the trainer's are on a device of that kind."""
+    if kind == CPU.type:
+        return CPU
+    if kind != device.type:
+        rule = f"the trainer sends from {kind}, and this server's model is on {device.type}"
+        raise WeightError(f"weights.transport = nccl: {rule}; both must be on GPUs, or set weights.transport=disk")
+    return device
 
 
 def _group(store: Store, device: torch.device, *, rank: int, world_size: int, host: str, timeout: timedelta) -> "GlooGroup | NcclGroup":

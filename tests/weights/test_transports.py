@@ -15,6 +15,7 @@ from moerl.push_types import TransportOffer
 from moerl.rollout.engines.expert_share import needed_names
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
+from moerl.weights.network import NetworkSender
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
@@ -196,6 +197,16 @@ def test_nccl_a_silent_receiver_is_bounded_by_the_timeout(start):
         assert time.monotonic() - started < 40
     finally:
         source.close()
+
+
+def test_nccl_a_server_on_cpu_refuses_a_trainer_that_sends_from_gpus(start):
+    sender = NetworkSender(host="127.0.0.1", device=torch.device("cuda", 0), timeout_seconds=10)
+    try:
+        offer = TransportOffer(transport="nccl", address=sender.listen(), rank=1, world_size=2)
+        with pytest.raises(WeightError, match="the trainer sends from cuda, and this server's model is on cpu"):
+            start().call("connect", offer)
+    finally:
+        sender.close()
 
 
 def test_ipc_leaves_nothing_behind_when_the_sender_is_killed(start):
