@@ -118,7 +118,7 @@ async def _processes(
     rewards = RewardPool(config.reward)
     group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs)
     residency = Residency(group, pool, num_shared=num_shared(config))
-    hangs.include_in_pushes(lambda: [member.engine.party for member in pool.fleet.members])
+    hangs.include_in_pushes(lambda: [party for member in pool.fleet.members for party in member.engine.parties])
     hangs.include_in_pushes(lambda: group.parties)
     async with AsyncExitStack() as stack:
         # For the servers, which this process starts; ranks look at the node that Ray chose for them.

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
-from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
+from moerl.cluster.descendants import END_SECONDS, end_with_parent, no_descendant_outlives
 from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
-from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
+from moerl.cluster.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
@@ -43,11 +43,16 @@ _EXIT_CODES = {CONTINUE: QUEUE_AGAIN}
 """Of the driver -> of this task, where they differ."""
 _ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: QUEUE_AGAIN}
 """Signals that ask a job to end -> its exit code."""
+_LOSES = (1, 2)
+"""Exit codes with which a driver may end because the job lost something: 2 where it finds fewer nodes than are configured."""
 _SETTLE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
 """A job of one node needs no other address."""
-_END_SECONDS = 30.0
+_DRIVER_END_SECONDS = 30.0
 """For the driver to end its servers and ranks after SIGTERM."""
+LAST_SECONDS = _SETTLE_SECONDS + _DRIVER_END_SECONDS + END_SECONDS + 5.0
+"""At most from the end of one node's process to the end of the others, with 5 s for Ray's logs: a shorter --wait of srun cuts a node short,
+which then neither queues the job again nor removes its directory."""
 _MAX_DIRECTORY = 40
 """Characters: Ray's sockets lie up to 67 deeper, and the name of a socket has 107 at most."""
 
@@ -99,20 +104,32 @@ class _Node:
         for number in _ENDS:
             loop.add_signal_handler(number, self._asked, number, task)
         try:
-            return await (self._lead(arguments) if self._place.index == 0 else self._follow())
+            code = await (self._lead(arguments) if self._place.index == 0 else self._follow())
         except asyncio.CancelledError:
             if self._signal is None:
                 raise
             raise RunStopped(self._signal.name, _ENDS[self._signal]) from None
-        except _NodeLost as lost:
-            # Not for ever: a run that ends each node it meets would come back as often as it is allowed to.
-            if not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint:
+        except (_NodeLost, RayEnded) as lost:
+            if self._place.index > 0:  # the first node hears of it, and decides
+                raise
+            if self._is_stuck():
                 raise
             logger.error("%s; the job is queued again and goes on from the newest checkpoint", lost)
             if self._marks is not None:
-                logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
+                if isinstance(lost, _NodeLost):
+                    logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
                 mark_again(self._marks)
             return QUEUE_AGAIN
+        if code == QUEUE_AGAIN and self._is_stuck():
+            raise MoerlError(
+                "the job is not queued again: it was once before, and no step was saved since. A step that hangs, or start-up and one step "
+                "longer than slurm.time, would come back for ever"
+            )
+        return code
+
+    def _is_stuck(self) -> bool:
+        """A run that ends each node it meets, say, would be queued as often as it is allowed to."""
+        return not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint
 
     def _newest_checkpoint(self) -> Path | None:
         return newest(self._config.run_dir / "checkpoints")
@@ -204,11 +221,11 @@ class _Node:
             if driver.returncode is None:
                 driver.terminate()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_END_SECONDS):
+                    async with asyncio.timeout(_DRIVER_END_SECONDS):
                         await driver.wait()
         if self._signal is not None and code == -self._signal:  # it came before the driver heeded it
             return _ENDS[self._signal]
-        if code < 0 or code == 1:
+        if code < 0 or code in _LOSES:
             await _raise_if_lost(watch)
         return _EXIT_CODES.get(code, code if code >= 0 else 128 - code)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jinja2
 
-from moerl.cluster.node import QUEUE_AGAIN
+from moerl.cluster.node import LAST_SECONDS, QUEUE_AGAIN
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.slurm import ContainerConfig, SlurmConfig, size_problems
@@ -25,11 +25,11 @@ _MARKS = '--marks="$marks"'
 def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
     """The script of a training run. Every node composes the configuration from the same `overrides`. ConfigError: too few nodes."""
     slurm, nodes = config.slurm, config.placement.nodes
-    if problems := list(size_problems(slurm, nodes, num_gpus(config))):
+    if problems := list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config))):
         raise ConfigError(problems)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
-    step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=20"]
+    step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={LAST_SECONDS:.0f}"]
     options = [] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir.resolve()))}"]
     paths = [path for path in (config_dir, Path(config.output_dir)) if path is not None and path.is_absolute()]
     return _render(

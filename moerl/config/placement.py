@@ -76,10 +76,10 @@ def placement_problems(config: "RunConfig") -> Iterator[Problem]:
         return
     layout, gpus = config.rollout.layout, config.placement.gpus_per_node
     numbers = {len({gpu.node for gpu in server}) for server in mapped.servers if server}
-    if gpus is not None and not numbers <= {layout.nodes}:
+    if not numbers <= {layout.nodes}:
         rule = f"must put the {layout.gpus} GPUs of a server on {layout.nodes} nodes"
         reason = f"rollout.layout.gpus_per_node={layout.gpus_per_node} says so; servers would be on {', '.join(map(str, sorted(numbers)))}"
-        fix = f"rollout.layout.gpus_per_node={gpus}, or servers of fewer GPUs"
+        fix = f"rollout.layout.gpus_per_node={layout.gpus if gpus is None else gpus}, or servers of fewer GPUs"
         yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
 
 

@@ -62,7 +62,9 @@ class Observer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time of the block counts as time/`name` of the current step; phases of one name add up. Phases do not nest."""
+        """Time of the block counts as time/`name` of the current step; phases of one name add up. Phases do not nest.
+        run.log tells when each begins."""
+        log.info("phase %s begins", name)
         self._show_phase(name)
         try:
             with self._clock.phase(name):

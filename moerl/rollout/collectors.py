@@ -6,6 +6,7 @@ server, puts the payload into the object store of its own machine, and answers w
 
 import asyncio
 import os
+import pickle
 from typing import Any
 
 import aiohttp
@@ -31,8 +32,10 @@ class CollectorActor:
         """Answers when everything is imported."""
         return os.getpid()
 
-    async def ask(self, url: str, server: str, request: Request, so_far: StoredCompletion | None) -> Answer:
-        """MoerlErrors as they are; BrokenConnection for what only the driver, which watches the server, can explain."""
+    async def ask(self, asked: bytes, so_far: StoredCompletion | None = None) -> Answer:
+        """`asked`: url, name of the server and Request, pickled. MoerlErrors as they are; BrokenConnection for what only the driver, which
+        watches the server, can explain."""
+        url, server, request = pickle.loads(asked)
         session = self._session = new_session() if self._session is None else self._session
 
         async def generate(prompt_ids: Any, sampling: Any, request_id: str) -> Any:
@@ -74,8 +77,10 @@ class RayCollectors:
 
     async def ask(self, engine: HTTPEngine, request: Request, so_far: StoredCompletion | None) -> Answer:
         actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
+        # Ray serializes argument by argument with cloudpickle, which costs the driver more than the rest of the call.
+        asked = pickle.dumps((engine.url, engine.name, request))
         try:
-            answer: Answer = await actor.ask.remote(engine.url, engine.name, request, so_far)
+            answer: Answer = await (actor.ask.remote(asked) if so_far is None else actor.ask.remote(asked, so_far))
         except asyncio.CancelledError:
             actor.drop.remote(request.request_id)
             raise

@@ -43,7 +43,8 @@ class FakeEngine:
 
     def __init__(self, name: str, *, limits: Limits, expected: Mapping[str, TensorSpec], max_running: int):
         """`expected`: the tensors a push must bring, by name."""
-        self.name, self.host = name, "127.0.0.1"
+        self.name = name
+        self.hosts: tuple[str, ...] = ("127.0.0.1",)
         self.tensors: dict[str, torch.Tensor] = {}
         """What pushes installed."""
         self._limits = limits
@@ -71,8 +72,8 @@ class FakeEngine:
         return EngineUnavailable(f"{self.name}: the server ended")
 
     @property
-    def party(self) -> Party:
-        return Party(name=f"server {self.name}", node=socket.gethostname())
+    def parties(self) -> tuple[Party, ...]:
+        return (Party(name=f"server {self.name}", node=socket.gethostname()),)
 
     def kill(self) -> None:
         self._started = False

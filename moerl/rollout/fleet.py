@@ -181,8 +181,8 @@ class Fleet:
     async def _hung(self, member: Member) -> EngineError:
         error = EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
         if self._hangs is not None:
-            party, deadline = member.engine.party, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
-            hang = await self._hangs.report(self.phase, deadline, parties=[party], silent=[party.name])
+            parties, deadline = member.engine.parties, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            hang = await self._hangs.report(self.phase, deadline, parties=parties, silent=[party.name for party in parties])
             error = EngineUnavailable(f"{error}\n{hang}")
             error.__cause__, error.origin = hang, hang.origin
         member.engine.kill()  # it would hear no SIGTERM

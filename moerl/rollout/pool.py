@@ -86,8 +86,8 @@ class RolloutPool:
         if self.hangs is None:
             return None
         driver = Party(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
-        parties = [*(member.engine.party for member in self.fleet.members), driver]
-        silent = [member.engine.party.name for member in members] if members else [driver.name]
+        parties = [*(party for member in self.fleet.members for party in member.engine.parties), driver]
+        silent = [party.name for member in members for party in member.engine.parties] if members else [driver.name]
         return await self.hangs.report("rollout", deadline, parties=parties, silent=silent)
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:

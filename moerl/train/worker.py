@@ -101,7 +101,7 @@ class TrainWorker:
         store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
-        groups = initialize_groups(settings.train.layout, seed, reloadable=settings.train.destroy_groups)
+        groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
         self._engine = MegatronEngine(settings, groups)
         megatron_patches.assert_active()
         return megatron_patches.active_names()

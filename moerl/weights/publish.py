@@ -118,7 +118,7 @@ class WeightPublisher:
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
         if self._transport is None:
-            hosts = [member.engine.host for member in self._pool.fleet.members]
+            hosts = [host for member in self._pool.fleet.members for host in member.engine.hosts]
             self._transport = resolve_transport(
                 self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
             )
@@ -145,11 +145,12 @@ class WeightPublisher:
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
-        servers = {member.engine.party.name: member for member in members}
+        servers = {party.name: member for member in members for party in member.engine.parties}
         names = [name for name, member in servers.items() if member.engine.name in silent]
         ranks = [party.name for party in self._train.parties] if SOURCE in silent else []
         deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
-        error = await hangs.report("push", deadline, parties=[member.engine.party for member in members], silent=[*names, *ranks])
+        all_parties = [party for member in members for party in member.engine.parties]
+        error = await hangs.report("push", deadline, parties=all_parties, silent=[*names, *ranks])
         if all(name in servers for name in error.names):
             for name in error.names:
                 servers[name].engine.kill()

@@ -140,9 +140,11 @@ def test_settings_that_no_job_can_have_are_refused(overrides: str, path: str, sa
 def test_a_job_has_the_nodes_that_the_run_is_placed_on():
     assert "#SBATCH --nodes=32" in rendered(DEEPSEEK)
     assert "#SBATCH --nodes=1" in rendered(DEMO)
-    said = r"placement.nodes = 32: must be at least 64\s+why: the run needs 256 GPUs, and 32 nodes of slurm.gpus_per_node=4 have 128"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"slurm.gpus_per_node = 4: must be at least placement.gpus_per_node=8"):
         rendered(DEEPSEEK, "slurm.gpus_per_node=4")
+    said = r"placement.nodes = 1: must be at least 2\s+why: the run needs 2 GPUs, and 1 nodes of slurm.gpus_per_node=1 have 1"
+    with pytest.raises(ConfigError, match=said):
+        rendered(DEMO, "slurm.gpus_per_node=1")
 
 
 def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
