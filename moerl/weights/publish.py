@@ -130,18 +130,13 @@ class WeightPublisher:
                 self._train.weight_source,
                 receivers,
                 transport=self._transport,
-                nodes={member.engine.name: self._nodes_of(member) for member in members},
+                nodes={member.engine.name: member.engine.hosts for member in members},
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
             )
             self._connected_to = wanted
         return self._sync
-
-    def _nodes_of(self, member: Member) -> tuple[str, ...]:
-        """See weights.fleet_plan.Nodes. A server of several nodes shares none of them."""
-        num_nodes = self._config.rollout.layout.nodes
-        return (member.engine.host,) if num_nodes == 1 else tuple(f"{member.engine.name}, node {node}" for node in range(num_nodes))
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
