@@ -209,9 +209,10 @@ class RolloutConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig(Strict):
-    transport: Literal["auto", "shm", "gloo", "disk"] = "auto"
-    """shm: memory shared on one host. gloo: over the network. disk: through files in the run's directory, which trainer and servers must
-    share; slow, for servers that no network group reaches. auto: shm if ranks and servers are on one host, else gloo."""
+    transport: Literal["auto", "ipc", "nccl", "disk"] = "auto"
+    """ipc: memory shared on one host. nccl: over the network. Buckets are where the trainer's tensors are: on GPUs by CUDA IPC and NCCL, on
+    CPU by shared memory and gloo. disk: through files in the run's directory, which trainer and servers must share; slow, for servers that
+    no network group reaches. auto: ipc if ranks and servers are on one host, else nccl."""
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20

@@ -14,6 +14,7 @@ from moerl.algorithms.base import Objective
 from moerl.cluster.hang import HangReports
 from moerl.cluster.party import Party
 from moerl.cluster.seats import Seat, find_seats, on_node
+from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
 from moerl.payloads import Stored
 from moerl.train.calls import RankCalls
@@ -100,7 +101,11 @@ class MegatronTrainGroup:
         self._workers: list[Any] = []
         self._calls: RankCalls | None = None
         self._source = MegatronSource(
-            config.weights, directory=self._checkpoint_dir.parent / "push", all_ranks=self._all, one_rank=self._one_rank
+            config.weights,
+            directory=self._checkpoint_dir.parent / "push",
+            all_ranks=self._all,
+            one_rank=self._one_rank,
+            shares_gpus=num_shared(config) > 0,
         )
         self._saver = CheckpointSaver(
             self._checkpoint_dir,

@@ -133,6 +133,7 @@ class WeightPublisher:
                 self._train.weight_source,
                 receivers,
                 transport=self._transport,
+                nodes={member.engine.name: member.engine.hosts for member in members},
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),

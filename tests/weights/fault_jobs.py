@@ -125,7 +125,7 @@ class _Pushes:
 
     def connect_anew(self) -> None:
         receivers = {self._engine.name: self._engine.receiver()}
-        self._sync = WeightSync(self._ranks.source(), receivers, transport="shm", settle_seconds=25)
+        self._sync = WeightSync(self._ranks.source(), receivers, transport="ipc", settle_seconds=25)
 
     async def with_fault(self) -> str:
         """What the next push, or its canary, says; then the fault is mended, and a push of changed weights must succeed."""
