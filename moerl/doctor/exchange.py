@@ -46,18 +46,20 @@ def measure(nodes: Sequence[Sequence[int]], device: torch.device, num_bytes: int
     node = next(index for index, ranks in enumerate(nodes) if dist.get_rank() in ranks)
     local = nodes[node].index(dist.get_rank())
     buffers = (torch.zeros(num_bytes, dtype=torch.uint8, device=device), torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-    groups = [dist.new_group(list(ranks)) if len(nodes) > 1 else dist.group.WORLD for ranks in nodes]
+    world = dist.group.WORLD
+    assert world is not None, "the default group is made"
+    groups = [dist.new_group(list(ranks)) if len(nodes) > 1 else world for ranks in nodes]
     # NCCL makes a group's communicator with its first operation, in which all must take part; with an odd number, a round leaves one out.
     _wait_for_all(device, groups[node])
-    locals_ = _meet_everyone(local, nodes[node], buffers, partial(exchange, group=groups[node]))
-    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], buffers, partial(exchange, group=dist.group.WORLD))
+    locals_ = _meet_everyone(local, nodes[node], buffers, exchange, groups[node])
+    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], buffers, exchange, world)
     inside = _all_reduce(buffers[0], groups[node]) if len(nodes) > 1 and len(nodes[node]) > 1 else None
-    together = _all_reduce(buffers[0], dist.group.WORLD) if dist.get_world_size() > 1 else None
+    together = _all_reduce(buffers[0], world) if dist.get_world_size() > 1 else None
     return Measured(local=locals_, remote=remotes, node_all_reduce=inside, all_reduce=together)
 
 
 def _meet_everyone(
-    me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor], exchange: Callable[[int, torch.Tensor, torch.Tensor], None]
+    me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor], exchange: Exchange, group: dist.ProcessGroup
 ) -> dict[int, float]:
     """Position in `ranks` -> bandwidth, for all but `me`. All rounds begin together, also on ranks that have no peer in one."""
     out, into = buffers
@@ -66,7 +68,7 @@ def _meet_everyone(
         _wait_for_all(out.device)
         peer = next((a + b - me for a, b in pairs if me in (a, b)), None)
         if peer is not None:
-            found[peer] = out.numel() / _seconds(partial(exchange, ranks[peer], out, into), out.device) / 1e9
+            found[peer] = out.numel() / _seconds(partial(exchange, ranks[peer], out, into, group), out.device) / 1e9
     return found
 
 
