@@ -16,29 +16,21 @@ sample.
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import ray
-import uvicorn
+from canned_servers import ID, Connected, canned_servers
 from pydantic import TypeAdapter
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from moerl.algorithms import build_algorithm
 from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, ScratchModel, TinyData
@@ -48,7 +40,6 @@ from moerl.rollout import wire
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.collect import Collector, Intake, LocalCollector
 from moerl.rollout.collectors import RayCollectors
-from moerl.rollout.http_engine import HTTPEngine, new_session
 from moerl.rollout.pool import RolloutPool
 from moerl.rollout.runner import GroupRunner
 from moerl.route_types import RouteShape
@@ -86,7 +77,7 @@ def canned(arguments: argparse.Namespace) -> Completion:
     # Any order of different experts.
     routes = np.argsort(rng.random((*shape[:2], NUM_EXPERTS), dtype=np.float32), axis=-1)[..., : arguments.top_k].astype(np.uint8)
     return Completion(
-        request_id="R",
+        request_id=ID,
         token_ids=tuple(rng.integers(1000, VOCAB, arguments.tokens).tolist()),
         logprobs=tuple((-rng.exponential(0.5, arguments.tokens)).astype(np.float32).tolist()),
         spans=(VersionSpan(version=1, num_tokens=arguments.tokens),),
@@ -95,56 +86,14 @@ def canned(arguments: argparse.Namespace) -> Completion:
     )
 
 
-def serve(answer: Connection, arguments: argparse.Namespace) -> None:
-    """Every request gets the same bytes, after its id: encoding them is not measured."""
+def content_of(arguments: argparse.Namespace) -> bytes:
     completion = canned(arguments)
-    if arguments.way == "objects":
-        assert completion.routes is not None
-        known = dict(token_ids=completion.token_ids, logprobs=completion.logprobs, spans=completion.spans, finish_reason="length")
-        head = JSON_HEAD.dump_json(JSONHead(request_id="R", **known, routes_shape=completion.routes.shape))  # type: ignore[arg-type]
-        content = head + b"\n" + completion.routes.tobytes()
-    else:
-        content = wire.dump_completion(completion)
-    before, after = content.split(b'"R"', 1)
-
-    async def generate(request: Request) -> Response:
-        body = wire.GENERATE.validate_json(await request.body())
-        return Response(b"".join([before, json.dumps(body.request_id).encode(), after]))
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    answer.send(listener.getsockname()[1])
-    app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
-    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=600)).run([listener])
-
-
-def start_servers(stack: ExitStack, arguments: argparse.Namespace) -> list["Connected"]:
-    context = multiprocessing.get_context("spawn")
-    engines = []
-    for _ in range(2):
-        ours, theirs = context.Pipe()
-        server = context.Process(target=serve, args=(theirs, arguments), daemon=True)
-        server.start()
-        stack.callback(server.join)
-        stack.callback(server.terminate)
-        engines.append(Connected(ours.recv()))
-    return engines
-
-
-class Connected(HTTPEngine):
-    """To a server that runs already."""
-
-    def __init__(self, port: int):
-        self.name, self._host = f"127.0.0.1:{port}", "127.0.0.1"
-
-    async def start(self) -> None:
-        self._session = new_session()
-
-    async def ended(self) -> Any:
-        await asyncio.Event().wait()
-
-    async def close(self) -> None:
-        assert self._session is not None
-        await self._session.close()
+    if arguments.way != "objects":
+        return wire.dump_completion(completion)
+    assert completion.routes is not None
+    known = dict(token_ids=completion.token_ids, logprobs=completion.logprobs, spans=completion.spans, finish_reason="length")
+    head = JSON_HEAD.dump_json(JSONHead(request_id=ID, **known, routes_shape=completion.routes.shape))  # type: ignore[arg-type]
+    return head + b"\n" + completion.routes.tobytes()
 
 
 class Pieces:
@@ -188,7 +137,7 @@ class ObjectSample:
     score: Score
 
 
-async def generate_objects(engine: HTTPEngine, prompt: Prompt, request_id: str, arguments: argparse.Namespace) -> ObjectSample:
+async def generate_objects(engine: Connected, prompt: Prompt, request_id: str, arguments: argparse.Namespace) -> ObjectSample:
     body = wire.GenerateBody(
         request_id=request_id, prompt_ids=prompt.token_ids, sampling=SamplingParams(max_tokens=arguments.tokens, seed=1)
     )
@@ -368,9 +317,11 @@ def measure(arguments: argparse.Namespace) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     store = int(arguments.samples * (arguments.prompt + arguments.tokens) * (24 + 2 * arguments.layers * arguments.top_k)) + 2**28
     ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=store)
-    with ExitStack() as stack:
-        stack.callback(ray.shutdown)
-        print(json.dumps(asyncio.run(step(arguments, start_servers(stack, arguments)))))
+    try:
+        with canned_servers(content_of(arguments), num_running=arguments.in_flight) as engines:
+            print(json.dumps(asyncio.run(step(arguments, engines))))
+    finally:
+        ray.shutdown()
 
 
 def megabytes(*numbers: float) -> str:

@@ -11,26 +11,17 @@ CPU is process time of the driver per request: of the pool alone, and with real 
 import argparse
 import asyncio
 import heapq
-import multiprocessing
 import selectors
-import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
-import aiohttp
 import numpy as np
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from canned_servers import ID, Connected, canned_servers
 
 from moerl.payloads import Here
 from moerl.rollout import wire
 from moerl.rollout.collect import Intake, LocalCollector
-from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.pool import RolloutPool
 from moerl.types import Completion, SamplingParams, VersionSpan
 
@@ -138,57 +129,21 @@ def simulate(arguments: argparse.Namespace, tokens: np.ndarray, *, queued: int, 
 # -- the driver's CPU with HTTP ----------------------------------------------------------------------------------
 
 
-def serve(answer: Connection, num_tokens: int, num_slots: int) -> None:
-    """A server that answers every request with as many tokens, after a tenth of a second."""
-    slots = asyncio.Semaphore(num_slots)
-
-    async def generate(request: Request) -> Response:
-        body = wire.GENERATE.validate_json(await request.body())
-        async with slots:
-            await asyncio.sleep(0.1)
-        return Response(wire.dump_completion(canned(body.request_id, num_tokens)))
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    answer.send(listener.getsockname()[1])
-    app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
-    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off")).run([listener])
-
-
-class Connected(HTTPEngine):
-    """To a server that runs already."""
-
-    def __init__(self, port: int):
-        self.name, self._host = f"127.0.0.1:{port}", "127.0.0.1"
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-
-
-async def http_seconds(ports: list[int], arguments: argparse.Namespace, num_tokens: int) -> float:
-    engines = [Connected(port) for port in ports]
+async def http_seconds(engines: list[Connected], arguments: argparse.Namespace, num_tokens: int) -> float:
     pool = RolloutPool(engines, max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9)
+    for engine in engines:
+        await engine.start()
     start = time.process_time()
     await generate_all(pool, [num_tokens] * arguments.requests, arguments.group, sticky=True)
     seconds = time.process_time() - start
     for engine in engines:
-        assert engine._session is not None
-        await engine._session.close()
+        await engine.close()
     return seconds / arguments.requests
 
 
 def measure_http(arguments: argparse.Namespace, num_tokens: int) -> float:
-    context = multiprocessing.get_context("spawn")
-    servers, ports = [], []
-    try:
-        for _ in range(2):
-            ours, theirs = context.Pipe()
-            server = context.Process(target=serve, args=(theirs, num_tokens, arguments.running), daemon=True)
-            server.start()
-            servers.append(server)
-            ports.append(ours.recv())
-        return asyncio.run(http_seconds(ports, arguments, num_tokens))
-    finally:
-        for server in servers:
-            server.terminate()
-            server.join()
+    with canned_servers(wire.dump_completion(canned(ID, num_tokens)), num_running=arguments.running, seconds=0.1) as engines:
+        return asyncio.run(http_seconds(engines, arguments, num_tokens))
 
 
 def print_makespans(arguments: argparse.Namespace, sigma: float) -> None:

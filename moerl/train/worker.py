@@ -7,6 +7,7 @@ controller calls it on all.
 import logging
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,15 +93,17 @@ class TrainWorker:
 
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
+        began = time.monotonic()
         megatron_patches.activate()
         from moerl.train.engine import MegatronEngine
         from moerl.train.model import initialize_groups
 
+        logger.info("importing Megatron took %.1f s", time.monotonic() - began)
         timeout = timedelta(seconds=timeout_seconds)
         store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
-        groups = initialize_groups(settings.train.layout, seed, reloadable=settings.train.destroy_groups)
+        groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
         self._engine = MegatronEngine(settings, groups)
         megatron_patches.assert_active()
         return megatron_patches.active_names()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from push_ranks import Ranks, Tensors, follow, new_worker
 
+from moerl.config.scratch import VOCAB_SIZE
 from moerl.payloads import Here
 from moerl.push_types import Bucket
 from moerl.rollout.http_engine import HTTPEngine
@@ -147,7 +148,7 @@ class _Pushes:
 
     def _canary(self) -> Awaitable[object]:
         version = self._version
-        return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version)
+        return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version, vocab_size=VOCAB_SIZE)
 
     async def _logprobs(self, batch: TrainBatch) -> np.ndarray:
         found: list[Any] = self._ranks.ask(None, "logprobs", batch, False)

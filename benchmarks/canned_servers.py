@@ -1,0 +1,74 @@
+"""Rollout servers that answer every request with the same bytes, each in a process of its own, and engines that are connected to them."""
+
+import asyncio
+import json
+import multiprocessing
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from moerl.rollout import wire
+from moerl.rollout.http_engine import HTTPEngine, new_session
+
+ID = "R"
+"""Of the completion in the servers' content; every answer has its request's instead. Encoding is not measured."""
+
+
+class Connected(HTTPEngine):
+    """To a server that runs already."""
+
+    def __init__(self, port: int):
+        self.name, self.host = f"127.0.0.1:{port}", "127.0.0.1"
+
+    async def start(self) -> None:
+        self._session = new_session()
+
+    async def ended(self) -> Any:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+
+@contextmanager
+def canned_servers(content: bytes, *, num_running: int, seconds: float = 0.0) -> Iterator[list[Connected]]:
+    """Two. `content`: what they answer, after so many `seconds`; each has `num_running` requests at a time."""
+    context = multiprocessing.get_context("spawn")
+    servers, engines = [], []
+    try:
+        for _ in range(2):
+            ours, theirs = context.Pipe()
+            server = context.Process(target=_serve, args=(theirs, content, num_running, seconds), daemon=True)
+            server.start()
+            servers.append(server)
+            engines.append(Connected(ours.recv()))
+        yield engines
+    finally:
+        for server in servers:
+            server.terminate()
+            server.join()
+
+
+def _serve(answer: Connection, content: bytes, num_running: int, seconds: float) -> None:
+    before, after = content.split(json.dumps(ID).encode(), 1)
+    free = asyncio.Semaphore(num_running)
+
+    async def generate(request: Request) -> Response:
+        body = wire.GENERATE.validate_json(await request.body())
+        async with free:
+            await asyncio.sleep(seconds)
+        return Response(b"".join([before, json.dumps(body.request_id).encode(), after]))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    answer.send(listener.getsockname()[1])
+    app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
+    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=600)).run([listener])

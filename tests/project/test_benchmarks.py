@@ -1,0 +1,38 @@
+"""Every benchmark runs and prints its table; sizes are too small for figures that mean something."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+DIRECTORY = Path(__file__).parents[2] / "benchmarks"
+SMALL = {
+    "balance": "--samples 64 --ranks 4",
+    "checkpoint_save": "--hidden 32 --experts 2 --ranks 2 --saves 1",
+    "convert": "--gigabytes 0.01 --rounds 1",
+    "data_plane": "--samples 64 --tokens 128",
+    "export": "--hidden 32 --layers 2 --experts 4 --rounds 1 --against mbridge",
+    "logprobs": "--tokens 128 --vocabulary 512 --chunk 64 --repeats 1",
+    "long_tail": "--steps 4",
+    "memory": "--hidden 32 --layers 2 --tokens 128 --repeats 1",
+    "pool": "--requests 128 --servers 2 --tokens 64",
+    "push": "--hidden 32 --layers 2 --experts 4 --ffn 32 --bucket-megabytes 1 --rounds 1 --without mbridge",
+    "update_overhead": "--tokens 128 --vocabulary 512 --micro-batches 2 --repeats 1",
+    "weight_push": "--megabytes 4 --bucket-megabytes 1 --repeats 1",
+}
+
+
+def test_each_has_a_small_size():
+    imported = {"canned_servers", "push_rank", "push_server"}
+    assert {file.stem for file in DIRECTORY.glob("*.py")} - imported == set(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_prints_a_table(name: str, tmp_path: Path):
+    command = [sys.executable, str(DIRECTORY / f"{name}.py"), *SMALL[name].split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 1
