@@ -68,7 +68,22 @@ def _behind(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:
             if (count := _count(seen[name], group)) is not None and count < group.first:
                 reasons.setdefault(name, f"it has not entered {operation} of {group.text}, number {group.first}, in which {waiting} waits")
     free = {name: reason for name, reason in reasons.items() if not _waits(seen[name])}
-    return free or reasons
+    return free or reasons or _fewest(seen, silent)
+
+
+def _fewest(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:
+    """Those that have entered fewer collectives of a group than others. On GPUs a collective returns when it is launched, so that nobody
+    is inside one, and ranks that wait for it are in their next synchronization."""
+    reasons: dict[str, str] = {}
+    for text in dict.fromkeys(line.text for name in silent for place, line in seen[name].progress.items() if place >= FIRST_GROUP):
+        group = Line(written=0.0, first=0, second=0, text=text)
+        counts = {name: count for name in silent if (count := _count(seen[name], group)) is not None}
+        most = max(counts.values())
+        for name, count in counts.items():
+            if count < most:
+                others = f"{sum(number == most for number in counts.values())} others"
+                reasons.setdefault(name, f"it has launched {count} collectives of {text}, and {others} {most}")
+    return reasons
 
 
 def _alone(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_END_SECONDS = 30.0
+END_SECONDS = 30.0
+"""At most for processes to be gone after SIGKILL."""
 _KEPT_FROM_DAEMONS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -49,7 +50,7 @@ def _prctl(option: int, value: int) -> None:
 
 def _kill_all() -> None:
     """Until none is left: one that is being killed may just have started another."""
-    deadline = time.monotonic() + _END_SECONDS
+    deadline = time.monotonic() + END_SECONDS
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.NoSuchProcess):

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moerl.cluster.allocation import NodeFacts, Place, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
-from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
+from moerl.cluster.descendants import END_SECONDS, end_with_parent, no_descendant_outlives
 from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
-from moerl.cluster.ray_daemons import RayNode, log_files, wait_until_registered
+from moerl.cluster.process_log import process_seconds
+from moerl.cluster.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
 from moerl.cluster.stop import CONTINUE
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
@@ -43,31 +44,40 @@ _EXIT_CODES = {CONTINUE: QUEUE_AGAIN}
 """Of the driver -> of this task, where they differ."""
 _ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: QUEUE_AGAIN}
 """Signals that ask a job to end -> its exit code."""
+_LOSES = (1, 2)
+"""Exit codes with which a driver may end because the job lost something: 2 where it finds fewer nodes than are configured."""
 _SETTLE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
 """A job of one node needs no other address."""
-_END_SECONDS = 30.0
+_DRIVER_END_SECONDS = 30.0
 """For the driver to end its servers and ranks after SIGTERM."""
+LAST_SECONDS = _SETTLE_SECONDS + _DRIVER_END_SECONDS + END_SECONDS + 5.0
+"""At most from the end of one node's process to the end of the others, with 5 s for Ray's logs: a shorter --wait of srun cuts a node short,
+which then neither queues the job again nor removes its directory."""
 _MAX_DIRECTORY = 40
 """Characters: Ray's sockets lie up to 67 deeper, and the name of a socket has 107 at most."""
 
 
-def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = None) -> int:
-    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/cluster/lost_nodes.py.
+def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = None, evaluation: Sequence[str] | None = None) -> int:
+    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/cluster/lost_nodes.py. `evaluation`: further
+    ones of `moerl eval`, which the first node then starts instead.
 
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
     place = place_of(os.environ)
-    if place.index == 0 and (refusal := too_few_nodes(place, config.slurm, num_gpus(config))):
+    if refusal := too_few_nodes(place, config.slurm, num_gpus(config)):
+        if place.index > 0:  # it would wait for the first one, which says why
+            return 1
         raise MoerlError(refusal)
     log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
     complaint = _unwritable(log)
     if complaint is not None and place.index == 0:
         raise MoerlError(f"{place.name}: {complaint}")
     _log_to(log if complaint is None else None, place)
+    logger.info("imports and settings took %.1f s", process_seconds())
     facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
     with _own_directory(place, log.with_suffix("")) as directory:
-        node = _Node(config, place, facts, log=log, directory=directory, marks=marks)
+        node = _Node(config, place, facts, log=log, directory=directory, marks=marks, evaluation=evaluation)
         with no_descendant_outlives():
             return asyncio.run(node.run(arguments))
 
@@ -81,8 +91,11 @@ class _NodeLost(MoerlError):
 
 
 class _Node:
-    def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path, marks: Path | None):
-        self._marks = marks
+    def __init__(
+        self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path, marks: Path | None,
+        evaluation: Sequence[str] | None,
+    ):  # fmt: skip
+        self._marks, self._evaluation = marks, evaluation
         self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
@@ -99,20 +112,32 @@ class _Node:
         for number in _ENDS:
             loop.add_signal_handler(number, self._asked, number, task)
         try:
-            return await (self._lead(arguments) if self._place.index == 0 else self._follow())
+            code = await (self._lead(arguments) if self._place.index == 0 else self._follow())
         except asyncio.CancelledError:
             if self._signal is None:
                 raise
             raise RunStopped(self._signal.name, _ENDS[self._signal]) from None
-        except _NodeLost as lost:
-            # Not for ever: a run that ends each node it meets would come back as often as it is allowed to.
-            if not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint:
+        except (_NodeLost, RayEnded) as lost:
+            if self._place.index > 0:  # the first node hears of it, and decides
                 raise
-            logger.error("%s; the job is queued again and goes on from the newest checkpoint", lost)
+            if self._is_stuck():
+                raise
+            logger.error("the job is queued again and goes on from the newest checkpoint: %s", lost)
             if self._marks is not None:
-                logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
+                if isinstance(lost, _NodeLost):
+                    logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
                 mark_again(self._marks)
             return QUEUE_AGAIN
+        if code == QUEUE_AGAIN and self._is_stuck():
+            raise MoerlError(
+                "the job is not queued again: it was once before, and no step was saved since. A step that hangs, or start-up and one step "
+                "longer than slurm.time, would come back for ever"
+            )
+        return code
+
+    def _is_stuck(self) -> bool:
+        """A run that ends each node it meets, say, would be queued as often as it is allowed to."""
+        return not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint
 
     def _newest_checkpoint(self) -> Path | None:
         return newest(self._config.run_dir / "checkpoints")
@@ -193,9 +218,7 @@ class _Node:
             )
 
     async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
-        # Slurm >= 23.02 says when it takes the nodes away.
-        end = os.environ.get("SLURM_JOB_END_TIME")
-        command = [sys.executable, "-m", "moerl", "train", *([] if end is None else [f"--ends-at={end}"]), *arguments]
+        command = [sys.executable, "-m", "moerl", *self._verb(), *arguments]
         environment = {**os.environ, "RAY_ADDRESS": cluster}
         self._driver = driver = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)
         try:
@@ -204,13 +227,21 @@ class _Node:
             if driver.returncode is None:
                 driver.terminate()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_END_SECONDS):
+                    async with asyncio.timeout(_DRIVER_END_SECONDS):
                         await driver.wait()
         if self._signal is not None and code == -self._signal:  # it came before the driver heeded it
             return _ENDS[self._signal]
-        if code < 0 or code == 1:
+        if code < 0 or code in _LOSES:
             await _raise_if_lost(watch)
         return _EXIT_CODES.get(code, code if code >= 0 else 128 - code)
+
+    def _verb(self) -> list[str]:
+        """Of the driver, with its options."""
+        if self._evaluation is not None:
+            return ["eval", *self._evaluation]
+        # Slurm >= 23.02 says when it takes the nodes away.
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        return ["train", *([] if end is None else [f"--ends-at={end}"])]
 
     async def _lost(self, guest: Guest) -> None:
         while await guest.link.hear() is not None:

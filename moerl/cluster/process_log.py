@@ -4,7 +4,15 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 from pathlib import Path
+
+import psutil
+
+
+def process_seconds() -> float:
+    """Since this process was started. Before it has done anything else: what its imports and settings took."""
+    return time.time() - psutil.Process().create_time()
 
 
 def write_to(path: Path) -> Path:

@@ -6,9 +6,11 @@ import socket
 import sys
 import zlib
 from collections import Counter, deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from moerl.cluster.allocation import NodeFacts
 from moerl.cluster.descendants import end_with_parent_alone
@@ -18,8 +20,14 @@ from moerl.types import MoerlError
 _FIRST_PORT, _NUM_PORTS = 10_000, 22_000
 """Below those that systems hand out to outgoing connections."""
 _LOG_LINES = 20
+_ERROR_LINES = 3
+_DAEMONS = ("raylet", "gcs_server")
 _WHICH_CLUSTER = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_ID")
 """Of somebody else's."""
+
+
+class RayEnded(MoerlError):
+    """On a node where it ran; the job itself may be sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +68,7 @@ class RayNode:
                 env=self.environment(),
                 preexec_fn=end_with_parent_alone,
             )
-        return await self._address(process), self._end(process)
+        return await self._address(process), self._end(process, daemons_of(process.pid))
 
     def _command(self, cluster: str | None) -> list[str]:
         if cluster is None:
@@ -90,19 +98,50 @@ class RayNode:
             written.cancel()
             ended.cancel()
 
-    async def _end(self, process: "asyncio.subprocess.Process") -> None:
+    async def _end(self, process: "asyncio.subprocess.Process", daemons: Mapping[int, str]) -> None:
+        """Raises RayEnded. `daemons`: a raylet whose agent was killed ends with 0, which `ray start` takes for an end in order."""
+        watched = [asyncio.create_task(process.wait()), *(asyncio.create_task(end_of(pid)) for pid in daemons)]
         try:
-            code = await process.wait()
-        except asyncio.CancelledError:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in watched:
+                task.cancel()
             # Not in order: Ray would take half a minute. Its daemons end with this process.
-            process.kill()
+            if process.returncode is None:
+                process.kill()
             await process.wait()
-            raise
-        raise MoerlError(f"{self.facts.name}: Ray's daemons ended (exit code {code})\n{self._tail()}")
+        why = self._why()
+        raise RayEnded(f"{self.facts.name}: Ray's daemons ended\n{why if why else self._tail()}".rstrip())
+
+    def _why(self) -> str:
+        said = self.directory / "session_latest" / "logs" / "raylet.err"
+        errors = [line for line in said.read_text(errors="replace").splitlines() if " E " in line] if said.exists() else []
+        return "".join(f"    {line}\n" for line in errors[-_ERROR_LINES:])
 
     def _tail(self) -> str:
         with self.log.open(errors="replace") as log:
             return f"last lines of {self.log}:\n" + "".join(f"    {line}" for line in deque(log, maxlen=_LOG_LINES))
+
+
+def daemons_of(starter: int) -> dict[int, str]:
+    """Those without which a node has no Ray, process -> name; `starter`: the process of `ray start`."""
+    names = {process.pid: process.name() for process in psutil.Process(starter).children(recursive=True)}
+    return {pid: name for pid, name in names.items() if name in _DAEMONS}
+
+
+async def end_of(pid: int) -> None:
+    """Of any process, also one that is not this one's child."""
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(file, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(file)
+        os.close(file)
 
 
 async def wait_until_registered(cluster: str, expected: Sequence[tuple[str, NodeFacts]], seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ class Seat:
 @dataclass(frozen=True, kw_only=True)
 class Seats:
     ranks: tuple[Seat, ...]
-    servers: tuple[Seat, ...]
+    servers: tuple[tuple[Seat, ...], ...]
+    """By server, a seat on each of its nodes."""
     here: str
     """Id of the driver's node."""
 
@@ -55,10 +57,14 @@ def find_seats(config: RunConfig) -> Seats:
         node = nodes[gpus[0].node if gpus else number % len(nodes)]
         return Seat(node=node, gpus=tuple(ids[node.id][gpu.index] for gpu in gpus) if ids is not None and on_gpu else None)
 
+    def seats_of(server: Sequence[GPU], number: int) -> tuple[Seat, ...]:
+        by_node = [tuple(gpus) for _, gpus in groupby(server, key=lambda gpu: gpu.node)] if server else [()]
+        return tuple(seat(gpus, number, on_gpu=with_gpus) for gpus in by_node)
+
     with_gpus = gpus_per_server(config.rollout) > 0 and config.rollout.engine != "hf"
     return Seats(
         ranks=tuple(seat([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
-        servers=tuple(seat(gpus, number, on_gpu=with_gpus) for number, gpus in enumerate(mapped.servers)),
+        servers=tuple(seats_of(gpus, number) for number, gpus in enumerate(mapped.servers)),
         here=here,
     )
 

@@ -76,10 +76,10 @@ def placement_problems(config: "RunConfig") -> Iterator[Problem]:
         return
     layout, gpus = config.rollout.layout, config.placement.gpus_per_node
     numbers = {len({gpu.node for gpu in server}) for server in mapped.servers if server}
-    if gpus is not None and not numbers <= {layout.nodes}:
+    if not numbers <= {layout.nodes}:
         rule = f"must put the {layout.gpus} GPUs of a server on {layout.nodes} nodes"
         reason = f"rollout.layout.gpus_per_node={layout.gpus_per_node} says so; servers would be on {', '.join(map(str, sorted(numbers)))}"
-        fix = f"rollout.layout.gpus_per_node={gpus}, or servers of fewer GPUs"
+        fix = f"rollout.layout.gpus_per_node={layout.gpus if gpus is None else gpus}, or servers of fewer GPUs"
         yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
 
 
@@ -116,6 +116,6 @@ def _node_problems(config: "RunConfig") -> Iterator[Problem]:
     if config.rollout.host is not None:
         reason = "every server listens on the address of its own node"
         yield problem("rollout.host", config.rollout.host, "has no meaning for more than one node", reason, "leave it out")
-    if config.weights.transport == "shm":
+    if config.weights.transport == "ipc":
         reason = "servers on another node than the trainer's rank 0 cannot map its memory"
-        yield problem("weights.transport", "shm", "reaches one node only", reason, "weights.transport=auto, gloo or disk")
+        yield problem("weights.transport", "ipc", "reaches one node only", reason, "weights.transport=auto, nccl or disk")

@@ -7,6 +7,9 @@ from pydantic import Field
 
 from moerl.config.strict import NotNegative, Positive, Strict
 
+NUM_PORTS = 16
+"""In a row, on the first node of a server of several: SGLang's data-parallel attention takes the port of its store and the 13 after it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLayout(Strict):
@@ -39,8 +42,9 @@ class ServerLayout(Strict):
     not bring: the further training goes, the fewer drafts are accepted."""
     cuda_graph_requests: NotNegative | None = None
     """Largest batch of one data-parallel group that decodes in a CUDA graph. 0: no graphs. None: the engine's own choice."""
-    port: Annotated[int, Field(gt=0, lt=65535)] = 25000
-    """On the first node of a server, where its nodes meet; the next one too. Without effect on one node."""
+    port: Annotated[int, Field(ge=0, le=65535 - NUM_PORTS)] = 0
+    """On the first node of a server, where its nodes meet, and the 15 after it. 0: free ones, chosen on that node whenever the server
+    starts. Without effect on one node."""
 
     @property
     def tp(self) -> int:

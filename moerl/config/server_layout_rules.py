@@ -168,10 +168,11 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
     layout = config.rollout.layout
     if config.rollout.engine in ("hf", "fake"):
         return
-    if layout.nodes > 1:
-        reason = "moerl starts servers on its own host; the command of every node is what `moerl check` prints"
-        rule = f"must fit on one node of gpus_per_node={layout.gpus_per_node}"
-        yield _problem("gpus", layout.gpus, rule, reason, f"gpus={layout.gpus_per_node} or less")
+    if layout.nodes > 1 and config.rollout.engine == "vllm":
+        reason = "of vLLM's nodes after the first (their workers run without an API, --headless) moerl starts none yet"
+        rule = f"must fit on one node of gpus_per_node={layout.gpus_per_node} for vllm"
+        fix = f"gpus={layout.gpus_per_node} or less, or rollout.engine=sglang"
+        yield _problem("gpus", layout.gpus, rule, reason, fix)
     if layout.redundant_experts is not None:
         reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
         yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")

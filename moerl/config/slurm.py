@@ -81,9 +81,13 @@ def slurm_problems(slurm: SlurmConfig, num_nodes: int) -> Iterator[Problem]:
             yield problem(f"slurm.container.mounts.{index}", mount, "must be /HOST:/CONTAINER[:OPTIONS]", reason, "/data:/data:ro")
 
 
-def size_problems(slurm: SlurmConfig, num_nodes: int, needed: int) -> Iterator[Problem]:
-    """Of a run that needs so many GPUs, if Slurm is to start it."""
+def size_problems(slurm: SlurmConfig, num_nodes: int, placed_per_node: int | None, needed: int) -> Iterator[Problem]:
+    """Of a run that needs so many GPUs, if Slurm is to start it. `placed_per_node`: placement.gpus_per_node."""
     per_node = slurm.gpus_per_node
+    if placed_per_node is not None and 0 < per_node < placed_per_node:
+        rule, reason = f"must be at least placement.gpus_per_node={placed_per_node}", "the run uses as many of every node"
+        yield problem("slurm.gpus_per_node", per_node, rule, reason, f"slurm.gpus_per_node={placed_per_node}, or a smaller placement")
+        return
     if per_node and num_nodes * per_node < needed:
         rule = f"must be at least {-(-needed // per_node)}"
         reason = f"the run needs {needed} GPUs, and {num_nodes} nodes of slurm.gpus_per_node={per_node} have {num_nodes * per_node}"

@@ -1,11 +1,11 @@
 """From the configuration to the run's rollout engines, and to who receives what they answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from moerl.cluster.seats import Seats
+from moerl.cluster.seats import Seat, Seats
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
@@ -17,6 +17,15 @@ from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.limits import Limits
 from moerl.rollout.remote_process import RemoteProcess
 from moerl.rollout.server_process import ServerProcess
+from moerl.rollout.spread_process import NewProcess, NodeOfServer, SpreadProcess
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Of one process."""
+
+    host: str = "127.0.0.1"
+    process: NewProcess = ServerProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +33,20 @@ class _Home:
     """Of one server."""
 
     index: int
-    host: str = "127.0.0.1"
-    process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess
+    nodes: tuple["_Place", ...]
+    """The first one answers."""
+
+    @property
+    def host(self) -> str:
+        return self.nodes[0].host
 
 
 def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, seats: Seats | None = None) -> list[RolloutEngine]:
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
-    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `seats` None: all of them run on this node."""
+    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `seats` None: all of them, and all
+    nodes of each, are this host."""
     build = ENGINES[config.rollout.engine]
-    homes = [_Home(index=index) if seats is None else _home(config, seats, index) for index in range(config.rollout.num_servers)]
-    if config.rollout.host is not None:
-        homes = [replace(home, host=config.rollout.host) for home in homes]
+    homes = [_home(config, seats, index) for index in range(config.rollout.num_servers)]
     return [build(config, model_dir, log_dir, home) for home in homes]
 
 
@@ -51,14 +63,23 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Col
     return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight)
 
 
-def _home(config: RunConfig, seats: Seats, index: int) -> _Home:
-    seat = seats.servers[index]
+def _home(config: RunConfig, seats: Seats | None, index: int) -> _Home:
+    if seats is None:
+        places = (_Place(),) * config.rollout.layout.nodes
+    else:
+        places = tuple(_place(config, seats, seat) for seat in seats.servers[index])
+    if config.rollout.host is not None:
+        places = tuple(replace(place, host=config.rollout.host) for place in places)
+    return _Home(index=index, nodes=places)
+
+
+def _place(config: RunConfig, seats: Seats, seat: Seat) -> _Place:
     environment = {} if seat.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)}
-    process: Callable[..., ServerProcess | RemoteProcess] = partial(ServerProcess, environment=environment)
+    process: NewProcess = partial(ServerProcess, environment=environment)
     if seat.node.id != seats.here:
         process = partial(RemoteProcess, environment=environment, network=config.network, node_id=seat.node.id)
     host = "127.0.0.1" if config.placement.nodes == 1 and seat.node.id == seats.here else seat.node.address
-    return _Home(index=index, host=host, process=process)
+    return _Place(host=host, process=process)
 
 
 def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
@@ -73,18 +94,29 @@ def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) ->
 
 
 def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
-    """vLLM or SGLang, in an environment of its own; a server of one node."""
-    return _engine(native_command(config, model_dir.absolute(), home.index, host=home.host), config, log_dir, home)
+    """vLLM or SGLang, in an environment of its own, on every node of the server."""
+    head, *others = (
+        native_command(config, model_dir.absolute(), home.index, host=place.host, node_rank=rank, head=home.host)
+        for rank, place in enumerate(home.nodes)
+    )
+    return _engine(head, config, log_dir, home, others)
 
 
-def _engine(command: list[str], config: RunConfig, log_dir: Path, home: _Home) -> RolloutEngine:
+def _engine(command: list[str], config: RunConfig, log_dir: Path, home: _Home, others: Sequence[list[str]] = ()) -> RolloutEngine:
+    """`others`: the commands of the nodes after the first."""
+    followers = [
+        NodeOfServer(host=place.host, command=other, process=place.process) for place, other in zip(home.nodes[1:], others, strict=True)
+    ]
+    first, port = home.nodes[0].process, config.rollout.layout.port
+    spread = partial(SpreadProcess, host=home.host, process=first, others=followers, port=port)
     return HTTPEngine(
         command,
         host=home.host,
         port=port_of(config.rollout, home.index),
         log_path=log_dir.absolute() / f"rollout-{home.index}.log",
         start_seconds=config.deadlines.start_seconds,
-        process=home.process,
+        process=spread if followers else first,
+        other_hosts=[follower.host for follower in followers],
     )
 
 

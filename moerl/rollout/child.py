@@ -70,7 +70,9 @@ class ChildServer(uvicorn.Server):
 
 
 def private_stdout() -> Any:
-    """The real stdout, for the ready line alone; whatever libraries print goes to stderr, and so do the stacks at a crash."""
+    """The real stdout, for the ready line alone; whatever libraries print goes to stderr, and so do the stacks at a crash. To be called
+    first: the process also heeds the signals that Ray's processes in a Slurm job, and what they start, are kept from."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
     faulthandler.enable()
     answer_stack_requests()
     ready = os.fdopen(os.dup(1), "wb", buffering=0)

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,14 @@ def given(layout: ServerLayout) -> dict[str, Any]:
     return {name: value for name, value in asdict(layout).items() if value != getattr(ServerLayout(), name)}
 
 
+_ANY_PORT = 25000
+"""In what is printed, for one that is chosen at the start."""
+
+
 def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head: str = "127.0.0.1") -> tuple[dict[str, str], list[str]]:
     """(environment, command line) that moerl gives the engine of one node on GPUs, for the version it is tested with; without what the
     server adds to receive weights."""
+    layout = config.rollout.layout
     options = Options(
         model=model_dir,
         dtype=config.rollout_dtype,
@@ -75,7 +80,7 @@ def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head:
         returns_routes=routes_to_replay(config) is not None,
         shares_gpus=num_shared(config) > 0,
         engine_args=config.rollout.engine_args,
-        layout=config.rollout.layout,
+        layout=layout if layout.port else replace(layout, port=_ANY_PORT),
         node_rank=node_rank,
         head=head,
     )
@@ -99,4 +104,5 @@ def described(config: RunConfig) -> Iterator[str]:
     yield f"node 0 runs     {shlex.join(native_command(config, model, 0, head='HEAD'))}"
     yield f"which is        {shlex.join([*(f'{name}={value}' for name, value in environment.items()), rollout.engine, *line])}"
     if layout.nodes > 1:
-        yield f"other nodes     the same with --node-rank 1 to {layout.nodes - 1}; HEAD is the host of node 0"
+        port = f"; port {_ANY_PORT} stands for one that is free there, added as --head-port" if layout.port == 0 else ""
+        yield f"other nodes     the same with --node-rank 1 to {layout.nodes - 1}; HEAD is the host of node 0{port}"

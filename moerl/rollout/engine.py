@@ -21,6 +21,10 @@ Part = Literal["weights", "cache"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
+class EngineRefuses(EngineUnavailable):
+    """The server runs and says that it may not serve: it is stale, asleep or being closed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     status: Literal["stale", "healthy", "paused", "asleep"]
@@ -56,12 +60,12 @@ class RolloutEngine(Protocol):
 
     name: str
     """host:port, or a label for an engine without a socket."""
-    host: str
-    """The address of its node."""
+    hosts: tuple[str, ...]
+    """The addresses of its nodes."""
 
     @property
-    def party(self) -> Party:
-        """Its process, for the report about one that hangs."""
+    def parties(self) -> tuple[Party, ...]:
+        """Its process on every node, for the report about one that hangs."""
 
     def kill(self) -> None:
         """At once and without a word, as a server that hangs is ended; `ended` tells of it."""

@@ -11,9 +11,10 @@ from pydantic import TypeAdapter
 from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
-from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
+from moerl.rollout.engine import PARTS, EngineHealth, EngineRefuses, Part, PauseMode
 from moerl.rollout.remote_process import RemoteProcess
 from moerl.rollout.server_process import ServerProcess
+from moerl.rollout.spread_process import SpreadProcess
 from moerl.types import Completion, EngineError, EngineUnavailable, SamplingParams, WeightError
 
 T = TypeVar("T")
@@ -31,11 +32,12 @@ class HTTPEngine:
 
     def __init__(
         self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float,
-        process: Callable[..., ServerProcess | RemoteProcess] = ServerProcess,
+        process: Callable[..., ServerProcess | RemoteProcess | SpreadProcess] = ServerProcess, other_hosts: Sequence[str] = (),
     ):  # fmt: skip
-        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: starts it somewhere."""
+        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: starts it somewhere.
+        `other_hosts`: of its nodes after the first, which alone answers."""
         self.name = f"{host}:{port}"
-        self.host = host
+        self.host, self.hosts = host, (host, *other_hosts)
         self._process = process(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
         self._session: aiohttp.ClientSession | None = None
 
@@ -50,8 +52,8 @@ class HTTPEngine:
         return self._process.pid
 
     @property
-    def party(self) -> Party:
-        return self._process.party
+    def parties(self) -> tuple[Party, ...]:
+        return self._process.parties
 
     def kill(self) -> None:
         self._process.kill()
@@ -151,7 +153,7 @@ async def _exchange(
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
     if response.status != 200:
         reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content).error
-        raise (EngineUnavailable if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
+        raise (EngineRefuses if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
     return content
 
 

@@ -32,11 +32,34 @@ class ProcessOwner:
 
     async def start(self) -> int | MoerlError:
         try:
-            # Of this node: its links are not those of the driver's.
-            self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
+            self._look_at_links()
             return await self._process.start()
         except MoerlError as error:
             return error
+
+    async def launch(self, arguments: Sequence[str]) -> MoerlError | None:
+        try:
+            self._look_at_links()
+            await self._process.launch(arguments)
+        except MoerlError as error:
+            return error
+        return None
+
+    async def port(self) -> int | MoerlError:
+        try:
+            return await self._process.port()
+        except MoerlError as error:
+            return error
+
+    async def free_ports(self, count: int) -> int | MoerlError:
+        try:
+            return await self._process.free_ports(count)
+        except MoerlError as error:
+            return error
+
+    def _look_at_links(self) -> None:
+        """Of this node: they are not those of the driver's."""
+        self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
 
     async def label(self, label: str) -> None:
         self._process.label = label
@@ -90,6 +113,10 @@ class RemoteProcess:
             return Party(name=name, node=self._node_id, node_id=self._node_id)
         return replace(self._started, name=name, node_id=self._node_id)
 
+    @property
+    def parties(self) -> tuple[Party, ...]:
+        return (self.party,)
+
     def kill(self) -> None:
         """Soon: SIGKILL by the owner, which also ends a stopped process."""
         if self._owner is not None:
@@ -97,16 +124,27 @@ class RemoteProcess:
 
     async def start(self) -> int:
         """Also where an earlier owner is gone; EngineError if the node is."""
-        if self._owner is None:
-            strategy = NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False)
-            actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
-            self._owner = actor.remote(self._command, label=self._label, **self._settings)
-        started = await self._ask("start")
-        if isinstance(started, MoerlError):
-            raise started
+        self._own()
+        port = await self._done("start")
         self._started = await self._ask("party")
-        assert isinstance(started, int)
-        return started
+        assert isinstance(port, int)
+        return port
+
+    async def launch(self, arguments: Sequence[str]) -> None:
+        self._own()
+        await self._done("launch", list(arguments))
+        self._started = await self._ask("party")
+
+    async def port(self) -> int:
+        port = await self._done("port")
+        assert isinstance(port, int)
+        return port
+
+    async def free_ports(self, count: int) -> int:
+        self._own()
+        first = await self._done("free_ports", count)
+        assert isinstance(first, int)
+        return first
 
     async def death(self) -> EngineUnavailable:
         try:
@@ -126,12 +164,28 @@ class RemoteProcess:
         ray.kill(owner)
         self._owner = None
 
-    async def _ask(self, verb: str) -> Any:
+    def _own(self) -> None:
         if self._owner is None:
+            strategy = NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False)
+            actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
+            self._owner = actor.remote(self._command, label=self._label, **self._settings)
+            self._settings["has_log"] = True
+
+    async def _done(self, verb: str, *arguments: Any) -> Any:
+        """What the owner returns; raises the error that it returns."""
+        found = await self._ask(verb, *arguments)
+        if isinstance(found, MoerlError):
+            raise found
+        return found
+
+    async def _ask(self, verb: str, *arguments: Any) -> Any:
+        owner = self._owner
+        if owner is None:
             raise EngineUnavailable(f"{self._label}: the server was closed")
         try:
-            return await getattr(self._owner, verb).remote()
+            return await getattr(owner, verb).remote(*arguments)
         except RayError as error:
-            self._owner = None
+            if self._owner is owner:  # not one that was started since
+                self._owner = None
             first = str(error).splitlines()[0]
             raise EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {first}") from error

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import psutil
 from pydantic import ValidationError
 
+from moerl.cluster.free_ports import free_ports
 from moerl.cluster.party import Party, ProcessId
 from moerl.rollout import wire
 from moerl.types import EngineError, EngineUnavailable, Origin
@@ -33,12 +34,13 @@ class ServerProcess:
 
     def __init__(
         self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
-        environment: Mapping[str, str] = _NOTHING_MORE,
+        environment: Mapping[str, str] = _NOTHING_MORE, has_log: bool = False,
     ):  # fmt: skip
-        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own."""
+        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own.
+        `has_log`: of an earlier child of this run, whose owner is gone."""
         self.label = label
         self._command, self._environment = list(command), environment
-        self._log_path = log_path
+        self._log_path, self._has_log = log_path, has_log
         self._start_seconds = start_seconds
         self._close_seconds = close_seconds
         self._process: asyncio.subprocess.Process | None = None
@@ -53,6 +55,10 @@ class ServerProcess:
         pid = self.pid
         process = None if pid is None or not psutil.pid_exists(pid) else ProcessId.of(pid)
         return Party(name=f"server {self.label}", node=socket.gethostname(), process=process, log=self._log_path)
+
+    @property
+    def parties(self) -> tuple[Party, ...]:
+        return (self.party,)
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""
@@ -75,6 +81,23 @@ class ServerProcess:
             if not self._ready:
                 await self.close()
 
+    async def launch(self, arguments: Sequence[str]) -> None:
+        """One process of a server of several nodes, with more `arguments`: returns when it is about to meet the others. The first one's
+        `port` comes next; the deadline of both, and to close it, are the caller's. EngineError as from `start`."""
+        self._ready = False
+        await self._spawn(arguments)
+        line = await self._read_line()
+        if not line.arrived:
+            raise EngineError(f"{self.label}: {line.error}")
+
+    async def port(self) -> int:
+        """Of a process that was launched, and serves."""
+        return await self._read_port()
+
+    async def free_ports(self, count: int) -> int:
+        """The first of `count` ports in a row that nobody on this node listens on."""
+        return free_ports(count)
+
     async def death(self) -> EngineUnavailable:
         """Waits for the child's exit and describes it. Cancel it if the child turns out to live."""
         assert self._process is not None
@@ -96,32 +119,36 @@ class ServerProcess:
             self._process.kill()
             await self._process.wait()
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, arguments: Sequence[str] = ()) -> None:
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         # The log of a run begins with its first child; one that takes its place writes on.
-        with self._log_path.open("wb" if self._process is None else "ab") as log:
+        with self._log_path.open("ab" if self._has_log else "wb") as log:
+            self._has_log = True
             try:
                 # A session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order.
                 self._process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, start_new_session=True,
-                    env={**os.environ, **self._environment},
+                    *self._command, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+                    start_new_session=True, env={**os.environ, **self._environment},
                 )  # fmt: skip
             except OSError as error:
                 raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
 
     async def _read_port(self) -> int:
+        ready = await self._read_line()
+        if ready.port is None:
+            raise EngineError(ready.error)
+        self._ready = True
+        return ready.port
+
+    async def _read_line(self) -> wire.ReadyLine:
         assert self._process is not None and self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
             raise await self.death()
         try:
-            ready = wire.READY.validate_json(line)
+            return wire.READY.validate_json(line)
         except ValidationError as error:
             raise EngineError(f"{self.label}: wrote {line!r} instead of its port; is rollout.python of the same moerl?") from error
-        if ready.port is None:
-            raise EngineError(ready.error)
-        self._ready = True
-        return ready.port
 
     def _log_tail(self) -> str:
         if not self._log_path.exists():

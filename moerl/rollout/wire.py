@@ -73,10 +73,12 @@ class ErrorBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyLine:
-    """The one line a server writes to its stdout: where it serves, or why it cannot."""
+    """What a server writes to its stdout, a line each: where it serves, or why it cannot. Before that, of a server of several nodes, that
+    this one's process is about to meet the others; it is all that nodes after the first write."""
 
     port: int | None = None
     error: str = ""
+    arrived: bool = False
 
 
 GENERATE = TypeAdapter(GenerateBody)

@@ -24,6 +24,8 @@ from moerl.types import HangError, MoerlError, Origin, TrainError
 ECHOES = (
     "Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed", "Broken pipe", "Connection refused",
     "recvValue failed", "NCCL communicator was aborted", "Timed out waiting",
+    "Connection closed by remote peer", "Connection was likely closed", "Got completion from peer",
+    "Watchdog caught collective operation timeout", "ncclRemoteError",
 )  # fmt: skip
 """What gloo, NCCL and their store say on ranks that only lost a peer."""
 

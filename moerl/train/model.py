@@ -4,6 +4,7 @@ Call only after megatron_patches.activate().
 """
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -63,8 +64,9 @@ class Model:
     """Rows of the logits above it are padding."""
 
 
-def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) -> ReloadableGroups | None:
-    """Megatron's process groups over the default group, and its RNG streams. `reloadable`: the groups can be ended and made again."""
+def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 1800, reloadable: bool = False) -> ReloadableGroups | None:
+    """Megatron's process groups over the default group, and its RNG streams. `timeout_seconds`: of their collectives, rounded up to
+    minutes. `reloadable`: the groups can be ended and made again."""
     groups = ReloadableGroups() if reloadable else None
     with groups.recording() if groups is not None else nullcontext():
         parallel_state.initialize_model_parallel(
@@ -74,6 +76,7 @@ def initialize_groups(layout: Layout, seed: int, *, reloadable: bool = False) ->
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return groups

@@ -7,6 +7,7 @@ controller calls it on all.
 import logging
 import os
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from moerl.types import StepStats
 from moerl.weights.deliveries import Job
 from moerl.weights.fleet_plan import Outline
 from moerl.weights.send import WeightSender
+from moerl.weights.spec import CPU
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
@@ -92,15 +94,17 @@ class TrainWorker:
 
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
+        began = time.monotonic()
         megatron_patches.activate()
         from moerl.train.engine import MegatronEngine
         from moerl.train.model import initialize_groups
 
+        logger.info("importing Megatron took %.1f s", time.monotonic() - began)
         timeout = timedelta(seconds=timeout_seconds)
         store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
-        groups = initialize_groups(settings.train.layout, seed, reloadable=settings.train.destroy_groups)
+        groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
         self._engine = MegatronEngine(settings, groups)
         megatron_patches.assert_active()
         return megatron_patches.active_names()
@@ -175,10 +179,11 @@ class TrainWorker:
         """Not collective."""
         return self._engine.pushed.outline(bucket_bytes)
 
-    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path) -> str:
+    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path, on_gpu: bool) -> str:
         """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
 
-        `directory`: of the files of weights.transport=disk. Not collective, as all below but `digest_push`.
+        `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but
+        `digest_push`.
         """
         if self._sender is not None:
             self._sender.close()
@@ -189,6 +194,7 @@ class TrainWorker:
             transport,
             job,
             self._engine.pushed.read,
+            device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,

@@ -83,3 +83,10 @@ def test_a_record_is_told_in_words():
     waits = "waits for a communication that was begun before, for 10.0 s"
     assert said == f"in update for 10.0 s; newest communication isend for 10.0 s; {waits}"
     assert doing(Seen(state="gone")) == ""
+
+
+def test_where_nobody_is_inside_the_rank_that_launched_fewest_is_to_blame():
+    """On GPUs: a collective returns when it is launched."""
+    group = "[0-3] TENSOR"
+    found = blamed(*(rank(number, counts={group: 9 if number == 2 else 10}, waits=number == 1) for number in range(4)))
+    assert found == {"rank 2": "it has launched 9 collectives of [0-3] TENSOR, and 3 others 10"}

@@ -37,22 +37,26 @@ def gpus(seats):
     return [seat.gpus for seat in seats]
 
 
+def of_servers(seats):
+    return [seat for nodes in seats.servers for seat in nodes]
+
+
 def test_ranks_and_servers_see_the_gpus_of_the_map_under_the_names_the_job_has_for_them(config):
     separate = find_seats(on(config))
-    assert (gpus(separate.ranks), gpus(separate.servers)) == ([("4",), ("5",)], [("6",)])
+    assert (gpus(separate.ranks), gpus(of_servers(separate))) == ([("4",), ("5",)], [("6",)])
     colocated = find_seats(on(config, mode="colocated"))
-    assert (gpus(colocated.ranks), gpus(colocated.servers)) == ([("4",), ("5",)], [("4",)])
-    assert {seat.node.id for seat in separate.ranks + separate.servers} == {separate.here}
+    assert (gpus(colocated.ranks), gpus(of_servers(colocated))) == ([("4",), ("5",)], [("4",)])
+    assert {seat.node.id for seat in (*separate.ranks, *of_servers(separate))} == {separate.here}
 
 
 def test_the_hf_server_needs_no_gpu_and_takes_none(config):
     seats = find_seats(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
-    assert (gpus(seats.ranks), gpus(seats.servers)) == ([("4",), ("5",), ("6",), ("7",)], [None])
+    assert (gpus(seats.ranks), gpus(of_servers(seats))) == ([("4",), ("5",), ("6",), ("7",)], [None])
 
 
 def test_a_run_that_needs_more_than_the_node_has_runs_on_cpu(config):
     seats = find_seats(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
-    assert gpus(seats.ranks + seats.servers) == [None] * 5
+    assert gpus([*seats.ranks, *of_servers(seats)]) == [None] * 5
 
 
 def test_a_server_process_sees_its_gpus_only(config, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 import moerl
 from moerl.cluster.launch import submit
-from moerl.cluster.script import render_train
+from moerl.cluster.script import render_eval, render_train
 from moerl.config.load import load
 from moerl.types import ConfigError, MoerlError
 
@@ -140,27 +140,52 @@ def test_settings_that_no_job_can_have_are_refused(overrides: str, path: str, sa
 def test_a_job_has_the_nodes_that_the_run_is_placed_on():
     assert "#SBATCH --nodes=32" in rendered(DEEPSEEK)
     assert "#SBATCH --nodes=1" in rendered(DEMO)
-    said = r"placement.nodes = 32: must be at least 64\s+why: the run needs 256 GPUs, and 32 nodes of slurm.gpus_per_node=4 have 128"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=r"slurm.gpus_per_node = 4: must be at least placement.gpus_per_node=8"):
         rendered(DEEPSEEK, "slurm.gpus_per_node=4")
+    said = r"placement.nodes = 1: must be at least 2\s+why: the run needs 2 GPUs, and 1 nodes of slurm.gpus_per_node=1 have 1"
+    with pytest.raises(ConfigError, match=said):
+        rendered(DEMO, "slurm.gpus_per_node=1")
 
 
 def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NOT_HERE", raising=False)
     overrides = [DEMO, f"output_dir={tmp_path}", "slurm.pass_environment=[NOT_HERE]"]
     with pytest.raises(ConfigError, match="must be set where the job is submitted"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_without_slurm_launch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = [DEMO, f"output_dir={tmp_path}"]
     with pytest.raises(MoerlError, match="sbatch is not on PATH here"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_before_slurm_is_asked(tmp_path: Path):
     (tmp_path / "file").touch()
     overrides = [DEMO, f"output_dir={tmp_path}/file"]
     with pytest.raises(ConfigError, match="output_dir = .*: cannot be written"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
+
+
+def test_an_evaluation_has_the_nodes_of_its_run_and_names_its_checkpoint(tmp_path: Path):
+    """bash reads the script with a stand-in for srun that prints what it was given."""
+    overrides = [DEEPSEEK, "eval=gym-chain-sum", f"output_dir={tmp_path}"]
+    script = render_eval(load(overrides), overrides, checkpoint=Path("/models/it's mine"))
+    train, ours = (
+        {line for line in text.splitlines() if line.startswith("#SBATCH")} - {f"#SBATCH --job-name={name}"}
+        for text, name in ((rendered(*overrides), "grpo-deepseek-v3-32n8g-sync"), (script, "eval-grpo-deepseek-v3-32n8g-sync"))
+    )
+    assert ours == train
+    assert shellcheck(script) == ""
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"--eval", "--checkpoint=/models/it's mine", *overrides} <= set(done.stdout.splitlines())
+
+
+def test_a_container_of_an_evaluation_sees_the_checkpoint():
+    overrides = [DEEPSEEK, "eval=gym-chain-sum", APPTAINER]
+    assert "--bind=/models/m:/models/m \\" in render_eval(load(overrides), overrides, checkpoint=Path("/models/m"))

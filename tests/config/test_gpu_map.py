@@ -15,6 +15,7 @@ from moerl.config.layout import Layout
 from moerl.config.load import load
 from moerl.config.placement import PlacementConfig, gpu_map, placement_problems
 from moerl.config.schema import RolloutConfig, WeightsConfig
+from moerl.config.server_layout import ServerLayout
 from moerl.types import ConfigError
 
 NO_SERVERS = ServerShape(num_servers=1, gpus_per_server=0, num_shared=0)
@@ -146,9 +147,14 @@ def test_one_node_without_a_number_of_gpus_takes_all(tiny):
         ({}, {"mode": "group_colocated"}, r"placement.num_shared = None: must be at least 1 and less than rollout.num_servers=1"),
         ({}, {"nodes": 2}, r"placement.gpus_per_node = None: must be given for more than one node"),
         ({"rollout": RolloutConfig(max_response_tokens=8, host="::1")}, {"nodes": 2, "gpus_per_node": 2}, r"rollout.host = '::1': has no"),
-        ({"weights": WeightsConfig(transport="shm")}, {"nodes": 2, "gpus_per_node": 2}, r"weights.transport = 'shm': reaches one node"),
+        ({"weights": WeightsConfig(transport="ipc")}, {"nodes": 2, "gpus_per_node": 2}, r"weights.transport = 'ipc': reaches one node"),
         ({}, {"topology": "/no/such/file"}, r"placement.topology = '/no/such/file': is not a file"),
         ({}, {"gpus_per_node": 2}, r"placement.nodes = 1: must be at least 2 with 2 GPUs each"),
+        (
+            {"rollout": RolloutConfig(max_response_tokens=8, engine="sglang", layout=ServerLayout(gpus=2, gpus_per_node=1))},
+            {},
+            r"placement.gpus_per_node = None: must put the 2 GPUs of a server on 2 nodes",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -13,7 +13,7 @@ from moerl.config.model_shape import shape_of_config
 from moerl.config.published import published_config
 from moerl.config.schema import RolloutConfig
 from moerl.config.server_layout import ServerLayout
-from moerl.config.server_layout_rules import layout_problems
+from moerl.config.server_layout_rules import layout_problems, start_problems
 from moerl.types import ConfigError
 
 DEEPSEEK, QWEN, GLM = "grpo-deepseek-v3-32n8g-sync", "grpo-qwen3-235b-16n8g-sync", "grpo-glm-4.5-8n8g-sync"
@@ -165,10 +165,12 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     python = tmp_path / "python"
     python.touch()
     given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8", "rollout.layout.redundant_experts=32"]
-    load_checked([f"recipe={QWEN}", *given])
+    config = load_checked([f"recipe={QWEN}", *given])
     found = problems(QWEN, *given, starts=True)
-    assert [each.path for each in found] == ["rollout.layout.gpus", "rollout.layout.redundant_experts", "rollout.layout.weights"]
-    assert "a push in FP8 has not been run with sglang" in found[2].reason
+    assert [each.path for each in found] == ["rollout.layout.redundant_experts", "rollout.layout.weights"]
+    assert "a push in FP8 has not been run with sglang" in found[1].reason
+    found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm"))))
+    assert "moerl starts none yet" in found[0].reason and found[0].path == "rollout.layout.gpus"
 
 
 def test_of_a_layout_the_hf_engine_takes_the_weights_format_only():

@@ -3,6 +3,7 @@
 The models of the shipped recipes: on SGLang as their recipes have them, on vLLM in layouts that suit it; and one that uses every field.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -40,6 +41,7 @@ VLLM = {
 def options(
     layout: ServerLayout, *, max_running: int = 512, prefill_chunk: int = 4096, node_rank: int = 0, shares_gpus: bool = False
 ) -> Options:
+    layout = layout if layout.port else replace(layout, port=25000)
     return Options(
         model=Path("MODEL"), dtype="bfloat16", max_context=8192, max_running=max_running, prefill_chunk=prefill_chunk, returns_routes=False,
         shares_gpus=shares_gpus, engine_args={}, layout=layout, node_rank=node_rank, head="node-0",

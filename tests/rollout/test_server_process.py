@@ -125,6 +125,23 @@ def test_close_ends_requests_and_the_server_with_exit_code_zero(run, checkpoints
         pass  # the port is free again
 
 
+def test_a_server_heeds_sigterm_though_its_owner_is_kept_from_it(run, checkpoints, tmp_path):
+    """As Ray's processes in a Slurm job are, to which Slurm sends the signals that are meant for the driver."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        server = ServerProcess(server_command(checkpoints["dense"].directory), label="r", log_path=tmp_path / "log", start_seconds=120)
+
+        async def scenario():
+            await server.start()
+            process = server._process
+            await server.close()
+            return process.returncode
+
+        assert run(scenario()) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def test_a_server_that_dies_in_a_request_is_named_with_its_signal_and_log(run, checkpoints, tmp_path):
     engine = hf_engine(checkpoints["dense"].directory, tmp_path / "log", "--load", "checkpoint")
 

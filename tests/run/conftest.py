@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,6 +20,21 @@ class Struck:
     pools: list[RolloutPool] = field(default_factory=list)
     family: list[psutil.Process] = field(default_factory=list)
     """Server 0's process and all below it, when it got the signal."""
+
+
+@pytest.fixture(scope="module")
+def raylets():
+    """Processes of the two nodes, in the order of their addresses. (Ray takes 127.0.0.1 for the address of this host.)"""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.0.2", "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
+        cluster.wait_for_nodes()
+        nodes = [cluster.head_node, *cluster.worker_nodes]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", cluster.address)
+            yield [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
+    finally:
+        cluster.shutdown()
 
 
 @pytest.fixture

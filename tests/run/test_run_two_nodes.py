@@ -2,35 +2,12 @@
 
 import signal
 
-import psutil
-import pytest
-from ray.cluster_utils import Cluster
-from whole_runs import DIGIT, SYNC, assert_all_end, find, rows, start, wait_for_step
+from whole_runs import DIGIT, SYNC, assert_all_end, below, find, rows, start, wait_for_step
 
 TWO_NODES = (
     DIGIT, "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all", "rollout.num_servers=2",
-    "weights.transport=gloo", "network.variables={NCCL_DEBUG: WARN}",
+    "weights.transport=nccl", "network.variables={NCCL_DEBUG: WARN}",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def raylets():
-    """Processes of the two nodes, in the order of their addresses. (Ray takes 127.0.0.1 for the address of this host.)"""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.0.2", "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
-        cluster.wait_for_nodes()
-        nodes = [cluster.head_node, *cluster.worker_nodes]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_ADDRESS", cluster.address)
-            yield [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
-    finally:
-        cluster.shutdown()
-
-
-def below(raylet, text):
-    """Processes of a node whose command has `text`."""
-    return [process for process in raylet.children(recursive=True) if text in " ".join(process.cmdline())]
 
 
 def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes_back(tmp_path, raylets):

@@ -67,6 +67,11 @@ def find(processes: list[psutil.Process], text: str) -> psutil.Process:
     return next(process for process in processes if text in " ".join(process.cmdline()))
 
 
+def below(raylet: psutil.Process, text: str) -> list[psutil.Process]:
+    """Processes of a node whose command has `text`."""
+    return [process for process in raylet.children(recursive=True) if text in " ".join(process.cmdline())]
+
+
 def checkpoint_tensors(run_dir: Path) -> dict[str, bytes]:
     """Every tensor of the newest checkpoint, weights and optimizer, as bytes."""
     directory = newest(run_dir / "checkpoints")

@@ -20,8 +20,10 @@ from moerl.cluster.descendants import end_with_parent
 NODES = ("n0", "n1")
 SPARE = "n2"
 """Slurm knows nothing of it until `add_spare`."""
-GPUS = 4
+GPUS = 8
 """Of a node, as Slurm counts them: there are no devices."""
+_SLURMS_OWN = ("slurmd", "slurmstepd", "slurmctld", "slurmscriptd")
+"""Processes; the one that runs a job's script is called slurm_script, and is the job's."""
 
 _ADDRESSES = {"ctl": "10.77.0.1", "n0": "10.77.0.2", "n1": "10.77.0.3", "n2": "10.77.0.4"}
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "nsenter", "ip")
@@ -46,12 +48,16 @@ ReturnToService=2
 MpiDefault=none
 MailProg=/bin/true
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 KillWait=10
 SlurmdTimeout=20
 NodeName=n0 NodeAddr={n0} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
 NodeName=n1 NodeAddr={n1} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
 NodeName=n2 NodeAddr={n2} CPUs=2 RealMemory=4000 Gres=gpu:{gpus} State=FUTURE
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=90
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -102,7 +108,7 @@ class TwoNodes:
         return [
             process
             for process in psutil.process_iter(["name", "pid"])
-            if _link(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != first and not process.info["name"].startswith("slurm")
+            if _link(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != first and process.info["name"] not in _SLURMS_OWN
         ]
 
     def power_off(self, node: str) -> None:
@@ -180,7 +186,7 @@ class TwoNodes:
         command = ["unshare", *namespaces, sys.executable, str(init)]
         self._holders[name] = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent)
         self.wait_for(f"namespaces of {name}", lambda: bool(psutil.Process(self._holders[name].pid).children()), 10)
-        self._shell(name, f"hostname {name}; mount --bind {self.root}/hosts /etc/hosts; ip link set lo up")
+        self._shell(name, f"hostname {name}; mount --bind {self.root}/hosts /etc/hosts; mount -t tmpfs shm /dev/shm; ip link set lo up")
         if name == "ctl":
             self._shell(name, f"ip link add br0 type bridge; ip addr add {_ADDRESSES[name]}/24 dev br0; ip link set br0 up")
 

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter
 
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.config.server_layout import ServerLayout
+from moerl.rollout import wire
 from moerl.rollout.child import ChildServer, exit_with_owner, listen, private_stdout, report_error
 from moerl.rollout.engines.core import Core
 from moerl.rollout.engines.gate import Gate
@@ -50,6 +52,9 @@ def main(
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     threading.Thread(target=exit_with_owner, name="owner", daemon=True).start()
+    layout = LAYOUT.validate_json(parsed.layout)
+    if parsed.head_port is not None:
+        layout = replace(layout, port=parsed.head_port)
     options = Options(
         model=parsed.model,
         dtype=parsed.dtype,
@@ -59,13 +64,15 @@ def main(
         returns_routes=parsed.returns_routes,
         shares_gpus=parsed.shares_gpus,
         engine_args=arguments,
-        layout=LAYOUT.validate_json(parsed.layout),
+        layout=layout,
         node_rank=parsed.node_rank,
         head=parsed.head,
     )
     try:
         if problems := find_problems(arguments, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
+        if layout.nodes > 1:
+            ready.write(wire.READY.dump_json(wire.ReadyLine(arrived=True)) + b"\n")
         if options.node_rank > 0:
             if follow is None:
                 raise EngineError(f"rollout.layout.gpus = {options.layout.gpus}: {name} servers of several nodes are not supported yet")
@@ -106,4 +113,5 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", default="{}", help="JSON: rollout.layout")
     parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")
     parser.add_argument("--head", default="127.0.0.1", help="host of node 0")
+    parser.add_argument("--head-port", type=int, help="there, where the nodes meet; default: the layout's")
     return parser.parse_args(line)

@@ -9,11 +9,13 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from moerl.cluster.free_ports import free_ports
 from moerl.config.model_shape import read_config, shape_of_config
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
@@ -66,10 +68,11 @@ def start(options: Options) -> "SGLangCore":
 
 def follow(options: Options) -> None:
     """The part of a node after the first; SGLang's own constructor returns when the server has ended."""
-    _engine(options)
+    # SGLang answers questions after its health here, on a port that is the same everywhere if it is not told one.
+    _engine(options, {"host": "127.0.0.1", "port": free_ports(1)})
 
 
-def _engine(options: Options) -> Any:
+def _engine(options: Options, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
     os.environ.update(launch.environment(options))
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
@@ -78,7 +81,7 @@ def _engine(options: Options) -> Any:
         run_scheduler_process_func = staticmethod(scheduler.run_scheduler)
 
     parser = _parser()
-    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args) | dict(more), parser)
     return OurEngine(server_args=ServerArgs.from_cli_args(parser.parse_args(line)))
 
 

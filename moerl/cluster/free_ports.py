@@ -1,0 +1,32 @@
+"""Ports in a row that nobody listens on, for programs that open them some time later."""
+
+import random
+import socket
+from pathlib import Path
+
+from moerl.types import EngineError
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST, _NUM_TRIES = 20_000, 200
+
+
+def free_ports(count: int) -> int:
+    """The first of `count`, below those that the system gives to connections: none of them is taken meanwhile but by another who chooses
+    one. EngineError where there are none."""
+    highest = int(_RANGE.read_text().split()[0]) - count if _RANGE.exists() else 32_768 - count
+    # Not the generator that a run seeds: two runs on a node would choose the same.
+    chance = random.SystemRandom()
+    for _ in range(_NUM_TRIES):
+        first = chance.randint(min(_LOWEST, highest), highest)
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise EngineError(f"no {count} ports in a row are free below {highest + count} on this node; give rollout.layout.port")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,47 @@
+"""Ray's daemons on a node: their end is noticed also where `ray start` goes on without them."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.cluster.allocation import NodeFacts
+from moerl.cluster.ray_daemons import RayEnded, RayNode, end_of
+
+FACTS = NodeFacts(index=0, name="n0", gpus=(), num_cpus=1, versions={})
+
+
+def is_agent(process: psutil.Process) -> bool:
+    """Under the name that it gives itself, or before it has."""
+    words = process.cmdline()
+    return words[0].startswith("ray::RuntimeEnvAgent") or any(word.endswith("runtime_env/agent/main.py") for word in words[:4])
+
+
+async def killed_agent(ray: RayNode) -> tuple[list[psutil.Process], str]:
+    """(the daemons, what is said) after Ray's agent was killed, at which its raylet ends with 0."""
+    async with asyncio.timeout(90):
+        _, end = await ray.start(None)
+        family = psutil.Process().children(recursive=True)
+        watch = asyncio.ensure_future(end)
+        await asyncio.sleep(0)
+        next(process for process in family if is_agent(process)).kill()
+        with pytest.raises(RayEnded) as caught:
+            await watch
+    return family, str(caught.value)
+
+
+def test_a_raylet_that_ends_with_its_killed_agent_is_noticed_and_leaves_no_daemon():
+    with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as directory:  # short, for Ray's sockets
+        log = Path(directory) / "n0.log"
+        ray = RayNode(facts=FACTS, address="127.0.0.1", directory=Path(directory), token="0" * 64, log=log)
+        family, said = asyncio.run(killed_agent(ray))
+        _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive, [process.cmdline() for process in alive]
+    assert said.startswith("n0: Ray's daemons ended")
+    assert "runtime_env_agent" in said
+
+
+def test_a_process_that_is_gone_has_ended():
+    asyncio.run(asyncio.wait_for(end_of(2**22 - 1), 5))

@@ -1,0 +1,52 @@
+"""When a job's first node asks for the job to be queued again, and when no longer."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from moerl.cluster.allocation import NodeFacts, Place
+from moerl.cluster.node import QUEUE_AGAIN, _Node
+from moerl.config.load import load
+from moerl.types import MoerlError
+
+
+class Ended(_Node):
+    """A node whose driver has ended with the code for "continue", after it saved a step if `saves`."""
+
+    saves = False
+
+    async def _lead(self, arguments):
+        if self.saves:
+            (self._config.run_dir / "checkpoints" / "step-7").mkdir(parents=True)
+        return QUEUE_AGAIN
+
+    def _newest_checkpoint(self):
+        return next((self._config.run_dir / "checkpoints").glob("*"), None)
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def ended(tmp_path: Path, job: str, *, saves: bool) -> int:
+    config = load(["recipe=grpo-tiny-moe-1n2g-sync", f"output_dir={tmp_path}"])
+    facts = NodeFacts(index=0, name="n0", gpus=(), num_cpus=1, versions={})
+    node = Ended(config, Place(job=job, index=0, names=("n0",)), facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None)
+    node.saves = saves
+    return asyncio.run(node.run([]))
+
+
+@pytest.mark.parametrize(("job", "saves"), [("7-0", False), ("7-0", True), ("7-3", True)])
+def test_a_run_that_is_to_be_continued_is_queued_again(tmp_path: Path, job: str, saves: bool):
+    assert ended(tmp_path, job, saves=saves) == QUEUE_AGAIN
+
+
+def test_a_run_that_came_back_and_saved_nothing_is_not_queued_for_ever(tmp_path: Path):
+    with pytest.raises(MoerlError, match="no step was saved since"):
+        ended(tmp_path, "7-1", saves=False)
