@@ -2,7 +2,8 @@
 
     python benchmarks/push.py --rounds 5
 
-moerl: every rank packs what it holds into buckets, over shm, gloo or disk, every installed tensor verified by the owners' digests.
+moerl: every rank packs what it holds into buckets, over ipc (shared memory on CPU), nccl (gloo on CPU) or disk, every installed tensor
+verified by the owners' digests.
 broadcast: mbridge's export (needs the package mbridge), then one gloo broadcast per tensor from rank 0 to all servers; nothing is verified.
 save and reload: the native bridge's export into safetensors on disk, which every server reads back; nothing is verified.
 
@@ -32,7 +33,7 @@ from moerl.weights.deliveries import stored_specs
 from moerl.weights.spec import num_bytes
 from moerl.weights.sync import WeightSync
 
-MOERL: tuple[Transport, ...] = ("shm", "gloo", "disk")
+MOERL: tuple[Transport, ...] = ("ipc", "nccl", "disk")
 WAYS = (*MOERL, "broadcast", "reload")
 
 

@@ -69,7 +69,7 @@ def main() -> None:
         "memory copy": best_seconds(lambda: [copies[name].copy_(tensor) for name, tensor in model.items()], arguments.repeats),
         "digest": best_seconds(lambda: [tensor_digest(tensor) for tensor in model.values()], arguments.repeats),
     }
-    for transport in ("shm", "gloo"):
+    for transport in ("ipc", "nccl"):
         seconds[transport] = asyncio.run(push_seconds(transport, model, arguments.bucket_megabytes * 2**20, arguments.repeats))
     print(f"{num_bytes / 1e6:.0f} MB in {len(model)} tensors, buckets of {arguments.bucket_megabytes} MiB, best of {arguments.repeats}")
     for name, value in seconds.items():

@@ -21,6 +21,11 @@ Overrides = Annotated[
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="A directory with recipe/NAME.yaml files of your own.", show_default=False)]
 
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="RUN/checkpoints/step-N, or a Hugging Face folder; the run's newest if not given.", show_default=False),
+]
+
 
 @app.command()
 def train(
@@ -40,6 +45,28 @@ def train(
     typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
 
 
+@app.command(name="eval")
+def evaluate(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    checkpoint: Checkpoint = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for samples and results; RUN/eval/checkpoint-NAME if not given.", show_default=False)
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint on the data sets of eval.*; the same command continues an evaluation that was stopped."""
+    from moerl.check import load_evaluation
+
+    evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
+
+    from moerl import run  # after the check: loads torch and Ray, which takes seconds
+    from moerl.evaluation.results import print_table
+
+    path, results = run.evaluate(evaluation)
+    print_table(results)
+    typer.echo(f"results: {path}")
+
+
 @app.command()
 def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Print every setting of a run, or everything that is wrong with it. Needs no GPU and loads no torch."""
@@ -57,21 +84,35 @@ def launch(
     config_dir: ConfigDir = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script or manifest, and submit nothing.")] = False,
     kuberay: Annotated[bool, typer.Option("--kuberay", help="As a RayJob of KubeRay (kubernetes.*), given to kubectl.")] = False,
+    evaluates: Annotated[bool, typer.Option("--eval", help="Evaluate a checkpoint instead, as moerl eval does.")] = False,
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
-    from moerl.check import load_checked
+    from moerl.check import load_checked, load_evaluation
     from moerl.cluster.kuberay import create_rayjob, load_for_pods, render_rayjob
     from moerl.cluster.launch import submit
-    from moerl.cluster.script import render_train
+    from moerl.cluster.script import render_eval, render_train
+    from moerl.config.load import load
 
     words = overrides if overrides is not None else []
+    if kuberay and evaluates:
+        raise typer.BadParameter("a RayJob trains; run moerl eval on the cluster's head node instead", param_hint="--eval")
+    if checkpoint is not None and not evaluates:
+        raise typer.BadParameter("has no meaning without --eval", param_hint="--checkpoint")
     if kuberay:
         # What the paths name is on the pods' volumes: `moerl train` looks at it there.
         manifest = render_rayjob(load_for_pods(words, config_dir), words, config_dir)
         typer.echo(manifest if dry_run else create_rayjob(manifest), nl=not dry_run)
         return
-    config = load_checked(overrides, config_dir, starts=not dry_run)
-    typer.echo(render_train(config, words, config_dir) if dry_run else submit(config, words, config_dir), nl=not dry_run)
+    if evaluates:
+        config = load(words, config_dir)
+        if not dry_run:
+            load_evaluation(words, config_dir, checkpoint=checkpoint, out=None)
+        script = render_eval(config, words, config_dir, checkpoint)
+    else:
+        config = load_checked(overrides, config_dir, starts=not dry_run)
+        script = render_train(config, words, config_dir)
+    typer.echo(script if dry_run else submit(config, script), nl=not dry_run)
 
 
 @app.command()
@@ -93,15 +134,18 @@ def node(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     marks: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Of files for the job's script.", show_default=False)] = None,
+    evaluates: Annotated[bool, typer.Option("--eval", help="The first node evaluates.")] = False,
+    checkpoint: Checkpoint = None,
 ) -> None:
-    """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains."""
+    """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains, or evaluates."""
     from moerl.cluster.node import run_node
     from moerl.config.load import load
 
     arguments = overrides if overrides is not None else []
     config = load(arguments, config_dir)
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
-    raise typer.Exit(run_node(config, [*options, *arguments], marks))
+    evaluation = [] if checkpoint is None else [f"--checkpoint={checkpoint}"]
+    raise typer.Exit(run_node(config, [*options, *arguments], marks, evaluation if evaluates else None))
 
 
 @app.command()

@@ -3,20 +3,24 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moerl.config.load import load
+from moerl.config.compose import compose
+from moerl.config.load import Check, build, load
 from moerl.config.problems import problem
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
 from moerl.config.scratch import scratch_config
 from moerl.config.server_layout_rules import start_problems
+from moerl.config.validate import validate
+from moerl.evaluation.request import Evaluation, evaluation_of, kind_of, source_of, source_problems, with_model
 from moerl.rewards.check import check_reward
 from moerl.rollout.datasets import check_data
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import check, read_manifest
-from moerl.types import CheckpointError, Problem
+from moerl.types import CheckpointError, ConfigError, Problem
 
 
 def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
@@ -32,9 +36,44 @@ def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None
     return config
 
 
+def load_evaluation(
+    overrides: Sequence[str] | None, config_dir: Path | None = None, *, checkpoint: Path | None, out: Path | None, starts: bool = True
+) -> Evaluation:
+    """What `moerl eval` does. Raises as `load_checked`. `checkpoint`: None: the newest of the run."""
+    config = build(compose(overrides if overrides is not None else (), config_dir))
+    source = source_of(config, checkpoint)
+    problems = list(source_problems(config, checkpoint))
+    if source is not None and not problems:
+        config = with_model(config, source)
+    checks = (validate, _data_and_reward, _trained_model(source), *([_weights, start_problems] if starts else []))
+    problems += [found for check_of in checks for found in check_of(config)]
+    if problems:
+        raise ConfigError(problems)
+    assert source is not None
+    if kind_of(source) == "run":
+        check(source)
+    return evaluation_of(config, source, out)
+
+
+def _trained_model(source: Path | None) -> Check:
+    """What keeps the weights of a run's checkpoint from being those of the model."""
+
+    def differences(config: RunConfig) -> Iterator[Problem]:
+        model = _model_config(config)
+        if source is None or kind_of(source) != "run" or model is None:
+            return
+        with suppress(CheckpointError):  # a damaged manifest is reported by the check of the whole checkpoint
+            yield from model_differences(read_manifest(source).model, model[1], checkpoint=str(source), config_file=model[0])
+
+    return differences
+
+
 def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
     yield from check_data(config.data)
     yield from check_reward(config.reward)
+    for name, dataset in config.eval.datasets.items() if config.eval is not None else ():
+        found = [*check_data(dataset.data), *(check_reward(dataset.reward) if dataset.reward is not None else ())]
+        yield from (replace(each, path=f"eval.datasets.{name}.{each.path}") for each in found)
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:

@@ -17,8 +17,11 @@ from typing import Any
 from moerl.algorithms.base import Algorithm
 from moerl.cluster.residency import Residency
 from moerl.cluster.stop import Stop
+from moerl.config.evaluation import is_evaluated
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
+from moerl.evaluation.evaluator import Evaluator
+from moerl.evaluation.results import discard, write_results
 from moerl.observe.guards import check_finite, check_first_step
 from moerl.observe.observer import Observer
 from moerl.rollout.buffer import GroupBuffer
@@ -36,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
-    residency: Residency, observe: Observer, stop: Stop,
+    residency: Residency, observe: Observer, stop: Stop, evaluator: Evaluator | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     with observe.phase("load"):
@@ -50,6 +53,7 @@ async def run(
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             try:
+                await _evaluate(config, step, evaluator, weights, observe, stop)
                 with observe.phase("rollout"):
                     groups = await stop.unless(weights.serve_while(buffer.take(config.groups_per_step)))
             except RunStopped:
@@ -75,6 +79,20 @@ async def run(
                 await weights.push(version)
             buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
+    await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
+
+
+async def _evaluate(
+    config: RunConfig, version: int, evaluator: Evaluator | None, weights: WeightPublisher, observe: Observer, stop: Stop
+) -> None:
+    """If it is time, and an earlier process of the run has not. Before a step: its groups, of the same weights, may begin meanwhile."""
+    if evaluator is None or not is_evaluated(config, version) or observe.has_evaluated(version):
+        return
+    directory = config.run_dir / "eval" / f"step-{version:06d}"
+    discard(directory)  # an earlier process may have come to other weights here
+    with observe.phase("eval"):
+        results = await stop.unless(weights.serve_while(evaluator.run(directory), "eval"))
+    observe.evaluated(version, write_results(directory, results, version=version))
 
 
 def _is_saved(config: RunConfig, version: int) -> bool:
@@ -115,8 +133,13 @@ async def _producing(
             ticket = await buffer.reserve()
             settle(ticket, await runner.run(prompts.prompt_at(ticket)))
 
+    is_over = False
+
     def report(task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            if not is_over:  # its slot would stay empty, and `take` wait for it
+                buffer.fail(MoerlError("a task that draws samples was cancelled from within: a bug of moerl"))
+        elif (error := task.exception()) is not None:
             buffer.fail(error)
 
     tasks = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
@@ -125,6 +148,7 @@ async def _producing(
     try:
         yield
     finally:
+        is_over = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Transport = Literal["shm", "gloo", "disk"]
+Transport = Literal["ipc", "nccl", "disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +63,17 @@ class Bucket:
     num_bytes: int
     entries: tuple[BucketEntry, ...]
     readers: tuple[int, ...]
-    """Model processes of the rollout, counted over all servers."""
+    """Model processes of the rollout, counted over all servers. Over a network the first gets it from the sender; the others are on its
+    node and then read it in its memory."""
+    round: int = 0
+    """Of the schedule (weights/schedule.py), which only a network has."""
+    relay: int | None = None
+    """nccl: the reader in whose memory it lies by now; None: it comes from the sender."""
+    slot: int = 0
+    """nccl: in which of the two memories of a reader that gets it from the sender."""
     source: str = ""
-    """shm: a path that maps the sender's memory (/proc/PID/fd/N). gloo: the sender's rank in the group. disk: the bucket's file."""
+    """ipc: what maps the sender's memory (/proc/PID/fd/N; on a GPU a handle). nccl: the sender's rank in the group. disk:
+    the bucket's file."""
     num_written: int = 0
     """disk: bytes of that file."""
 
@@ -76,11 +84,11 @@ class TransportOffer:
 
     transport: Transport
     address: str = ""
-    """gloo: host:port of the store at which all meet. disk: a directory of the senders' files."""
+    """nccl: host:port of the store at which all meet. disk: a directory of the senders' files."""
     reader: int = 0
     """Its number in Bucket.readers."""
     rank: int = 0
-    """gloo: in the group of senders and readers."""
+    """nccl: in the group of senders and readers."""
     world_size: int = 1
 
 

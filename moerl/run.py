@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,14 @@ from moerl.cluster.seats import Seats, find_seats
 from moerl.cluster.stacks import answer_stack_requests
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
 from moerl.config.load import to_yaml
+from moerl.config.model_shape import read_config
 from moerl.config.object_store import shortage
 from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
+from moerl.evaluation.estimates import Result
+from moerl.evaluation.evaluator import Evaluator
+from moerl.evaluation.request import Evaluation
+from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
 from moerl.models.scratch import write_scratch_model
 from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.failure import chain_of
@@ -43,7 +48,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.sft import warm_start
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ConfigError, HangError, MoerlError, Problem
+from moerl.types import ConfigError, HangError, MoerlError, Problem, Prompt
 from moerl.weights.publish import WeightPublisher
 
 logger = logging.getLogger(__name__)
@@ -93,17 +98,81 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
         async with _processes(config, model_dir, tokenizer, seats, observe) as (pool, rewards, group, residency):
             runner = GroupRunner(config, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer))
             canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
-            weights = WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary)
+            weights = _publisher(config, model_dir, group, pool, residency, canary)
             algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
             try:
-                await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop)
+                async with _evaluating(config, tokenizer, pool, rewards, model_dir) as evaluator:
+                    await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop, evaluator)
             finally:
                 observe.dump_last()
 
 
+def _publisher(
+    config: RunConfig, model_dir: Path, group: MegatronTrainGroup, pool: RolloutPool, residency: Residency, canary: Sequence[Prompt]
+) -> WeightPublisher:
+    vocab_size = read_config(model_dir)["vocab_size"]
+    return WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary, vocab_size=vocab_size)
+
+
+@asynccontextmanager
+async def _evaluating(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, pool: RolloutPool, rewards: RewardPool, model_dir: Path
+) -> AsyncIterator[Evaluator | None]:
+    """None for a run that does not evaluate."""
+    if config.eval is None or config.eval.every == 0:
+        yield None
+        return
+    async with Evaluator(config, tokenizer, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer)) as evaluator:
+        yield evaluator
+
+
+def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
+    """Evaluate a checkpoint; where the results are, and the results. Its own directory: the run may go on training meanwhile.
+
+    An evaluation that was stopped goes on where it was. Raises MoerlError, as `train`; leaves no process and no shared memory.
+    """
+    config = evaluation.config
+    answer_stack_requests()
+    with _claimed(config):
+        keep_samples_of(config.run_dir, evaluation.identity())
+        try:
+            with Observer(config) as observe:
+                results = asyncio.run(_evaluate(evaluation, observe))
+        except MoerlError as error:
+            if config.deadlines.on_hang == "requeue" and any(isinstance(each, HangError) for each in chain_of(error)):
+                error.exit_code = CONTINUE
+            raise
+    return config.run_dir / RESULTS, results
+
+
+async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
+    """The checkpoint goes to the servers as in a run: loaded by the ranks, pushed, compared by digest and canary."""
+    config = evaluation.config
+    model_dir = _model_dir(config)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
+    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=None) as stop:
+        _heed_signals(stop)
+        seats = find_seats(config)
+        async with (
+            _processes(config, model_dir, tokenizer, seats, observe, trains=False) as (pool, rewards, group, residency),
+            Evaluator(config, tokenizer, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer)) as evaluator,
+        ):
+            version = 0
+            if evaluation.checkpoint is not None:
+                with observe.phase("load"):
+                    version = await group.load_weights(evaluation.checkpoint)
+            weights = _publisher(config, model_dir, group, pool, residency, evaluator.some_prompts())
+            with observe.phase("push"):
+                await weights.push(version)
+            with observe.phase("eval"):
+                results = await stop.unless(weights.serve_while(evaluator.run(config.run_dir), "eval"))
+    observe.evaluated(version, write_results(config.run_dir, results, version=version, checkpoint=str(evaluation.source)))
+    return results
+
+
 @asynccontextmanager
 async def _processes(
-    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: Seats, observe: Observer
+    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: Seats, observe: Observer, *, trains: bool = True
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
     rollout, hangs = config.rollout, HangReports(config.run_dir)
@@ -119,7 +188,9 @@ async def _processes(
         resumes=not config.deterministic,
     )
     rewards = RewardPool(config.reward)
-    group = MegatronTrainGroup(config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs)
+    group = MegatronTrainGroup(
+        config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs, trains=trains
+    )
     residency = Residency(group, pool, num_shared=num_shared(config))
     hangs.include_in_pushes(lambda: [party for member in pool.fleet.members for party in member.engine.parties])
     hangs.include_in_pushes(lambda: group.parties)

@@ -7,7 +7,7 @@ A test holds the files equal to this. They use .venv of the directory they are s
 
 from pathlib import Path
 
-from moerl.cluster.script import render_convert, render_train
+from moerl.cluster.script import render_convert, render_eval, render_train
 from moerl.config.load import load
 from moerl.config.slurm import SlurmConfig
 
@@ -24,6 +24,7 @@ TRAIN = {
         "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all",
     ],
 }  # fmt: skip
+EVAL = ["recipe=grpo-qwen3-235b-16n8g-sync", "eval=gym-chain-sum"]
 PYTHON = "slurm.python=.venv/bin/python"
 
 
@@ -31,6 +32,8 @@ def scripts() -> dict[str, str]:
     """File name -> content."""
     train = {name: [*overrides, PYTHON] for name, overrides in TRAIN.items()}
     rendered = {name: render_train(load(overrides), overrides) for name, overrides in train.items()}
+    words = [*EVAL, PYTHON]
+    rendered["eval"] = render_eval(load(words), words)
     rendered["convert"] = render_convert(SlurmConfig(python=".venv/bin/python"))
     return {f"{name}.sbatch": text for name, text in rendered.items()}
 

@@ -1,7 +1,7 @@
 """What ibv_devinfo or the kernel says of RDMA adapters, and whether these read GPU memory without the host. Parsing is pure."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,12 +31,13 @@ class Port:
 
 def find_ports(root: Path = Path("/")) -> tuple[Port, ...] | Absent:
     """By ibv_devinfo, or where a container lacks it, by the kernel. `root`: of the file system, for tests."""
-    said = run_tool("ibv_devinfo", "-v")
+    said, adapters = run_tool("ibv_devinfo", "-v"), root / "sys/class/infiniband"
     if not isinstance(said, Absent):
-        return parse_ports(said)
+        # An rdma-core older than the adapter does not know its speed; the kernel does.
+        rates = {port.name: port.gbit for port in read_ports(adapters)}
+        return tuple(replace(port, gbit=rates.get(port.name)) if port.gbit is None else port for port in parse_ports(said))
     if "No IB devices found" in said.reason:
         return ()
-    adapters = root / "sys/class/infiniband"
     return read_ports(adapters) if not said.is_fault and adapters.is_dir() else said
 
 

@@ -3,30 +3,31 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
-from moerl.cluster.script import render_train
 from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
 from moerl.types import ConfigError, MoerlError, Problem
 
 
-def submit(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
-    """Says which job it is and where it writes. ConfigError, or MoerlError with Slurm's own words if it refuses."""
+def submit(config: RunConfig, script: str) -> str:
+    """`script`: of the run, or of an evaluation of it (script.py). Says which job it is and where it writes.
+
+    ConfigError, or MoerlError with Slurm's own words if it refuses.
+    """
     if problems := list(_unset_variables(config)):
         raise ConfigError(problems)
     directory = (config.run_dir / "slurm").resolve()
-    script = directory / "job.sbatch"
+    file = directory / "job.sbatch"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        script.write_text(render_train(config, overrides, config_dir))
+        file.write_text(script)
     except OSError as error:
         reason = f"the job's script and logs go to {directory}: {error.strerror}"
         fix = "output_dir= of a directory on storage that every node can write"
         raise ConfigError([problem("output_dir", config.output_dir, "cannot be written", reason, fix)]) from error
     # Slurm makes no directories, so that only here, where this one exists, the log can go there.
-    job = _sbatch(f"--output={directory}/%j.out", str(script))
+    job = _sbatch(f"--output={directory}/%j.out", str(file))
     return f"job {job}: {config.name}, log {directory}/{job.split(';')[0]}.out"
 
 

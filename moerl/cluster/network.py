@@ -1,7 +1,8 @@
 """The variables by which NCCL and gloo are told of a node's links: from what was detected there, each with its reason.
 
-What is set in the environment or in `network.variables` wins. Values that belong to a fabric and not to its links (NCCL_IB_TC, NCCL_IB_SL,
-NCCL_IB_GID_INDEX) are never set. Names and values: NCCL's user guide, "Environment Variables".
+What is set in the environment or in NCCL's files wins over what was detected, and `network.interface` and `network.variables` over both.
+Values that belong to a fabric and not to its links (NCCL_IB_TC, NCCL_IB_SL, NCCL_IB_GID_INDEX) are never set. Names and values: NCCL's user
+guide, "Environment Variables".
 """
 
 import os
@@ -9,11 +10,13 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from moerl.cluster.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.cluster.nccl_conf import read_nccl_files
 from moerl.cluster.nvidia import DISTANCES, GPU, Topology, find_gpus, find_topology
 from moerl.cluster.tools import Absent
 from moerl.config.problems import problem
@@ -61,23 +64,34 @@ def find_interfaces() -> dict[str, tuple[str, ...]]:
 
 
 def network_settings(
-    hardware: Hardware, config: NetworkConfig, role: Role, *, reached_at: str | None, environment: Mapping[str, str]
+    hardware: Hardware,
+    config: NetworkConfig,
+    role: Role,
+    *,
+    reached_at: str | None,
+    environment: Mapping[str, str],
+    files: Mapping[str, Path],
 ) -> tuple[Setting, ...]:
-    """`reached_at`: this node's address for other nodes; None where there are none. `environment`: of the process so far.
+    """`reached_at`: this node's address for other nodes; None where there are none. `environment`: of the process so far. `files`: which
+    of NCCL's files sets a variable.
 
     Raises ConfigError for a network.interface that the node does not have.
     """
-    detected = [*_interface(hardware, config, reached_at)]
+    detected: list[Setting] = []
     if config.detect and _has_gpus(hardware):
-        detected += [*_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware), *_megatron(hardware, role)]
-    asked = [Setting(name=name, value=str(value), reason="network.variables says so") for name, value in sorted(config.variables.items())]
-    kept = [_unless_given(setting, environment) for setting in detected if setting.name not in config.variables]
-    return tuple(kept + asked)
+        detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware)]
+        detected += _megatron(hardware, role)
+    asked = {setting.name: setting for setting in _asked_interface(hardware, config)}
+    for name, value in sorted(config.variables.items()):
+        asked[name] = Setting(name=name, value=str(value), reason="network.variables says so")
+    kept = [_unless_given(setting, environment, files) for setting in detected if setting.name not in asked]
+    return (*kept, *asked.values())
 
 
 def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None) -> tuple[Setting, ...]:
     """Of this node and process. Raises ConfigError like network_settings."""
-    return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ)
+    files = read_nccl_files(os.environ)
+    return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ, files=files)
 
 
 def variables(settings: tuple[Setting, ...]) -> dict[str, str]:
@@ -101,54 +115,68 @@ def applied(settings: tuple[Setting, ...]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _unless_given(setting: Setting, environment: Mapping[str, str]) -> Setting:
-    if setting.value is None or setting.name not in environment:
+def _unless_given(setting: Setting, environment: Mapping[str, str], files: Mapping[str, Path]) -> Setting:
+    name = setting.name
+    if setting.value is None or name not in {*environment, *files}:
         return setting
-    return Setting(name=setting.name, value=None, reason=f"the environment has {setting.name}={environment[setting.name]}, which is kept")
+    given = f"the environment has {name}={environment[name]}" if name in environment else f"{files[name]} sets it"
+    return Setting(name=name, value=None, reason=f"{given}, which is kept")
 
 
 def _has_gpus(hardware: Hardware) -> bool:
     return not isinstance(hardware.gpus, Absent) and len(hardware.gpus) > 0
 
 
-def _interface(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> Iterator[Setting]:
-    name, reason = config.interface, "network.interface says so"
-    if name is not None and name not in hardware.interfaces:
+def _asked_interface(hardware: Hardware, config: NetworkConfig) -> Iterator[Setting]:
+    name = config.interface
+    if name is None:
+        return
+    if name not in hardware.interfaces:
         there = ", ".join(hardware.interfaces)
         rule = f"is not an interface of {socket.gethostname()}"
         raise ConfigError([problem("network.interface", name, rule, f"it has {there}", "one that every node has, or null")])
-    if name is None and config.detect and _has_gpus(hardware) and reached_at is not None:
-        name = next((n for n, addresses in hardware.interfaces.items() if reached_at in addresses), None)
-        reason = "it has the address by which other nodes reach this one"
+    yield from _over(name, "network.interface says so")
+
+
+def _reached_interface(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:
+    name = next((name for name, addresses in hardware.interfaces.items() if reached_at in addresses), None)
     if name is not None:
-        yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={name}", reason=reason)
-        yield Setting(name="GLOO_SOCKET_IFNAME", value=name, reason=reason)
+        yield from _over(name, "it has the address by which other nodes reach this one")
+
+
+def _over(interface: str, reason: str) -> Iterator[Setting]:
+    yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={interface}", reason=reason)
+    yield Setting(name="GLOO_SOCKET_IFNAME", value=interface, reason=reason)
 
 
 def _infiniband(hardware: Hardware) -> Iterator[Setting]:
-    ports = fabric_ports(hardware.ports)
+    ports = fabric_ports(hardware.ports, hardware.topology)
     if not ports:
         yield Setting(name="NCCL_IB_HCA", value=None, reason=_without_infiniband(hardware.ports))
         return
     assert not isinstance(hardware.ports, Absent)
     left_out = [port.name for port in hardware.ports if port not in ports]
-    rate = f" at {ports[0].gbit:g} Gb/s" if ports[0].gbit is not None else ""
+    gbit = max((port.gbit for port in ports if port.gbit is not None), default=None)
+    rate = f" at {gbit:g} Gb/s" if gbit is not None and all(port.gbit == gbit for port in ports) else ""
     reason = f"active InfiniBand ports{rate}" + (f"; others are left out: {', '.join(left_out)}" if left_out else "")
     yield Setting(name="NCCL_IB_HCA", value="=" + ",".join(port.name for port in ports), reason=reason)
     reason = "17 s before a packet is sent again, so that a rerouted link does not end the run"
     yield Setting(name="NCCL_IB_TIMEOUT", value=str(_IB_TIMEOUT), reason=reason)
-    if ports[0].gbit is not None and ports[0].gbit >= _FAST_GBIT:
-        reason = f"one queue pair follows one path of the fabric and rarely fills {ports[0].gbit:g} Gb/s"
+    if gbit is not None and gbit >= _FAST_GBIT:
+        reason = f"one queue pair follows one path of the fabric and rarely fills {gbit:g} Gb/s"
         yield Setting(name="NCCL_IB_QPS_PER_CONNECTION", value=str(_QUEUE_PAIRS), reason=reason)
 
 
-def fabric_ports(ports: tuple[Port, ...] | Absent) -> tuple[Port, ...]:
-    """The active InfiniBand ports of the highest rate: slower ones on the same node lead elsewhere, to storage."""
+def fabric_ports(ports: tuple[Port, ...] | Absent, topology: Topology | Absent) -> tuple[Port, ...]:
+    """The active InfiniBand ports that carry the compute network. Those of storage are slower, or farther from every GPU than another one;
+    a port of unknown rate, and every port where a distance is not known, gets the benefit of the doubt."""
     if isinstance(ports, Absent):
         return ()
     active = [port for port in ports if port.is_active and port.link_layer == "InfiniBand"]
     fastest = max((port.gbit for port in active if port.gbit is not None), default=None)
-    return tuple(port for port in active if port.gbit == fastest)
+    fast = [port for port in active if port.gbit is None or port.gbit == fastest]
+    near = frozenset() if isinstance(topology, Absent) else topology.nearest({port.adapter for port in fast})
+    return tuple(port for port in fast if not near or port.adapter in near)
 
 
 def _without_infiniband(ports: tuple[Port, ...] | Absent) -> str:
@@ -161,7 +189,7 @@ def _without_infiniband(ports: tuple[Port, ...] | Absent) -> str:
 
 def _gpudirect(hardware: Hardware) -> Iterator[Setting]:
     name, topology = "NCCL_NET_GDR_LEVEL", hardware.topology
-    if not fabric_ports(hardware.ports):
+    if not fabric_ports(hardware.ports, topology):
         return
     if isinstance(hardware.gpudirect, Absent):
         yield Setting(name=name, value=None, reason=f"no GPUDirect RDMA: {hardware.gpudirect.reason}")

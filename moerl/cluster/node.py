@@ -58,8 +58,9 @@ _MAX_DIRECTORY = 40
 """Characters: Ray's sockets lie up to 67 deeper, and the name of a socket has 107 at most."""
 
 
-def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = None) -> int:
-    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/cluster/lost_nodes.py.
+def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = None, evaluation: Sequence[str] | None = None) -> int:
+    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/cluster/lost_nodes.py. `evaluation`: further
+    ones of `moerl eval`, which the first node then starts instead.
 
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.
     """
@@ -76,7 +77,7 @@ def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = N
     logger.info("imports and settings took %.1f s", process_seconds())
     facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
     with _own_directory(place, log.with_suffix("")) as directory:
-        node = _Node(config, place, facts, log=log, directory=directory, marks=marks)
+        node = _Node(config, place, facts, log=log, directory=directory, marks=marks, evaluation=evaluation)
         with no_descendant_outlives():
             return asyncio.run(node.run(arguments))
 
@@ -90,8 +91,11 @@ class _NodeLost(MoerlError):
 
 
 class _Node:
-    def __init__(self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path, marks: Path | None):
-        self._marks = marks
+    def __init__(
+        self, config: RunConfig, place: Place, facts: NodeFacts, *, log: Path, directory: Path, marks: Path | None,
+        evaluation: Sequence[str] | None,
+    ):  # fmt: skip
+        self._marks, self._evaluation = marks, evaluation
         self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
@@ -214,9 +218,7 @@ class _Node:
             )
 
     async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
-        # Slurm >= 23.02 says when it takes the nodes away.
-        end = os.environ.get("SLURM_JOB_END_TIME")
-        command = [sys.executable, "-m", "moerl", "train", *([] if end is None else [f"--ends-at={end}"]), *arguments]
+        command = [sys.executable, "-m", "moerl", *self._verb(), *arguments]
         environment = {**os.environ, "RAY_ADDRESS": cluster}
         self._driver = driver = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)
         try:
@@ -232,6 +234,14 @@ class _Node:
         if code < 0 or code in _LOSES:
             await _raise_if_lost(watch)
         return _EXIT_CODES.get(code, code if code >= 0 else 128 - code)
+
+    def _verb(self) -> list[str]:
+        """Of the driver, with its options."""
+        if self._evaluation is not None:
+            return ["eval", *self._evaluation]
+        # Slurm >= 23.02 says when it takes the nodes away.
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        return ["train", *([] if end is None else [f"--ends-at={end}"])]
 
     async def _lost(self, guest: Guest) -> None:
         while await guest.link.hear() is not None:

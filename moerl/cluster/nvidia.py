@@ -1,7 +1,7 @@
 """What nvidia-smi says of a node: GPUs, the links between them, and how far the network adapters are. Parsing is pure."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from moerl.cluster.tools import Absent, run_tool
@@ -13,6 +13,7 @@ _FIELDS = (
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """One field under the name it has since driver 535, and before."""
 _FABRIC = ("fabric.state", "fabric.status")
+_REMAPPED = ("remapped_rows.pending", "remapped_rows.failure")
 
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Between a GPU and an adapter, nearest first: one PCIe bridge, several, the host bridge, other host bridges, another socket."""
@@ -39,6 +40,10 @@ class GPU:
     """Bits of nvmlClocksEventReasons."""
     fabric: str = ""
     """State and status of its NVSwitch fabric; empty where there is none or the driver does not say."""
+    remap_pending: bool | None = None
+    """A broken row of its memory is replaced at its next reset (NVIDIA's GPU memory error management, row remapping)."""
+    remap_failed: bool | None = None
+    """A broken row could not be replaced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +75,17 @@ class Topology:
         kinds = [kind for name, kind in self.between[gpu].items() if not name.startswith("GPU") and kind in DISTANCES]
         return min(kinds, key=DISTANCES.index, default=None)
 
+    def nearest(self, adapters: Collection[str]) -> frozenset[str]:
+        """Of these, the ones that no other is nearer to some GPU than; none where a distance is not known."""
+        found: set[str] = set()
+        for gpu in self.gpus:
+            distances = {name: self.between[gpu].get(name, "") for name in adapters}
+            if not distances or not all(kind in DISTANCES for kind in distances.values()):
+                return frozenset()
+            least = min(map(DISTANCES.index, distances.values()))
+            found |= {name for name, kind in distances.items() if DISTANCES.index(kind) == least}
+        return frozenset(found)
+
 
 def find_gpus() -> tuple[GPU, ...] | Absent:
     found = _query_gpus(_REASONS[0])
@@ -83,7 +99,8 @@ def _query_gpus(reasons: str) -> tuple[GPU, ...] | Absent:
     if isinstance(said, Absent):
         return () if "No devices were found" in said.reason else said
     fabric = run_tool("nvidia-smi", f"--query-gpu={','.join(_FABRIC)}", "--format=csv,noheader,nounits")
-    return parse_gpus(said, "" if isinstance(fabric, Absent) else fabric)
+    remapped = run_tool("nvidia-smi", f"--query-remapped-rows={','.join(_REMAPPED)}", "--format=csv,noheader,nounits")
+    return parse_gpus(said, "" if isinstance(fabric, Absent) else fabric, "" if isinstance(remapped, Absent) else remapped)
 
 
 def find_links() -> tuple[NVLinks, ...] | Absent:
@@ -96,13 +113,23 @@ def find_topology() -> Topology | Absent:
     return said if isinstance(said, Absent) else parse_topology(said)
 
 
-def parse_gpus(query: str, fabric: str = "") -> tuple[GPU, ...]:
-    """`query`: nvidia-smi's rows of _FIELDS and the slowdown reasons, `fabric`: its rows of _FABRIC or nothing; without header, units."""
-    states = [_fabric(line) for line in fabric.splitlines() if line.strip()]
-    rows = [[cell.strip() for cell in line.split(",")] for line in query.splitlines() if line.strip()]
+def parse_gpus(query: str, fabric: str = "", remapped: str = "") -> tuple[GPU, ...]:
+    """`query`: nvidia-smi's rows of _FIELDS and the slowdown reasons, `fabric` and `remapped`: its rows of _FABRIC and _REMAPPED, or what
+    it says instead, which is no row for each GPU; without header, units."""
+    rows = _rows(query)
+    states, remaps = _rows(fabric), _rows(remapped)
     if len(states) != len(rows):
-        states = [""] * len(rows)
-    return tuple(_gpu(dict(zip((*_FIELDS, "slowed_by"), row, strict=True)), state) for row, state in zip(rows, states, strict=True))
+        states = [[]] * len(rows)
+    if len(remaps) != len(rows) or any(len(cells) != len(_REMAPPED) for cells in remaps):
+        remaps = [[""] * len(_REMAPPED)] * len(rows)
+    return tuple(
+        _gpu(dict(zip((*_FIELDS, "slowed_by", *_REMAPPED), [*row, *remap], strict=True)), _fabric(state))
+        for row, state, remap in zip(rows, states, remaps, strict=True)
+    )
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
 def parse_links(text: str) -> tuple[NVLinks, ...]:
@@ -153,11 +180,18 @@ def _gpu(row: dict[str, str], fabric: str) -> GPU:
         mig=_known(row["mig.mode.current"]),
         slowed_by=None if (bits := _known(row["slowed_by"])) is None else int(bits, 16),
         fabric=fabric,
+        remap_pending=_truth(row["remapped_rows.pending"]),
+        remap_failed=_truth(row["remapped_rows.failure"]),
     )
 
 
-def _fabric(line: str) -> str:
-    return " ".join(cell for cell in map(str.strip, line.split(",")) if _known(cell) is not None)
+def _fabric(cells: list[str]) -> str:
+    return " ".join(cell for cell in cells if _known(cell) is not None)
+
+
+def _truth(cell: str) -> bool | None:
+    """Drivers write Yes and No, or a number."""
+    return {"yes": True, "1": True, "no": False, "0": False}.get(cell.lower())
 
 
 def _known(cell: str) -> str | None:

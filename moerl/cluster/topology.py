@@ -1,7 +1,8 @@
-"""The order of nodes in which neighbours are near: that of Slurm's topology.conf, or of their names.
+"""The order of nodes in which neighbours are near: that of Slurm's topology.conf (topology/tree or topology/block), or of their names.
 
 SwitchName=leaf0 Nodes=gpu[01-04,07]
 SwitchName=spine Switches=leaf[0-1]
+BlockName=rack0 Nodes=gpu[01-18]
 """
 
 import re
@@ -21,17 +22,19 @@ def by_name(names: Iterable[str]) -> list[str]:
 
 
 def by_topology(names: Iterable[str], text: str, *, path: str) -> list[str]:
-    """As the switches of `text` have them, the tree walked from its root; ConfigError if it lacks one of them."""
+    """As the switches of `text` have them, the tree walked from its root; blocks in their order. A name with a domain that `text` does not
+    have is looked for without it. ConfigError if one is missing."""
     nodes, switches = _read(text)
     below = set(chain.from_iterable(switches.values()))
     roots = [name for name in chain(switches, nodes) if name not in below]
     order = {name: number for number, name in enumerate(chain.from_iterable(_leaves(root, nodes, switches) for root in roots))}
-    names = list(names)
-    if missing := [name for name in by_name(names) if name not in order]:
+    places = {name: order.get(name, order.get(name.partition(".")[0])) for name in names}
+    if missing := [name for name in by_name(places) if places[name] is None]:
         reason = f"the place of {', '.join(missing)} in the network is not known"
         fix = "a file that has every node of the run, or leave it out: then the order of their names counts"
         raise ConfigError([Problem(path="placement.topology", value=path, rule="must name every node", reason=reason, fix=fix)])
-    return sorted(names, key=order.__getitem__)
+    known = {name: place for name, place in places.items() if place is not None}
+    return sorted(known, key=known.__getitem__)
 
 
 def expand(hosts: str) -> list[str]:
@@ -53,15 +56,17 @@ def _range(text: str) -> list[str]:
 
 
 def _read(text: str) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Sequence[str]]]:
-    """(nodes, switches) right below each switch."""
+    """(nodes, switches) right below each switch; a block is a switch of nodes."""
     nodes: dict[str, Sequence[str]] = {}
     switches: dict[str, Sequence[str]] = {}
     for line in text.splitlines():
         fields = dict(field.split("=", 1) for field in line.partition("#")[0].split() if "=" in field)
         settings = {name.lower(): value for name, value in fields.items()}
-        if "nodes" in settings:
+        if "blockname" in settings and "nodes" in settings:
+            nodes[settings["blockname"]] = expand(settings["nodes"])
+        elif "switchname" in settings and "nodes" in settings:
             nodes[settings["switchname"]] = expand(settings["nodes"])
-        elif "switches" in settings:
+        elif "switchname" in settings and "switches" in settings:
             switches[settings["switchname"]] = expand(settings["switches"])
     return nodes, switches
 

@@ -116,6 +116,6 @@ def _node_problems(config: "RunConfig") -> Iterator[Problem]:
     if config.rollout.host is not None:
         reason = "every server listens on the address of its own node"
         yield problem("rollout.host", config.rollout.host, "has no meaning for more than one node", reason, "leave it out")
-    if config.weights.transport == "shm":
+    if config.weights.transport == "ipc":
         reason = "servers on another node than the trainer's rank 0 cannot map its memory"
-        yield problem("weights.transport", "shm", "reaches one node only", reason, "weights.transport=auto, gloo or disk")
+        yield problem("weights.transport", "ipc", "reaches one node only", reason, "weights.transport=auto, nccl or disk")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from moerl.config.strict import NotNegative, Seconds, Strict
 
-Phase = Literal["start", "load", "wake", "rollout", "logprobs", "update", "push", "save"]
+Phase = Literal["start", "load", "wake", "rollout", "eval", "logprobs", "update", "push", "save"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,8 @@ class DeadlineConfig(Strict):
     """The trainer's wake, and its sleep: what train.offload moves."""
     rollout_seconds: Seconds = 7200.0
     """All groups of one step, from the moment at which training waits for them."""
+    eval_seconds: Seconds = 14400.0
+    """One evaluation, of all its data sets."""
     completion_seconds: Seconds = 1800.0
     """One completion, waiting and repetition after the loss of a server included."""
     probe_seconds: Seconds = 30.0

@@ -9,6 +9,7 @@ from typing import Any
 from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
 from moerl.config.engines import engine_problems
+from moerl.config.evaluation import eval_problems, gym_problems
 from moerl.config.fp8 import fp8_problems
 from moerl.config.kubernetes import kubernetes_problems
 from moerl.config.megatron_fields import megatron_problems, router_problems
@@ -209,12 +210,7 @@ def _overlong(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gym_reward(config: RunConfig) -> Iterator[Problem]:
-    for name, term in config.reward.terms.items():
-        if term.kind == "gym" and config.data.kind != "gym":
-            reason = f"the scorer belongs to a reasoning-gym task, and data.kind={config.data.kind}"
-            yield problem(
-                f"reward.terms.{name}.kind", "gym", "needs data.kind=gym", reason, "data.kind=gym with data.task=TASK, or another kind"
-            )
+    yield from gym_problems(config.reward, config.data)
 
 
 def _rollout(config: RunConfig) -> Iterator[Problem]:
@@ -290,6 +286,7 @@ _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _memory,
     _overlong,
     _gym_reward,
+    eval_problems,
     _rollout,
     _server_layout,
     _engine,

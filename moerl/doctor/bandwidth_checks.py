@@ -54,11 +54,13 @@ def bandwidth_checks(found: Bandwidth, came: Sequence[NodeFacts], expected: Expe
     yield from _all_reduce_inside(names, found)
     node_gb = expected.gb_per_second if expected.gb_per_second is not None else _infiniband(came)
     gpu_gb = _nvlink(came) if expected.gb_per_second is None or len(came) > 1 else expected.gb_per_second
-    yield from _beside_links("between nodes", list(found.between_nodes.values()), node_gb, "InfiniBand", found.on_gpus)
-    yield from _beside_links("inside nodes", [v for links in found.inside for v in links.values()], gpu_gb, "NVLink", found.on_gpus)
+    between, inside = list(found.between_nodes.values()), [speed for links in found.inside for speed in links.values()]
+    demands = found.on_gpus and expected.gb_per_second is not None
+    yield from _beside_links("between nodes", between, node_gb, "InfiniBand", found.on_gpus, fails=demands)
+    yield from _beside_links("inside nodes", inside, gpu_gb, "NVLink", found.on_gpus, fails=demands and len(came) == 1)
     if found.all_reduce is not None:
         limits = (node_gb, "InfiniBand") if len(came) > 1 else (gpu_gb, "NVLink")
-        yield from _beside_links("all-reduce", [found.all_reduce], *limits, found.on_gpus)
+        yield from _beside_links("all-reduce", [found.all_reduce], *limits, found.on_gpus, fails=False)
 
 
 def _beside_others(what: str, names: Sequence[str], links: Mapping[Pair, float], on_gpus: bool) -> Iterator[Finding]:
@@ -96,7 +98,8 @@ def _all_reduce_inside(names: Sequence[str], found: Bandwidth) -> Iterator[Findi
         yield replace(_bad(is_failure, "all-reduce inside", f"{speeds[index]:.3g} GB/s", wanted, fix), node=names[index])
 
 
-def _beside_links(check: str, values: Sequence[float], limit: float | None, links: str, on_gpus: bool) -> Iterator[Finding]:
+def _beside_links(check: str, values: Sequence[float], limit: float | None, links: str, on_gpus: bool, *, fails: bool) -> Iterator[Finding]:
+    """`fails`: the limit is what the user demands. How much NCCL reaches of what links carry has not been tried on all kinds of them."""
     if not values:
         return
     # The upper one: those that are slow beside the others have been named, and one in two may be.
@@ -110,7 +113,7 @@ def _beside_links(check: str, values: Sequence[float], limit: float | None, link
         yield ok(f"bandwidth {check}", found, wanted)
     else:
         fix = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET moerl doctor  # are NET/IB and GDRDMA in its lines?"
-        yield _bad(on_gpus and share < LEAST_SHARE, f"bandwidth {check}", found, wanted, fix)
+        yield _bad(fails and share < LEAST_SHARE, f"bandwidth {check}", found, wanted, fix)
 
 
 def _bad(is_failure: bool, check: str, found: str, expected: str, fix: str) -> Finding:
@@ -119,7 +122,7 @@ def _bad(is_failure: bool, check: str, found: str, expected: str, fix: str) -> F
 
 def _infiniband(came: Sequence[NodeFacts]) -> float | None:
     """GB/s of the weakest node's ports together; None if a node has none, or does not know their rates."""
-    rates = [[port.gbit for port in fabric_ports(facts.ports)] for facts in came]
+    rates = [[port.gbit for port in fabric_ports(facts.ports, facts.topology)] for facts in came]
     if any(not node or None in node for node in rates):
         return None
     return min(sum(gbit for gbit in node if gbit is not None) for node in rates) / 8

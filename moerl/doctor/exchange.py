@@ -14,8 +14,8 @@ from moerl.doctor.judge import rounds
 
 _REPEATS = 5
 
-Exchange = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""(peer, what is sent, what is received): returns when both are done."""
+Exchange = Callable[[int, torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
+"""(peer, what is sent, what is received, group that both are in): returns when both are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,22 +37,28 @@ MEASURED = TypeAdapter(Measured)
 
 def measure(nodes: Sequence[Sequence[int]], device: torch.device, num_bytes: int, exchange: Exchange | None = None) -> Measured:
     """`nodes`: the ranks of every node, as many on each. The default process group is made. `exchange`: of this rank, by default a send and
-    a receive at once."""
+    a receive at once.
+
+    Ranks of a node meet in a group of their own: NCCL gives every peer of a communicator as many channels as the peer with the fewest gets,
+    which over the network are few (ncclTopoComputeP2pChannels, src/graph/paths.cc).
+    """
     exchange = _send_and_receive if exchange is None else exchange
     node = next(index for index, ranks in enumerate(nodes) if dist.get_rank() in ranks)
     local = nodes[node].index(dist.get_rank())
     buffers = (torch.zeros(num_bytes, dtype=torch.uint8, device=device), torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-    locals_ = _meet_everyone(local, nodes[node], buffers, exchange)
-    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], buffers, exchange)
-    inside = None
-    if len(nodes) > 1 and len(nodes[node]) > 1:
-        groups = [dist.new_group(list(ranks)) for ranks in nodes]
-        inside = _all_reduce(buffers[0], groups[node])
-    together = _all_reduce(buffers[0]) if dist.get_world_size() > 1 else None
+    groups = [dist.new_group(list(ranks)) if len(nodes) > 1 else dist.group.WORLD for ranks in nodes]
+    # NCCL makes a group's communicator with its first operation, in which all must take part; with an odd number, a round leaves one out.
+    _wait_for_all(device, groups[node])
+    locals_ = _meet_everyone(local, nodes[node], buffers, partial(exchange, group=groups[node]))
+    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], buffers, partial(exchange, group=dist.group.WORLD))
+    inside = _all_reduce(buffers[0], groups[node]) if len(nodes) > 1 and len(nodes[node]) > 1 else None
+    together = _all_reduce(buffers[0], dist.group.WORLD) if dist.get_world_size() > 1 else None
     return Measured(local=locals_, remote=remotes, node_all_reduce=inside, all_reduce=together)
 
 
-def _meet_everyone(me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor], exchange: Exchange) -> dict[int, float]:
+def _meet_everyone(
+    me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor], exchange: Callable[[int, torch.Tensor, torch.Tensor], None]
+) -> dict[int, float]:
     """Position in `ranks` -> bandwidth, for all but `me`. All rounds begin together, also on ranks that have no peer in one."""
     out, into = buffers
     found = {}
@@ -64,12 +70,12 @@ def _meet_everyone(me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, t
     return found
 
 
-def _send_and_receive(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]):
+def _send_and_receive(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)]):
         work.wait()
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
+def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
     """Bus bandwidth: what each rank must send and receive at least, 2 (n - 1) / n times the tensor, per second."""
     _wait_for_all(tensor.device)
     num = dist.get_world_size(group)
@@ -90,8 +96,8 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return median(taken[1:])
 
 
-def _wait_for_all(device: torch.device) -> None:
-    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+def _wait_for_all(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    dist.barrier(group, device_ids=[device.index] if device.type == "cuda" else None)
     _finish(device)
 
 

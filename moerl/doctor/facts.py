@@ -14,13 +14,16 @@ import psutil
 from pydantic import TypeAdapter
 
 from moerl.cluster.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.cluster.nccl_conf import read_nccl_files
 from moerl.cluster.network import Hardware, Setting, find_interfaces, network_settings, variables
 from moerl.cluster.nvidia import GPU, NVLinks, Topology, find_gpus, find_links, find_topology
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import Expected
-from moerl.doctor.versions import engine_versions, trainer_versions
+from moerl.doctor.versions import engine_versions, libcuda_version, trainer_versions
 
 UNLIMITED = -1
+_CAP_IPC_LOCK = 14
+"""Its bit (linux/capability.h)."""
 _SESSION = re.compile(r"session_[0-9_-]+")
 """Ray's name of a cluster, in the command line of each of its daemons."""
 
@@ -51,10 +54,14 @@ class NodeFacts:
     own_addresses: tuple[str, ...] | Absent
     """What the node's host name resolves to there."""
     torch_gpus: int
+    libcuda: int | None
+    """Major version of CUDA that the libcuda found here runs, which may not be the driver's own; None: there is none."""
     open_files: tuple[int, int]
     """ulimit -n, soft and hard; -1: unlimited."""
     locked_bytes: int
     """ulimit -l in bytes, or -1."""
+    locks_any_memory: bool
+    """The process has CAP_IPC_LOCK, so that the kernel does not heed ulimit -l (capabilities(7))."""
     disks: tuple[Disk, ...]
     ram_bytes: int
     free_ram_bytes: int
@@ -78,7 +85,8 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
     gpus, topology, ports, gpudirect, interfaces = find_gpus(), find_topology(), find_ports(), find_gpudirect(), find_interfaces()
     hardware = Hardware(gpus=gpus, topology=topology, ports=ports, gpudirect=gpudirect, interfaces=interfaces)
     memory = psutil.virtual_memory()
-    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ)
+    files = read_nccl_files(os.environ)
+    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ, files=files)
     limits = {which: tuple(map(_limit, resource.getrlimit(which))) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)}
     return NodeFacts(
         name=name,
@@ -92,8 +100,10 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
         interfaces=interfaces,
         own_addresses=_own_addresses(),
         torch_gpus=torch.cuda.device_count(),
+        libcuda=libcuda_version(),
         open_files=(limits[resource.RLIMIT_NOFILE][0], limits[resource.RLIMIT_NOFILE][1]),
         locked_bytes=limits[resource.RLIMIT_MEMLOCK][0],
+        locks_any_memory=locks_any_memory(Path("/proc/self/status").read_text()),
         disks=tuple(_disk(*place) for place in _places(expected)),
         ram_bytes=memory.total,
         free_ram_bytes=memory.available,
@@ -103,6 +113,12 @@ def gather(name: str, expected: Expected, *, reached_at: str | None) -> NodeFact
         gloo_interface={**os.environ, **variables(settings)}.get("GLOO_SOCKET_IFNAME", ""),
         settings=settings,
     )
+
+
+def locks_any_memory(status: str) -> bool:
+    """Of /proc/PID/status: whether its effective capabilities have CAP_IPC_LOCK."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, flags=re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
 def _limit(value: int) -> int:

@@ -52,7 +52,12 @@ def _driver(facts: NodeFacts, gpus: Sequence[GPU]) -> Finding:
         return fail("driver", f"{driver}, and {cuda.reason}", "a PyTorch for CUDA", "make venv TORCH_INDEX=URL  # of a PyTorch for CUDA")
     newest = newest_cuda(driver)
     expected = f"runs CUDA {cuda}"
-    if newest is not None and newest < int(cuda.split(".")[0]):
+    major = int(cuda.split(".")[0])
+    if newest is not None and newest < major:
+        # libcuda of CUDA's forward-compatibility package, in place of the driver's own, runs a newer CUDA on data-centre GPUs.
+        if facts.libcuda is not None and facts.libcuda >= major:
+            found = f"{driver}, which runs CUDA {newest}, with a forward-compatibility libcuda for CUDA {facts.libcuda}"
+            return warn("driver", found, expected, f"# a newer driver, or a PyTorch for CUDA {newest}, if CUDA cannot be initialised")
         return fail("driver", f"{driver}, which runs CUDA {newest}", expected, f"# a newer driver, or a PyTorch for CUDA {newest}")
     return ok("driver", driver, expected)
 
@@ -90,6 +95,14 @@ def _ecc(facts: NodeFacts, gpus: Sequence[GPU]) -> Finding:
         return fail(
             "ECC", said, "0 uncorrected", f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, errors))}  # and tell who runs the node"
         )
+    if failed := [gpu.index for gpu in gpus if gpu.remap_failed]:
+        said = f"broken rows could not be replaced on {_list(failed)}"
+        return fail(
+            "ECC", said, "every broken row replaced", "nvidia-smi -q -d ROW_REMAPPER  # the GPU must be exchanged: tell who runs the node"
+        )
+    if pending := [gpu.index for gpu in gpus if gpu.remap_pending]:
+        fix = f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, pending))}  # with nothing running on them, or reboot the node"
+        return fail("ECC", f"broken rows are replaced at the next reset of {_list(pending)}", "every broken row replaced", fix)
     if off:
         return warn("ECC", f"off on {_list(off)}", "on", f"sudo nvidia-smi -i {','.join(map(str, off))} --ecc-config=1  # then reboot")
     if all(gpu.uncorrected is None for gpu in gpus):

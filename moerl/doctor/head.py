@@ -11,6 +11,7 @@ from moerl.doctor.bandwidth_checks import Bandwidth, bandwidth_checks, combine
 from moerl.doctor.cluster_checks import Skew, clock_checks, count_checks, likeness_checks, reach_checks
 from moerl.doctor.exchange import MEASURED
 from moerl.doctor.expected import Expected
+from moerl.doctor.fabric_checks import fabric_checks
 from moerl.doctor.facts import NodeFacts
 from moerl.doctor.findings import Finding, fail, skipped
 from moerl.doctor.gpu_checks import gpu_checks
@@ -64,6 +65,7 @@ class _Head:
         findings = [
             *count_checks(came, missing, self._expected),
             *likeness_checks(came),
+            *fabric_checks(came),
             *clock_checks(skews),
             *reach_checks(came, reached),
         ]

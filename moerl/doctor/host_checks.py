@@ -4,6 +4,7 @@ import ipaddress
 from collections.abc import Iterator
 from dataclasses import replace
 
+from moerl.cluster.infiniband import Port
 from moerl.cluster.network import fabric_ports
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import (
@@ -36,26 +37,36 @@ def host_checks(facts: NodeFacts, expected: Expected) -> Iterator[Finding]:
 
 
 def _infiniband(facts: NodeFacts) -> Finding:
+    """A port that is down may have no cable, on this node as on all others: only compared with them is it a failure (fabric_checks)."""
     ports = facts.ports
     if isinstance(ports, Absent):
         return absent("InfiniBand", ports, "ibv_devinfo")
     if not ports:
         return skipped("InfiniBand", "no RDMA adapter")
-    fabric = fabric_ports(ports)
+    fabric = fabric_ports(ports, facts.topology)
     down = [port.name for port in ports if port.link_layer == "InfiniBand" and not port.is_active]
-    rates = sorted({"unknown rate" if port.gbit is None else f"{port.gbit:g} Gb/s" for port in fabric})
+    rates = sorted({_rate(port) for port in fabric})
+    left_out = [
+        f"{port.name} at {_rate(port)}" for port in ports if port.is_active and port.link_layer == "InfiniBand" and port not in fabric
+    ]
     found = f"{len(fabric)} ports at {', '.join(rates)}" if fabric else "no active port"
+    found += f"; left out: {', '.join(left_out)}" if left_out else ""
+    ethernet = [port.name for port in ports if port.is_active and port.link_layer != "InfiniBand"]
     if down:
         fix = f"ibstat {down[0].split(':')[0]}  # cable, switch port, or subnet manager"
-        return fail("InfiniBand", f"{found}; not active: {', '.join(down)}", "every port active", fix)
+        is_failure = not fabric and not ethernet
+        return (fail if is_failure else warn)("InfiniBand", f"{found}; not active: {', '.join(down)}", "every port active", fix)
     if not fabric:
-        ethernet = [port.name for port in ports if port.is_active]
         return skipped("InfiniBand", f"RDMA over Ethernet only: {', '.join(ethernet)}" if ethernet else "no port is active")
     return ok("InfiniBand", found, "every port active")
 
 
+def _rate(port: Port) -> str:
+    return "unknown rate" if port.gbit is None else f"{port.gbit:g} Gb/s"
+
+
 def _gpudirect(facts: NodeFacts) -> Finding:
-    if isinstance(facts.gpus, Absent) or not facts.gpus or not fabric_ports(facts.ports):
+    if isinstance(facts.gpus, Absent) or not facts.gpus or not fabric_ports(facts.ports, facts.topology):
         return skipped("GPUDirect RDMA", "needs GPUs and InfiniBand")
     if isinstance(facts.gpudirect, Absent):
         return fail("GPUDirect RDMA", facts.gpudirect.reason, "nvidia_peermem or dma-buf", "sudo modprobe nvidia-peermem")
@@ -63,20 +74,25 @@ def _gpudirect(facts: NodeFacts) -> Finding:
 
 
 def _open_files(facts: NodeFacts) -> Finding:
+    """A process may raise the soft limit to the hard one, as the node processes of moerl's jobs do."""
     soft, hard = facts.open_files
-    expected = f"at least {OPEN_FILES}"
+    found, expected = f"{_limit(soft)} (hard {_limit(hard)})", f"at least {OPEN_FILES}"
     if soft == UNLIMITED or soft >= OPEN_FILES:
-        return ok("ulimit -n", _limit(soft), expected)
-    can_raise = hard == UNLIMITED or hard >= OPEN_FILES
-    fix = f"ulimit -n {OPEN_FILES}" if can_raise else "# nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd"
-    return (fail if soft < FEWEST_OPEN_FILES else warn)("ulimit -n", _limit(soft), expected, fix)
+        return ok("ulimit -n", found, expected)
+    if hard == UNLIMITED or hard >= OPEN_FILES:
+        fix = f"# ulimit -n {OPEN_FILES} where the job is submitted, or in the shell that runs ray start"
+        return warn("ulimit -n", found, expected, fix)
+    fix = "# the node's hard limit: nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd; Slurm takes that of sbatch's shell along"
+    return (fail if hard < FEWEST_OPEN_FILES else warn)("ulimit -n", found, expected, fix)
 
 
 def _locked_memory(facts: NodeFacts) -> Finding:
     found = _limit(facts.locked_bytes)
     if facts.locked_bytes == UNLIMITED:
         return ok("ulimit -l", found, "unlimited")
-    if not fabric_ports(facts.ports):
+    if facts.locks_any_memory:
+        return ok("ulimit -l", f"{found}, which CAP_IPC_LOCK overrules", "unlimited")
+    if not fabric_ports(facts.ports, facts.topology):
         return skipped("ulimit -l", f"{found}; only RDMA locks memory, and there is no InfiniBand")
     fix = "# memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd, or PropagateResourceLimitsExcept=MEMLOCK"
     return fail("ulimit -l", found, "unlimited, for RDMA buffers", fix)

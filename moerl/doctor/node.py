@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +19,8 @@ from typing import IO
 from pydantic import TypeAdapter
 from torch.distributed import TCPStore
 
-from moerl.cluster.network import variables
+from moerl.cluster.nccl_conf import read_nccl_files
+from moerl.cluster.network import Setting, variables
 from moerl.doctor.expected import Expected
 from moerl.doctor.facts import NodeFacts, gather
 from moerl.doctor.rank import JOB, RankJob
@@ -27,6 +28,9 @@ from moerl.types import MoerlError
 
 CLOCK_ROUNDS = 5
 _CONNECT_SECONDS = 5.0
+_NET_CHANNELS = {"NCCL_NCHANNELS_PER_NET_PEER": "4"}
+"""Of the doctor's ranks, unless it is given. NCCL takes fewer the more ranks there are, as if each sent to all others at the same time
+(ncclTopoGetNchannels, src/graph/paths.cc); here each has one peer, and one channel does not fill its port."""
 _POLL_SECONDS = 0.05
 
 
@@ -81,7 +85,7 @@ def examine(seat: Seat) -> None:
         _answer_clock(store, seat.index)
         plan = PLAN.validate_json(store.get("plan"))
         store.set(f"reached/{seat.index}", _try_name(*plan.neighbours[seat.index]) if seat.index in plan.neighbours else "")
-        with _ranks(seat, plan, variables(facts.settings)) as processes:
+        with _ranks(seat, plan, rank_variables(facts.settings, os.environ)) as processes:
             _wait_for_ranks(store, processes)
             # Until then others may still try this node's name.
             store.wait(["stop"], timeout)
@@ -110,6 +114,12 @@ def _try_name(host: str, port: int) -> str:
         return f"{host}: {error}"
 
 
+def rank_variables(settings: tuple[Setting, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """What the doctor's ranks get besides the environment."""
+    given = {*environment, *read_nccl_files(environment)}
+    return {name: value for name, value in _NET_CHANNELS.items() if name not in given} | variables(settings)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rank:
     process: subprocess.Popen[bytes]
@@ -128,7 +138,7 @@ def _ranks(seat: Seat, plan: Plan, environment: dict[str, str]) -> Iterator[dict
             )  # fmt: skip
             log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
             command = [sys.executable, "-m", "moerl.doctor.rank", JOB.dump_json(job).decode()]
-            process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
+            process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
             ranks[rank] = _Rank(process=process, log=log)
         yield ranks
     finally:

@@ -1,5 +1,6 @@
 """Versions of what a run is made of, in this environment and in the engines', and the ranges that moerl supports."""
 
+import ctypes
 import functools
 import importlib.metadata
 import json
@@ -82,6 +83,16 @@ def newest_cuda(driver: str) -> int | None:
     if branch is None:
         return None
     return next((cuda for cuda, oldest in ((13, 580), (12, 525), (11, 450)) if int(branch[0]) >= oldest), None)
+
+
+def libcuda_version(name: str = "libcuda.so.1") -> int | None:
+    """The major version of CUDA that the libcuda found by the loader runs; None if there is none, or it does not say."""
+    version = ctypes.c_int(0)
+    try:
+        status = ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000 if status == 0 else None
 
 
 def _installed(name: str) -> str | Absent:

@@ -35,6 +35,7 @@ def charts(rows: Rows) -> list[Chart]:
     found = [
         _reward_chart(rows),
         _phase_chart(rows),
+        _evaluation_chart(rows),
         _chart(rows, "Reward terms", _family(rows, "reward/part/"), note="means over samples"),
         _chart(rows, "Response length", ("length/mean", "length/max"), note="response tokens, the end token included"),
         _chart(rows, "Truncated responses", ("length/truncated",), note="cut at the response limit"),
@@ -74,6 +75,16 @@ def _reward_chart(rows: Rows) -> Chart:
     ]
     extremes = [Trace(name=name, y=_column(rows, f"reward/{name}")) for name in ("min", "max")]
     return Chart(title="Reward", unit="", note="mean over the step's samples", x=_steps(rows), traces=traces + extremes, wide=True)
+
+
+def _evaluation_chart(rows: Rows) -> Chart:
+    """Of steps that were evaluated: joined by lines, whatever lies between."""
+    measured = [row for row in rows if any(name.startswith("eval/") for name in row)]
+    names = [
+        name for name in _family(measured, "eval/") if name.rpartition("/")[2].startswith(("pass@", "reward")) and "_error" not in name
+    ]
+    traces = [Trace(name=name.removeprefix("eval/"), y=_column(measured, name)) for name in names]
+    return Chart(title="Evaluation", unit="", note="pass@k and mean reward of each data set", x=_steps(measured), traces=traces, wide=True)
 
 
 def _phase_chart(rows: Rows) -> Chart:

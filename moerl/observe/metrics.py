@@ -61,6 +61,7 @@ METRICS = (
     Metric("groups/solved", "share", "up", MEAN, "trained groups whose samples all have the full reward: too easy to learn from"),
     Metric("groups/uniform", "share", "down", MEAN, "trained groups whose rewards are all equal: their advantages are zero"),
     Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
+    Metric("eval/*", "", "up", LAST, "eval/DATASET/NAME: reward, pass@k and its standard error, length, truncated and unscorable samples"),
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
     Metric("fleet/resumed", "completions", "none", LAST, "that went on from their tokens after a push (rollout.partial), since then"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
@@ -100,7 +101,7 @@ METRICS = (
     Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
-    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push and save: those after the step before"),
+    Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push, save, eval: those after the step before"),
 )  # fmt: skip
 
 _BY_NAME = {entry.name: entry for entry in METRICS}

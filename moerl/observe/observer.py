@@ -110,6 +110,20 @@ class Observer:
         self._last_version = version
         return metrics
 
+    def has_evaluated(self, version: int) -> bool:
+        """Whether this process, or an earlier one that this one continues, has recorded an evaluation of `version`."""
+        rows = read_metrics(metrics_path(self._run_dir))
+        return any(row["step"] == version and any(name.startswith("eval/") for name in row) for row in rows)
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Records an evaluation of the weights of `version`, whose step, if there was one, is recorded already."""
+        if self._last_version is None:
+            self._forget_after(version)
+        for writer in self._writers:
+            writer.write(version, metrics)
+        told = [f"{name.removeprefix('eval/')} {number(value)}" for name, value in metrics.items() if not name.endswith("_error")]
+        self.notice(f"evaluation of step {version}: {', '.join(told)}")
+
     def saved(self, checkpoints: Sequence[SavedCheckpoint]) -> None:
         """Checkpoints that became visible: to the log, and to the metrics of the step that is reported next."""
         for each in checkpoints:

@@ -40,8 +40,14 @@ def metrics_path(run_dir: Path) -> Path:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The steps of a metrics.jsonl, each with its "step"; a value that was not finite is absent."""
-    return [{name: value for name, value in record.items() if value is not None} for record in read_records(path)]
+    """The steps of a metrics.jsonl, each with its "step"; a value that was not finite is absent.
+
+    A step that was evaluated has two lines, and is one here.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for record in read_records(path):
+        steps.setdefault(record["step"], {}).update({name: value for name, value in record.items() if value is not None})
+    return list(steps.values())
 
 
 def replace_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

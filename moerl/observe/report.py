@@ -105,7 +105,7 @@ def _tiles(rows: list[dict[str, float]], config: Mapping[str, Any]) -> list[tupl
         ("Mismatch", _number_or_none(recent.get("mismatch/mean")), f"{window}; largest ever {_number_or_none(total.get('mismatch/max'))}"),
         trend("Entropy", "train/entropy", "nats, "),
         ("Throughput", _number_or_none(recent.get("tokens/per_second")), f"tokens/s, {window}"),
-        ("Time", duration(total["time/step"]), f"{duration(recent['time/step'] / len(rows[-10:]))} per step, {window}"),
+        ("Time", duration(total.get("time/step", 0.0)), f"{duration(recent.get('time/step', 0.0) / len(rows[-10:]))} per step, {window}"),
     ]
     return [tile for tile in found if tile[1]]
 

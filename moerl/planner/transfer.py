@@ -69,13 +69,16 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     rollout, rate = plan.rollout, network.card_gbit / 8 * 1e9
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in plan.tensors) - experts
-    least = experts / rollout.expert_shares + others / min(rollout.gpus_per_node, rollout.num_gpus)
+    gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
+    shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
+    least = (experts * shares / rollout.expert_shares + others) / gpus
     found = schedule(plan, bucket_bytes=network.bucket_mb * 2**20)
     bound = bound_seconds(plan, bytes_per_second=rate)
     yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
     yield f"trainer          {plan.layout.ranks} GPUs"
     yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
-    yield f"network in       {_range(plan.received())} by GPU; experts / {rollout.expert_shares} + all else once per node = {_gb(least)}"
+    once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {_gb(least)} by GPU"
+    yield f"network in       {_range(plan.received())} by GPU; {once}"
     yield f"network out      {_range(plan.sent())} by trainer GPU"
     yield f"within nodes     {_range(plan.spread_in_node())} by GPU"
     yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"

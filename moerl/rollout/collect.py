@@ -67,7 +67,7 @@ class Intake:
         return Answer(completion=StoredCompletion.of(completion, payload, keep(payload)), text=text)
 
     async def _finished(self, request: Request, completion: Completion) -> str:
-        if self.routes is not None and completion.token_ids:
+        if self.routes is not None and request.sampling.returns_routes and completion.token_ids:
             # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
             await asyncio.to_thread(check_routes, completion, num_prompt=len(request.prompt_ids), shape=self.routes)
         return self.decoder.decode(list(completion.token_ids), skip_special_tokens=True)

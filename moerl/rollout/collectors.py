@@ -7,6 +7,7 @@ server, puts the payload into the object store of its own machine, and answers w
 import asyncio
 import os
 import pickle
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -26,36 +27,49 @@ class CollectorActor:
     def __init__(self, intake: Intake):
         self._intake = intake
         self._session: aiohttp.ClientSession | None = None
-        self._asking: dict[str, asyncio.Task[Answer]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._asking: dict[int, asyncio.Task[Answer]] = {}
+        self._dropped: set[int] = set()
 
     async def process_id(self) -> int:
         """Answers when everything is imported."""
         return os.getpid()
 
     async def ask(self, asked: bytes, so_far: StoredCompletion | None = None) -> Answer:
-        """`asked`: url, name of the server and Request, pickled. MoerlErrors as they are; BrokenConnection for what only the driver, which
-        watches the server, can explain."""
-        url, server, request = pickle.loads(asked)
+        """`asked`: a number of its own, url and name of the server, and Request, pickled. MoerlErrors as they are; BrokenConnection for
+        what only the driver, which watches the server, can explain."""
+        number, url, server, request = pickle.loads(asked)
+        self._loop = asyncio.get_running_loop()
+        self._asking[number] = task = asyncio.create_task(self._answer(url, server, request, so_far))
+        if number in self._dropped:
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            raise EngineError(f"{server}: {request.request_id} was dropped") from None
+        finally:
+            del self._asking[number]
+
+    async def _answer(self, url: str, server: str, request: Request, so_far: StoredCompletion | None) -> Answer:
         session = self._session = new_session() if self._session is None else self._session
 
         async def generate(prompt_ids: Any, sampling: Any, request_id: str) -> Any:
             return await generate_at(session, url, server, prompt_ids, sampling, request_id)
 
         before = None if so_far is None else (so_far, await asyncio.to_thread(so_far.payload.get))
-        task = asyncio.create_task(self._intake.ask(generate, request, before, server=server, keep=keep))
-        self._asking[request.request_id] = task
-        try:
-            return await task
-        except asyncio.CancelledError:
-            raise EngineError(f"{server}: {request.request_id} was dropped") from None
-        finally:
-            del self._asking[request.request_id]
+        return await self._intake.ask(generate, request, before, server=server, keep=keep)
 
     @ray.method(concurrency_group=_DROP_THREAD)
-    async def drop(self, request_id: str) -> None:
-        """Nobody waits for it any more: the connection is closed, and the server drops the request."""
-        if request_id in self._asking:
-            self._asking[request_id].cancel()
+    async def drop(self, number: int) -> None:
+        """Nobody waits for it any more: the connection is closed, and the server drops the request. In another thread than `ask`, which it
+        may overtake."""
+        self._dropped.add(number)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._cancel, number)
+
+    def _cancel(self, number: int) -> None:
+        if number in self._asking:
+            self._asking[number].cancel()
 
 
 class RayCollectors:
@@ -66,6 +80,7 @@ class RayCollectors:
         self._intake, self._num_actors, self._max_in_flight = intake, num_actors, max_in_flight
         self._actors: list[Any] = []
         self._homes: dict[HTTPEngine, Any] = {}
+        self._numbers = count()
 
     async def start(self) -> None:
         # Spread over machines: the payloads fill the store of the machine that receives them.
@@ -78,11 +93,12 @@ class RayCollectors:
     async def ask(self, engine: HTTPEngine, request: Request, so_far: StoredCompletion | None) -> Answer:
         actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
         # Ray serializes argument by argument with cloudpickle, which costs the driver more than the rest of the call.
-        asked = pickle.dumps((engine.url, engine.name, request))
+        number = next(self._numbers)
+        asked = pickle.dumps((number, engine.url, engine.name, request))
         try:
             answer: Answer = await (actor.ask.remote(asked) if so_far is None else actor.ask.remote(asked, so_far))
         except asyncio.CancelledError:
-            actor.drop.remote(request.request_id)
+            actor.drop.remote(number)
             raise
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, BrokenConnection):

@@ -21,6 +21,10 @@ Part = Literal["weights", "cache"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
+class EngineRefuses(EngineUnavailable):
+    """The server runs and says that it may not serve: it is stale, asleep or being closed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     status: Literal["stale", "healthy", "paused", "asleep"]

@@ -20,7 +20,7 @@ import torch
 from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
-from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
+from moerl.rollout.engine import PARTS, EngineHealth, EngineRefuses, Part, PauseMode
 from moerl.rollout.limits import Limits
 from moerl.types import Completion, EngineError, EngineUnavailable, FinishReason, SamplingParams, VersionSpan, WeightError
 from moerl.weights.receive import WeightSession
@@ -169,7 +169,7 @@ class FakeEngine:
         if self._stale and not (self._pushing and self._paused):
             reason = f"the server is stale: {self._stale}; push weights first"
         if reason:
-            raise EngineUnavailable(f"{self.name}: {request_id}: {reason}")
+            raise EngineRefuses(f"{self.name}: {request_id}: {reason}")
         if request_id in self._requests:
             reason = "is in flight already; ids must be unique on a server"
         reason = reason or self._limits.violation(prompt_ids, sampling)

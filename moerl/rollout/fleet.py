@@ -3,9 +3,9 @@
     healthy --> suspect --> dead --> restarting --> stale --> (verified push) --> healthy
        ^-----------'  it answers again                ^-- every server begins here
 
-healthy: requests go to it. suspect: it missed a probe; it keeps its requests and gets no new ones. dead: it ended, or missed
-NUM_PROBES in a row and is ended. One that ends more often than rollout.max_restarts stays dead; the run goes on with the others, and
-ends, with what killed the last of them, when there are none.
+healthy: requests go to it. suspect: it missed a probe, or broke off a request; it keeps its requests and gets no new ones. dead: it
+ended, or missed NUM_PROBES in a row and is ended. One that ends more often than rollout.max_restarts stays dead; the run goes on with the
+others, and ends, with what killed the last of them, when there are none.
 """
 
 import asyncio
@@ -32,6 +32,8 @@ _RUNNING: tuple[State, ...] = ("healthy", "suspect", "stale")
 class Member:
     engine: RolloutEngine
     state: State = "stale"
+    trusted: State = "stale"
+    """Its state before it became suspect."""
     num_in_flight: int = 0
     num_starts: int = 1
     gone: EngineError | None = None
@@ -92,6 +94,11 @@ class Fleet:
         if member.state == "healthy" and not member.is_lent:
             self._enter(member, "stale")
 
+    def broke_off(self, member: Member) -> None:
+        """A request failed without the server's word for it: no more requests before it ended, as mostly, or answers a probe."""
+        if member.state == "healthy":
+            self._suspect(member)
+
     def healthy(self) -> list[Member]:
         """Those that serve."""
         return [member for member in self.members if member.state == "healthy" and not member.is_lent]
@@ -143,15 +150,16 @@ class Fleet:
 
     async def _watch(self, member: Member) -> None:
         while True:
-            error = await self._end_of(member)
-            self._enter(member, "dead")
-            if member.num_starts > self._max_restarts:
-                logger.error("not restarted, rollout.max_restarts = %d: %s", self._max_restarts, error)
-                member.gone = error
-                self._tell()
-                return
-            logger.warning("restart %d of %d: %s", member.num_starts, self._max_restarts, error)
-            await self._restart(member)
+            error: EngineError | None = await self._end_of(member)
+            while error is not None:
+                self._enter(member, "dead")
+                if member.num_starts > self._max_restarts:
+                    logger.error("not restarted, rollout.max_restarts = %d: %s", self._max_restarts, error)
+                    member.gone = error
+                    self._tell()
+                    return
+                logger.warning("restart %d of %d: %s", member.num_starts, self._max_restarts, error)
+                error = await self._restart(member)
 
     async def _end_of(self, member: Member) -> EngineError:
         """Why it has ended, or must."""
@@ -164,18 +172,17 @@ class Fleet:
             probed.cancel()
 
     async def _misses(self, member: Member) -> EngineError:
-        num_missed, before = 0, member.state
+        num_missed = 0
         while num_missed < NUM_PROBES:
             await asyncio.sleep(self._probe_seconds)
             if await self._answers(member):
                 if member.state == "suspect":
-                    self._enter(member, before)
+                    self._enter(member, member.trusted)
                 num_missed = 0
                 continue
             num_missed += 1
             if member.state != "suspect":
-                before = member.state
-                self._enter(member, "suspect")
+                self._suspect(member)
         return await self._hung(member)
 
     async def _hung(self, member: Member) -> EngineError:
@@ -196,8 +203,8 @@ class Fleet:
             return False
         return True
 
-    async def _restart(self, member: Member) -> None:
-        """Whatever fails here is found again by the next watch."""
+    async def _restart(self, member: Member) -> EngineError | None:
+        """Why it could not be started."""
         self._enter(member, "restarting")
         member.num_starts += 1
         await member.engine.close()
@@ -207,14 +214,18 @@ class Fleet:
         try:
             await member.engine.start()
         except EngineError as error:
-            logger.warning("could not restart: %s", error)
-            return
+            return error
         finally:
             member.is_starting = False
             self._tell()
         self._enter(member, "stale")
+        return None
 
     # -- changes -----------------------------------------------------------------------------------------------
+
+    def _suspect(self, member: Member) -> None:
+        member.trusted = member.state
+        self._enter(member, "suspect")
 
     def _enter(self, member: Member, state: State) -> None:
         logger.info("%s: %s -> %s", member.engine.name, member.state, state)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from moerl.cluster.party import Party
 from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
 from moerl.rollout import wire
-from moerl.rollout.engine import PARTS, EngineHealth, Part, PauseMode
+from moerl.rollout.engine import PARTS, EngineHealth, EngineRefuses, Part, PauseMode
 from moerl.rollout.remote_process import RemoteProcess
 from moerl.rollout.server_process import ServerProcess
 from moerl.rollout.spread_process import SpreadProcess
@@ -153,7 +153,7 @@ async def _exchange(
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
     if response.status != 200:
         reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content).error
-        raise (EngineUnavailable if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
+        raise (EngineRefuses if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
     return content
 
 

@@ -119,7 +119,7 @@ class Places:
         least = min(free, key=lambda member: member.num_in_flight)
         first = self._waiting[0]
         home = self._homes.get(first.session)
-        if home is None or home.state != "healthy":
+        if home is None or home.state != "healthy" or home.is_lent:
             return 0, least
         if home in free:
             return 0, home if home.num_in_flight - least.num_in_flight <= self._slack else least

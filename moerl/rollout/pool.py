@@ -16,7 +16,7 @@ from moerl.cluster.hang import HangReports
 from moerl.cluster.party import Party, ProcessId
 from moerl.payloads import StoredCompletion
 from moerl.rollout.collect import Answer, Collector, Request
-from moerl.rollout.engine import EngineHealth, Part, PauseMode, RolloutEngine
+from moerl.rollout.engine import EngineHealth, EngineRefuses, Part, PauseMode, RolloutEngine
 from moerl.rollout.fleet import Fleet, Member
 from moerl.rollout.places import Claim, Places
 from moerl.types import EngineError, EngineUnavailable, HangError, SamplingParams
@@ -74,9 +74,14 @@ class RolloutPool:
             async with asyncio.timeout(self._request_seconds):
                 return await self._generate(Request(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked)
         except TimeoutError as error:
+            if not asked:
+                raise EngineError(
+                    f"{request_id} got no server within deadlines.completion_seconds = {self._request_seconds:g}; "
+                    f"{', '.join(f'{member.engine.name} is {member.state}' for member in self.fleet.members)}"
+                ) from error
             hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
             raise EngineError(
-                f"{asked[-1].engine.name if asked else 'no server was free'}: {request_id} took longer than deadlines.completion_seconds = "
+                f"{asked[-1].engine.name}: {request_id} took longer than deadlines.completion_seconds = "
                 f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
                 "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
             ) from (error if hang is None else hang)
@@ -123,10 +128,11 @@ class RolloutPool:
         return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
 
     async def _generate(self, request: Request, claim: Claim, asked: list[Member]) -> Answer:
-        """`asked` gets the servers."""
+        """`asked` gets the server while it is asked."""
         so_far: StoredCompletion | None = None
         num_lost = 0
         while True:
+            asked.clear()
             async with self._places.take(claim) as member:
                 asked.append(member)
                 try:
@@ -135,7 +141,7 @@ class RolloutPool:
                     num_lost += 1
                     if num_lost == MAX_ATTEMPTS:
                         raise
-                    self.fleet.refused(member)
+                    (self.fleet.refused if isinstance(error, EngineRefuses) else self.fleet.broke_off)(member)
                     logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
                     continue
             if answer.completion.finish_reason != "abort":

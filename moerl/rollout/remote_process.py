@@ -179,11 +179,13 @@ class RemoteProcess:
         return found
 
     async def _ask(self, verb: str, *arguments: Any) -> Any:
-        if self._owner is None:
+        owner = self._owner
+        if owner is None:
             raise EngineUnavailable(f"{self._label}: the server was closed")
         try:
-            return await getattr(self._owner, verb).remote(*arguments)
+            return await getattr(owner, verb).remote(*arguments)
         except RayError as error:
-            self._owner = None
+            if self._owner is owner:  # not one that was started since
+                self._owner = None
             first = str(error).splitlines()[0]
             raise EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {first}") from error

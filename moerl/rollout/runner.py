@@ -7,8 +7,9 @@ import socket
 from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import RunConfig
 from moerl.rewards.pool import RewardPool
+from moerl.rollout.collect import Answer
 from moerl.rollout.pool import RolloutPool
-from moerl.types import DataError, Group, Origin, Prompt, Sample, SamplingParams
+from moerl.types import DataError, Group, Origin, Prompt, Sample, SamplingParams, Score
 
 
 class GroupRunner:
@@ -37,11 +38,25 @@ class GroupRunner:
             stop_token_ids=self._stop_token_ids,
             returns_routes=self._returns_routes,
         )
-        answer = await self._pool.generate(prompt.token_ids, sampling, f"{prompt.index}-{index}", session=str(prompt.index))
-        return Sample(completion=answer.completion, score=await self._rewards.score(prompt, answer.text))
+        request_id, session = f"{prompt.index}-{index}", str(prompt.index)
+        answer, score = await answered(self._pool, self._rewards, prompt, sampling, request_id=request_id, session=session)
+        return Sample(completion=answer.completion, score=score)
+
+
+async def answered(
+    pool: RolloutPool, rewards: RewardPool, prompt: Prompt, sampling: SamplingParams, *, request_id: str, session: str
+) -> tuple[Answer, Score]:
+    """One sample of the prompt. `session`: of requests that share it."""
+    answer = await pool.generate(prompt.token_ids, sampling, request_id, session=session)
+    return answer, await rewards.score(prompt, answer.text)
 
 
 def sample_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     """63 bits. The prompt index is unique over the run, so no two samples of any two steps share a seed."""
-    digest = hashlib.blake2b(f"{run_seed}/{prompt_index}/{sample_index}".encode(), digest_size=8).digest()
+    return seed_of(run_seed, prompt_index, sample_index)
+
+
+def seed_of(*parts: int | str) -> int:
+    """63 bits, a function of the parts."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -90,9 +90,12 @@ class SpreadProcess:
 
     async def death(self) -> EngineUnavailable:
         """Of the process that ends first. Cancel it if the server turns out to live."""
-        assert self._end is not None or self._failure is not None
-        end = self._failure if self._failure is not None or self._end is None else await asyncio.shield(self._end)
-        return end if isinstance(end, EngineUnavailable) else EngineUnavailable(str(end))
+        end, failure = self._end, self._failure
+        if failure is None:
+            assert end is not None
+            await asyncio.wait({end})  # whoever waits does not end it, and its cancellation by close() is nobody else's
+            failure = EngineUnavailable(f"{self.label}: the server was closed") if end.cancelled() else end.result()
+        return failure if isinstance(failure, EngineUnavailable) else EngineUnavailable(str(failure))
 
     async def close(self) -> None:
         """Returns when no process is left on any node."""

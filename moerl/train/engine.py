@@ -32,7 +32,7 @@ from moerl.train.model import build_model, sum_gradients
 from moerl.train.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.nonfinite import locate
 from moerl.train.offload import DeviceMemory, largest_over_ranks
-from moerl.train.optimizer import build_optimizer
+from moerl.train.optimizer import NoOptimizer, build_optimizer
 from moerl.train.overlap import gather_parameters, without_grad_reduce
 from moerl.train.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.pushed_tensors import PushedTensors
@@ -61,7 +61,7 @@ class MegatronEngine:
         dtype = getattr(torch, settings.export_dtype)
         self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, in_fp8=settings.push_fp8)
         self.planner = _planner(settings, attention_tokens(self.model.config, self.model.vocab_size))
-        self.optimizer = build_optimizer(settings.train, self.model.wrapped)
+        self.optimizer: Any = build_optimizer(settings.train, self.model.wrapped) if settings.trains else NoOptimizer()
         self.optimizer.reload_model_params()
         self.shards = ShardStore(self.model, self.optimizer, settings.train)
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
@@ -189,9 +189,9 @@ class MegatronEngine:
             return self.shards.stage(copies=copies)
 
     def load(self, directory: Path) -> None:
-        with self._residency.running("load"):
+        with self._residency.running("load" if self._settings.trains else "export"):
             gather_parameters(self.model.wrapped)
-            self.shards.load(directory)
+            self.shards.load(directory, weights_only=not self._settings.trains)
 
     # -- one mini-batch --------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from moerl.algorithms.base import Objective
 from moerl.cluster.hang import HangReports
 from moerl.cluster.party import Party
 from moerl.cluster.seats import Seat, find_seats, on_node
+from moerl.config.placement import num_shared
 from moerl.config.schema import RunConfig
 from moerl.payloads import Stored
 from moerl.train.calls import RankCalls
@@ -89,15 +90,22 @@ class MegatronTrainGroup:
         checkpoint_dir: Path,
         seats: Sequence[Seat] | None = None,
         hangs: HangReports | None = None,
+        trains: bool = True,
     ):
         """`seats` of the ranks. None: as the cluster has them when it starts. `hangs`: None: those of the run's directory; the same
-        object for all who wait for the ranks tells one hang from two."""
+        object for all who wait for the ranks tells one hang from two. `trains`: else the ranks have neither optimizer nor reference, and
+        only score and send."""
+        self._trains = trains
         self._seats, self._hangs = seats, HangReports(config.run_dir) if hangs is None else hangs
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
         self._calls: RankCalls | None = None
         self._source = MegatronSource(
-            config.weights, directory=self._checkpoint_dir.parent / "push", all_ranks=self._all, one_rank=self._one_rank
+            config.weights,
+            directory=self._checkpoint_dir.parent / "push",
+            all_ranks=self._all,
+            one_rank=self._one_rank,
+            shares_gpus=num_shared(config) > 0,
         )
         self._saver = CheckpointSaver(
             self._checkpoint_dir,
@@ -141,12 +149,21 @@ class MegatronTrainGroup:
         directory = newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
+        state = await self._load(directory)
+        # Weights that were converted, not trained here: the run begins with them.
+        return (0, {}) if state.get("weights_only", False) else (state["version"], state)
+
+    async def load_weights(self, directory: Path) -> int:
+        """Of this checkpoint, and nothing else; its version. For a group that does not train."""
+        assert not self._trains, "a trainer's optimizer would go on from other weights"
+        return int((await self._load(directory))["version"])
+
+    async def _load(self, directory: Path) -> dict[str, Any]:
         state = read_state(directory)
         if faults := [fault for share in await self._all("faults_of_checkpoint", directory) for fault in share]:
             raise damaged(directory, sorted(faults))
         await self._all("load", directory)
-        # Weights that were converted, not trained here: the run begins with them.
-        return (0, {}) if state.get("weights_only", False) else (state["version"], state)
+        return state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         await self._saver.save(version, state)
@@ -200,9 +217,10 @@ class MegatronTrainGroup:
             model_dir=self._model_dir,
             max_context=config.model.max_context,
             temperature=config.rollout.temperature,
-            uses_reference=config.uses_reference,
+            uses_reference=config.uses_reference and self._trains,
             export_dtype=config.rollout_dtype,
             push_fp8=config.rollout.layout.weights == "fp8",
+            trains=self._trains,
         )
 
     async def _on_shares(self, verb: str, batch: Batch, num_parts: int, *args: Any) -> list[Any]:

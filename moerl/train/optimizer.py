@@ -20,6 +20,18 @@ def build_optimizer(train: TrainConfig, wrapped: Sequence[nn.Module]) -> Megatro
     return get_megatron_optimizer(optimizer_config(train), list(wrapped))
 
 
+class NoOptimizer:
+    """Of a rank that does not train: it holds nothing, and an update is not among its verbs."""
+
+    chained_optimizers: tuple[MegatronOptimizer, ...] = ()
+
+    def reload_model_params(self) -> None:
+        """There are no master weights."""
+
+    def zero_grad(self) -> None:
+        """There are no shards of gradients."""
+
+
 def optimizer_config(train: TrainConfig) -> OptimizerConfig:
     settings, memory = train.optimizer, train.optimizer.memory
     return OptimizerConfig(

@@ -19,9 +19,10 @@ OneRank = Callable[..., Awaitable[Any]]
 class MegatronSource:
     """Implements weights.sync.WeightSource over the verbs of TrainWorker."""
 
-    def __init__(self, weights: WeightsConfig, *, directory: Path, all_ranks: AllRanks, one_rank: OneRank):
-        """`directory`: of the files of weights.transport=disk."""
-        self._weights, self._directory = weights, directory
+    def __init__(self, weights: WeightsConfig, *, directory: Path, all_ranks: AllRanks, one_rank: OneRank, shares_gpus: bool = False):
+        """`directory`: of the files of weights.transport=disk. `shares_gpus`: with servers, so that NCCL, which wants a GPU for each
+        process of a group, cannot join them."""
+        self._weights, self._directory, self._shares_gpus = weights, directory, shares_gpus
         self._all_ranks, self._one_rank = all_ranks, one_rank
         self._senders: list[int] = []
 
@@ -31,8 +32,9 @@ class MegatronSource:
 
     async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
         before, self._senders = self._senders, sorted(jobs)
+        on_gpu = transport == "ipc" or not self._shares_gpus
         calls = [
-            self._one_rank(rank, "listen", transport, jobs.get(rank, ()), self._senders, self._weights, self._directory)
+            self._one_rank(rank, "listen", transport, jobs.get(rank, ()), self._senders, self._weights, self._directory, on_gpu)
             for rank in sorted({*before, *jobs})
         ]
         addresses: list[str] = await asyncio.gather(*calls)

@@ -48,6 +48,7 @@ class PushedTensors:
         """Collective, of the weights as they are now. Nothing to do with the native bridge if no block of FP8 lies on two ranks."""
         self._scales = self._no_scales()
         if self._owned is None:
+            self._gathered = None  # of a push that failed: not two models at a time
             # Copies: an export may give the parameter itself.
             self._gathered = {name: tensor.clone() for name, tensor in self._bridge.export(self._dtype, with_mtp=False)}
             return

@@ -19,3 +19,5 @@ class EngineSettings:
     """Of the tensors that leave for the rollout servers."""
     push_fp8: bool = False
     """Those that published checkpoints quantize leave in blocks of FP8 instead."""
+    trains: bool = True
+    """False: a rank that scores and sends. It has no optimizer, and of a checkpoint it loads the weights alone."""

@@ -45,11 +45,12 @@ class ShardStore:
         """Rank 0, when every rank has written; what the ranks' `write` returned, by rank. The directory is then complete."""
         return self._writer.finish(directory, indices)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """Collective, in place: no more memory than one stored tensor at a time. The files must have been verified."""
         common = dist_checkpointing.load_common_state_dict(str(directory))
-        if common.get("weights_only", False):
-            self._load_weights(directory)
+        is_converted = common.get("weights_only", False)
+        if weights_only or is_converted:
+            self._load_weights(directory, with_extra=not is_converted)
             return
         saved, here = common["content_metadata"], self._content()
         sharded_state.allocate_optimizer_state(self._optimizer, common["optimizer_steps"])
@@ -72,10 +73,12 @@ class ShardStore:
         else:
             logger.info("another layout than the checkpoint's: random streams start anew, as no rank of it has a counterpart")
 
-    def _load_weights(self, directory: Path) -> None:
-        """Of a converted checkpoint (moerl/convert), which holds nothing else: the optimizer begins anew, from these weights."""
+    def _load_weights(self, directory: Path, *, with_extra: bool) -> None:
+        """A converted checkpoint (moerl/convert) holds nothing else: the optimizer, if there is one, begins anew, from these weights.
+        `with_extra`: what Transformer Engine keeps beside weights, too."""
         model = sharded_state.model_state(self._model.chunks)
-        sharded_state.drop_extra_state(model)
+        if not with_extra:
+            sharded_state.drop_extra_state(model)
         with _as_checkpoint_error(directory):
             state = dist_checkpointing.load({"model": model}, str(directory))
         for index, chunk in enumerate(self._model.chunks):

@@ -38,6 +38,7 @@ from moerl.types import StepStats
 from moerl.weights.deliveries import Job
 from moerl.weights.fleet_plan import Outline
 from moerl.weights.send import WeightSender
+from moerl.weights.spec import CPU
 
 if TYPE_CHECKING:
     from moerl.train.engine import EngineSettings
@@ -178,10 +179,11 @@ class TrainWorker:
         """Not collective."""
         return self._engine.pushed.outline(bucket_bytes)
 
-    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path) -> str:
+    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path, on_gpu: bool) -> str:
         """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
 
-        `directory`: of the files of weights.transport=disk. Not collective, as all below but `digest_push`.
+        `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but
+        `digest_push`.
         """
         if self._sender is not None:
             self._sender.close()
@@ -192,6 +194,7 @@ class TrainWorker:
             transport,
             job,
             self._engine.pushed.read,
+            device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,

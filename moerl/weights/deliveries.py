@@ -1,7 +1,8 @@
 """From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
 
-A bucket has pieces for the same readers, in the order of their tensors' names, but scales next to their values. What a plan passes on
-within a node is read by every GPU of the node where the first of them reads it.
+A bucket has pieces for the same readers, in the order of their tensors' names, but scales next to their values. On one host, what a plan
+passes on within a node is read by every GPU of the node where the first of them reads it. Over a network (`relays`) a bucket goes to one
+GPU, and from there to others of its node; and every rank sends in the order of the schedule's rounds.
 """
 
 from collections import Counter, defaultdict
@@ -12,6 +13,7 @@ from moerl.models.stacks import stack_of, stored_name
 from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec
 from moerl.types import WeightError
 from moerl.weights.plan import Plan, PlannedTensor
+from moerl.weights.schedule import first_fit
 
 ALIGNMENT = 64
 """Of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
@@ -27,13 +29,17 @@ class Deliveries:
     """By trainer rank; only those that send."""
 
 
-def deliveries(plan: Plan, *, bucket_bytes: int) -> Deliveries:
+def deliveries(plan: Plan, *, bucket_bytes: int, relays: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
+    found = [
+        Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers)
+        for (sender, readers), parts in sorted(_by_readers(plan, relays=relays).items())
+        for entries in _buckets(_units(plan, parts), bucket_bytes)
+    ]
     jobs: dict[int, list[Bucket]] = {}
-    for (sender, readers), parts in sorted(_by_readers(plan).items()):
-        mine = jobs.setdefault(sender, [])
-        for entries in _buckets(_units(plan, parts), bucket_bytes):
-            mine.append(Bucket(sender=sender, index=len(mine), num_bytes=_end(entries), entries=tuple(entries), readers=readers))
+    for bucket in _in_rounds(found) if relays else found:
+        mine = jobs.setdefault(bucket.sender, [])
+        mine.append(replace(bucket, index=len(mine)))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
 
 
@@ -65,15 +71,27 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
     return tuple(found.values())
 
 
-def _by_readers(plan: Plan) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Parts by sender and all who read them from there."""
+def _in_rounds(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """By round. Given to rounds by name, so that a reader soon has all parts of a tensor: it keeps incomplete ones in memory."""
+    named = sorted(buckets, key=lambda bucket: (bucket.entries[0].name, bucket.entries[0].start))
+    rounds = first_fit((bucket.sender, bucket.readers[0]) for bucket in named)
+    placed = [replace(bucket, round=number) for bucket, number in zip(named, rounds, strict=True)]
+    return sorted(placed, key=lambda bucket: bucket.round)
+
+
+def _by_readers(plan: Plan, *, relays: bool) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Parts by sender and all who read them from there; with `relays`, of one node, the one first that gets them over the network."""
     passed_on: dict[tuple[int, int], list[int]] = defaultdict(list)
     for relay, target, part in zip(plan.spread.source.tolist(), plan.spread.target.tolist(), plan.spread.part.tolist(), strict=True):
         passed_on[part, relay].append(target)
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     readers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for source, target, part in zip(plan.network.source.tolist(), plan.network.target.tolist(), plan.network.part.tolist(), strict=True):
-        readers[part, source] += [target, *passed_on[part, target]]
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+        others = passed_on.get((part, target), [])
+        if relays:
+            found[source, (target, *sorted(others))].append(part)
+        else:
+            readers[part, source] += [target, *others]
     for (part, source), gpus in readers.items():
         found[source, tuple(sorted(gpus))].append(part)
     return found

@@ -127,7 +127,7 @@ class DiskReader:
         if not (Path(directory) / _PRESENCE).exists():
             raise WeightError(
                 f"weights.transport = disk: this server does not see {directory}; output_dir must lie on a file system that trainer and "
-                "servers share, under one path. Otherwise set weights.transport=gloo"
+                "servers share, under one path. Otherwise set weights.transport=nccl"
             )
         self._read = read
         self._pushes: dict[int, int] = {}  # by sender, the last that was read

@@ -3,6 +3,7 @@
 It is the plan that `moerl plan` prints for the same layouts; what it assumes of a server's processes is compared with what they say.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,19 +30,26 @@ class Outline:
         return 1 + max((tensor.expert for tensor in self.tensors if tensor.expert is not None), default=-1)
 
 
-def plan_deliveries(outline: Outline, needs: Mapping[str, Needs]) -> Deliveries:
-    """`needs`: of every server, by the name errors use. WeightError if the plan has a fault or is not what the servers need."""
-    plan = plan_of_run(outline, needs)
+Nodes = Mapping[str, Sequence[str]]
+"""By server: the nodes over which its model processes are spread, equally and in order. Any names, the same for the same node."""
+
+
+def plan_deliveries(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> Deliveries:
+    """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write.
+
+    WeightError if the plan has a fault or is not what the servers need.
+    """
+    plan = plan_of_run(outline, needs, nodes)
     if wrong := [*_misread(plan, outline.num_experts, needs), *faults(plan, outline.num_experts)]:
         raise WeightError(f"the plan of the push is wrong, nothing was sent: {'; '.join(wrong)}")
-    return deliveries(plan, bucket_bytes=outline.bucket_bytes)
+    return deliveries(plan, bucket_bytes=outline.bucket_bytes, relays=nodes is not None)
 
 
-def plan_of_run(outline: Outline, needs: Mapping[str, Needs]) -> Plan:
+def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> Plan:
     return plan_transfers(
         outline.tensors,
         outline.layout,
-        _rollout(outline.num_experts, needs),
+        _rollout(outline.num_experts, needs, nodes),
         num_experts=outline.num_experts,
         part_bytes=part_bytes(outline.bucket_bytes),
     )
@@ -52,8 +60,7 @@ def part_bytes(bucket_bytes: int) -> int:
     return min(PART_BYTES, bucket_bytes)
 
 
-def _rollout(num_experts: int, needs: Mapping[str, Needs]) -> RolloutLayout:
-    """All servers count as one node, wherever they run: a sender reaches every reader by itself, so nothing passes a bucket on."""
+def _rollout(num_experts: int, needs: Mapping[str, Needs], nodes: Nodes | None) -> RolloutLayout:
     sizes = {name: len(processes) for name, processes in needs.items()}
     if len(set(sizes.values())) != 1:
         rule = f"servers of one rollout must have equally many model processes, and have {sizes}"
@@ -63,7 +70,20 @@ def _rollout(num_experts: int, needs: Mapping[str, Needs]) -> RolloutLayout:
     if num_experts and (num_experts % shares or size % shares):
         rule = f"{num_experts} experts on {size} processes of a server in {shares} different shares"
         raise WeightError(f"{rule}: shares must be equal; balance experts with whole copies of a server, not within one")
-    return RolloutLayout(num_servers=len(needs), gpus_per_server=size, gpus_per_node=size * len(needs), expert_parallel=shares)
+    node_of = None if nodes is None else _node_of(size, [nodes[name] for name in needs])
+    largest = size * len(needs) if node_of is None else max(Counter(node_of).values())
+    return RolloutLayout(num_servers=len(needs), gpus_per_server=size, gpus_per_node=largest, expert_parallel=shares, node_of=node_of)
+
+
+def _node_of(size: int, nodes: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Of every process of servers of `size` processes each."""
+    numbers: dict[str, int] = {}
+    found = []
+    for names in nodes:
+        if size % len(names):
+            raise WeightError(f"{size} model processes of a server on {len(names)} nodes: every node of a server must have equally many")
+        found += [numbers.setdefault(names[process * len(names) // size], len(numbers)) for process in range(size)]
+    return tuple(found)
 
 
 def _experts(names: Sequence[str]) -> frozenset[str]:

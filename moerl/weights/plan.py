@@ -2,9 +2,9 @@
 
     trainer rank --network--> one GPU of every node that reads the tensor --NVLink--> the other readers of that node
 
-Experts go from their owner to the GPUs that serve them and to no other. What every GPU of a rollout holds (attention, norms, embeddings)
-crosses the network once per node, cut into parts that are spread over the node's GPUs, as each has a network card of its own. Among
-ranks that hold the same the one that has sent least sends. Pure: integers in, integers out.
+Experts go from their owner to the GPUs that serve them and to no other. Nothing crosses the network to a node twice. What every GPU of a
+rollout holds (attention, norms, embeddings) is cut into parts that are spread over the node's GPUs, as each has a network card of its
+own. Among ranks that hold the same the one that has sent least sends. Pure: integers in, integers out.
 """
 
 import heapq
@@ -56,6 +56,8 @@ class RolloutLayout:
     gpus_per_node: int
     expert_parallel: int | None = None
     """GPUs of a server over which the experts are spread, or groups of GPUs that share them; None: all."""
+    node_of: tuple[int, ...] | None = None
+    """Of every GPU; None: `gpus_per_node` are on each, in order."""
 
     @property
     def expert_shares(self) -> int:
@@ -67,7 +69,11 @@ class RolloutLayout:
 
     @property
     def num_nodes(self) -> int:
-        return -(-self.num_gpus // self.gpus_per_node)
+        return len(np.unique(self.node_numbers()))
+
+    def node_numbers(self) -> np.ndarray:
+        """int [GPUs]"""
+        return np.arange(self.num_gpus) // self.gpus_per_node if self.node_of is None else np.array(self.node_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +149,9 @@ def plan_transfers(tensors: Sequence[PlannedTensor], layout: Layout, rollout: Ro
     is_expert = np.array([tensor.expert is not None for tensor in tensors])
     leading = np.flatnonzero(~parts.follows)
     chosen, others = leading[is_expert[parts.tensor[leading]]], leading[~is_expert[parts.tensor[leading]]]
-    experts = _plan_experts(tensors, parts, chosen, sizes, layout, rollout, num_experts, loads)
+    experts, shared = _plan_experts(tensors, parts, chosen, sizes, layout, rollout, num_experts, loads)
     dense, spread = _plan_dense(tensors, parts, others, sizes, layout, rollout, loads)
-    network, within = (_with_followers(_transfers(rows), parts) for rows in ([*experts, *dense], spread))
+    network, within = (_with_followers(_transfers(rows), parts) for rows in ([*experts, *dense], [*spread, *shared]))
     return Plan(tensors=tuple(tensors), parts=parts, network=network, spread=within, layout=layout, rollout=rollout)
 
 
@@ -181,7 +187,8 @@ def faults(plan: Plan, num_experts: int) -> list[str]:
     found, counts = _counted(np.concatenate(arrivals))
     wanted = _wanted(plan, num_experts)
     relayed = plan.spread.source.astype(np.int64) * num_parts + plan.spread.part
-    is_across = plan.spread.source // plan.rollout.gpus_per_node != plan.spread.target // plan.rollout.gpus_per_node
+    nodes = plan.rollout.node_numbers()
+    is_across = nodes[plan.spread.source] != nodes[plan.spread.target]
     checks = {
         "arrive more than once": found[counts > 1],
         "never arrive": _without(wanted, found),
@@ -320,17 +327,29 @@ def _plan_experts(
     rollout: RolloutLayout,
     num_experts: int,
     loads: _Loads,
-) -> list[Row]:
-    rows = []
+) -> tuple[list[Row], list[Row]]:
+    """Over the network and within nodes: those that hold several copies of a server, or groups of GPUs that share experts."""
+    network, shared = [], []
+    nodes_of: dict[int | None, list[list[int]]] = {}
     for part in chosen.tolist():
         tensor, size = tensors[parts.tensor[part]], int(sizes[part])
+        if (groups := nodes_of.get(tensor.expert)) is None:
+            groups = nodes_of[tensor.expert] = _by_node(readers(tensor, rollout, num_experts), rollout)
         having = holders(tensor, int(parts.shard[part]), layout, num_experts)
-        for target in readers(tensor, rollout, num_experts):
-            source = min(having, key=loads.sent.__getitem__)
+        for group in groups:
+            source, target = min(having, key=loads.sent.__getitem__), min(group, key=loads.received.__getitem__)
             loads.sent[source] += size
             loads.received[target] += size
-            rows.append((source, target, part))
-    return rows
+            network.append((source, target, part))
+            shared += [(target, gpu, part) for gpu in group if gpu != target]
+    return network, shared
+
+
+def _by_node(gpus: Sequence[int], rollout: RolloutLayout) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for gpu, node in zip(gpus, rollout.node_numbers()[gpus].tolist(), strict=True):
+        found.setdefault(node, []).append(gpu)
+    return list(found.values())
 
 
 def _plan_dense(
@@ -346,8 +365,7 @@ def _plan_dense(
     order = chosen[np.argsort(-sizes[chosen], kind="stable")].tolist()
     senders = {part: list(holders(tensors[parts.tensor[part]], int(parts.shard[part]), layout, 0)) for part in order}
     network, spread = [], []
-    for node in range(rollout.num_nodes):
-        gpus = range(node * rollout.gpus_per_node, min((node + 1) * rollout.gpus_per_node, rollout.num_gpus))
+    for gpus in _by_node(range(rollout.num_gpus), rollout):
         queue = [(loads.received[gpu], gpu) for gpu in gpus]
         heapq.heapify(queue)
         for part in order:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -29,10 +29,13 @@ _CANARY_TOKENS = 8
 
 
 class WeightPublisher:
-    def __init__(self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt]):
-        """The pool must have started before the first push."""
+    def __init__(
+        self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt],
+        vocab_size: int,
+    ):  # fmt: skip
+        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer."""
         self._config, self._train, self._pool, self._residency = config, train, pool, residency
-        self._prompts = [prompt.token_ids for prompt in canary_prompts]
+        self._prompts, self._vocab_size = [prompt.token_ids for prompt in canary_prompts], vocab_size
         self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
         self._connected_to: list[tuple[str, int]] = []
@@ -55,14 +58,14 @@ class WeightPublisher:
         self._version, self._num_pushes = version, self._num_pushes + 1
         return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
 
-    async def serve_while(self, work: Awaitable[T]) -> T:
+    async def serve_while(self, work: Awaitable[T], phase: Literal["rollout", "eval"] = "rollout") -> T:
         """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
         working, reviving = asyncio.ensure_future(work), asyncio.create_task(self._revive())
         try:
-            seconds = self._config.deadlines.rollout_seconds
+            seconds = self._config.deadlines.of(phase)
             done, _ = await asyncio.wait({working, reviving}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise await self._late_rollout(f"{seconds:g} s (deadlines.rollout_seconds)")
+                raise await self._late_rollout(f"{seconds:g} s (deadlines.{phase}_seconds)")
             async with self._pushing:
                 if reviving.done():
                     reviving.result()
@@ -76,7 +79,7 @@ class WeightPublisher:
     async def _late_rollout(self, deadline: str) -> MoerlError:
         busy = [member for member in self._pool.fleet.members if member.num_in_flight]
         hang = await self._pool.hang(deadline, busy)
-        return hang if hang is not None else EngineError(f"the groups of a step took longer than {deadline}")
+        return hang if hang is not None else EngineError(f"what was asked of the servers took longer than {deadline}")
 
     async def _revive(self) -> None:
         while True:
@@ -130,6 +133,7 @@ class WeightPublisher:
                 self._train.weight_source,
                 receivers,
                 transport=self._transport,
+                nodes={member.engine.name: member.engine.hosts for member in members},
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
@@ -162,6 +166,7 @@ class WeightPublisher:
             max_tokens=min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
             limit=self._config.weights.mismatch_limit,
             version=self._version,
+            vocab_size=self._vocab_size,
             temperature=self._config.rollout.temperature,
             seed=self._config.seed,
         )

@@ -1,6 +1,6 @@
 """The engine's side of a weight push: fetches buckets, installs their tensors and verifies the *installed* bytes. Blocking.
 
-connect -> [begin -> install, install, ... -> finish] per push. After any error everything is refused until the next begin, and a gloo
+connect -> [begin -> install, install, ... -> finish] per push. After any error everything is refused until the next begin, and a network
 group is dropped, so that senders stop waiting for this one; the next push then begins with connect. One session for each process that
 holds a part of the model.
 """
@@ -18,9 +18,9 @@ from moerl.types import WeightError
 from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DiskReader, Read
-from moerl.weights.gloo import TRANSFER_SECONDS, GlooReader
+from moerl.weights.network import TRANSFER_SECONDS, NetworkReader
 from moerl.weights.shm import SharedReader
-from moerl.weights.spec import box_of, manifest_difference, torch_dtype, view_as
+from moerl.weights.spec import CPU, box_of, manifest_difference, torch_dtype, view_as
 
 Load = Callable[[str, torch.Tensor], torch.Tensor]
 """Copies a tensor into the model under its checkpoint name and returns what the model now holds (possibly a view into a fused
@@ -49,18 +49,20 @@ class WeightSession:
         *,
         needs: Collection[str] | None = None,
         read: Read | None = None,
+        device: torch.device = CPU,
         timeout_seconds: float = TRANSFER_SECONDS,
     ):
         """`expected`: every tensor of the model, by name. `needs`: those of which this process holds something; None: all.
 
-        `read`: gives back what was loaded, for deltas on disk; None: cannot. `timeout_seconds`: gloo's, to join and for one bucket.
+        `read`: gives back what was loaded, for deltas on disk; None: cannot. `device`: on which buckets arrive over a network.
+        `timeout_seconds`: the network's, to join and for one bucket.
         """
         self._expected = dict(expected)
         self.needs: tuple[str, ...] = tuple(expected if needs is None else needs)
-        self._load, self._read = load, read
+        self._load, self._read, self._device = load, read, device
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._reader: SharedReader | GlooReader | DiskReader | None = None
+        self._reader: SharedReader | NetworkReader | DiskReader | None = None
         self._number = 0
         self._manifest: Manifest | None = None
         self._waiting: dict[str, _Waiting] = {}
@@ -74,17 +76,17 @@ class WeightSession:
         return self._version
 
     def connect(self, offer: TransportOffer) -> None:
-        """gloo: returns when all senders and readers have joined."""
+        """nccl: returns when all senders and readers have joined."""
         with self._exclusive():
             if self._reader is not None:
                 self._reader.close()
             self._reader, self._number = None, offer.reader
-            if offer.transport == "shm":
+            if offer.transport == "ipc":
                 self._reader = SharedReader()
             elif offer.transport == "disk":
                 self._reader = DiskReader(offer.address, read=self._read)
             else:
-                self._reader = GlooReader(offer, timeout_seconds=self._timeout_seconds)
+                self._reader = NetworkReader(offer, device=self._device, timeout_seconds=self._timeout_seconds)
 
     def begin(self, manifest: Manifest) -> None:
         """Refuses a manifest that does not name exactly the expected tensors with their shapes and dtypes, each with all of its pieces."""
@@ -163,7 +165,7 @@ class WeightSession:
             whole = received
         else:
             if waiting.whole is None:
-                waiting.whole = torch.empty(waiting.spec.shape, dtype=received.dtype)
+                waiting.whole = torch.empty(waiting.spec.shape, dtype=received.dtype, device=received.device)
             whole = waiting.whole
             box_of(whole, piece.start, piece.shape).copy_(received)
         if not waiting.pieces:

@@ -1,8 +1,11 @@
 """When each transfer of a plan runs: rounds in which every network card sends at most one bucket and receives at most one.
 
-Coloring the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first fit, largest buckets first.
+Coloring the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first fit. `schedule` counts rounds
+before there are buckets; a run puts its own into rounds with the same rule (weights/deliveries.py).
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,20 +34,26 @@ class Schedule:
 
 
 def schedule(plan: Plan, *, bucket_bytes: int) -> Schedule:
-    """Everything one rank sends to one GPU is cut into buckets of equal size, none larger than `bucket_bytes`."""
+    """Everything one rank sends to one GPU is cut into buckets of equal size, none larger than `bucket_bytes`; the largest come first."""
     rows = _buckets(plan, bucket_bytes)
     rows.sort(key=lambda row: -row[0])
-    sending, receiving = [0] * plan.layout.ranks, [0] * plan.rollout.num_gpus  # bit r: busy in round r
+    rounds = first_fit((source, target) for _, source, target in rows)
+    order = np.argsort(rounds, kind="stable")
+    sizes, sources, targets = (np.array(column)[order] for column in zip(*rows, strict=True))
+    return Schedule(round=np.array(rounds, dtype=np.int32)[order], source=sources, target=targets, num_bytes=sizes)
+
+
+def first_fit(edges: Iterable[tuple[int, int]]) -> list[int]:
+    """The first round in which neither (source, target) is busy with an edge before."""
+    sending, receiving = Counter[int](), Counter[int]()  # bit r: busy in round r
     rounds = []
-    for _, source, target in rows:
+    for source, target in edges:
         busy = sending[source] | receiving[target]
         free = ~busy & (busy + 1)  # the lowest bit that is not set
         sending[source] |= free
         receiving[target] |= free
         rounds.append(free.bit_length() - 1)
-    order = np.argsort(rounds, kind="stable")
-    sizes, sources, targets = (np.array(column)[order] for column in zip(*rows, strict=True))
-    return Schedule(round=np.array(rounds, dtype=np.int32)[order], source=sources, target=targets, num_bytes=sizes)
+    return rounds
 
 
 def bound_seconds(plan: Plan, *, bytes_per_second: float) -> float:

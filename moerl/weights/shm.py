@@ -1,4 +1,4 @@
-"""Memory of one process that others on the same host can map: an anonymous memfd, reached through /proc/PID/fd/N.
+"""Memory of one process that others on the same host can map: an anonymous memfd, reached through /proc/PID/fd/N; on a GPU, cuda.py's.
 
 It has no name in any file system, so the kernel frees it with its last user, however that one ends.
 """
@@ -10,8 +10,14 @@ import torch
 
 from moerl.push_types import Bucket
 from moerl.types import WeightError
+from moerl.weights.cuda import SOURCE as ON_GPU
+from moerl.weights.cuda import DeviceBuffer, map_device
 
 _NAME = "moerl-weights"
+
+
+def new_buffer(device: torch.device) -> "SharedBuffer | DeviceBuffer":
+    return DeviceBuffer(device) if device.type == "cuda" else SharedBuffer()
 
 
 class SharedBuffer:
@@ -53,13 +59,19 @@ class SharedReader:
         """uint8 [bucket.num_bytes] in the sender's own memory: read it before the sender packs its next bucket there."""
         memory = self._mapped.get(bucket.source)
         if memory is None or bucket.num_bytes > len(memory):
-            memory = self._mapped[bucket.source] = _as_tensor(_map_foreign(bucket.source, bucket.num_bytes))
+            memory = self._mapped[bucket.source] = _map(bucket)
         return memory[: bucket.num_bytes]
 
     def close(self) -> None:
         """Safe to call twice; the next fetch maps anew."""
         # A mapping ends with its last tensor. mmap.close() would raise while one is alive.
         self._mapped = {}
+
+
+def _map(bucket: Bucket) -> torch.Tensor:
+    if bucket.source.startswith(ON_GPU):
+        return map_device(bucket.source)
+    return _as_tensor(_map_foreign(bucket.source, bucket.num_bytes))
 
 
 def _as_tensor(memory: mmap.mmap) -> torch.Tensor:
@@ -86,6 +98,7 @@ def _map_foreign(source: str, num_bytes: int) -> mmap.mmap:
 
 def _unreachable(source: str, reason: str) -> str:
     return (
-        f"bucket source = {source!r}: this process cannot map the trainer's memory ({reason}). Both must run on one host, as one user "
-        "and in one process namespace; containers have their own. Set weights.transport=gloo."
+        f"bucket source = {source!r}: this process cannot map the memory of the process that has the bucket ({reason}). Both must run on "
+        "one host, as one user and in one process namespace; containers have their own. Set weights.transport=nccl; if it is, give "
+        "containers addresses of their own."
     )

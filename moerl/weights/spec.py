@@ -10,6 +10,8 @@ import torch
 from moerl.push_types import TensorSpec
 from moerl.types import WeightError
 
+CPU = torch.device("cpu")
+
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

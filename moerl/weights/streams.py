@@ -1,8 +1,8 @@
 """All trainer ranks' buckets on their way at once: each rank fills a bucket while its readers install the one before.
 
-Ranks stay close to each other in the order of tensors' names, so that a reader does not hold the pieces of many tensors that others have
-yet to complete. After the first failure nothing more is begun, what has begun gets some time to end, and everything that failed until then
-is told together.
+Ranks stay close to each other in the order of the schedule, or where there is none of tensors' names, so that a reader does not hold the
+pieces of many tensors that others have yet to complete. After the first failure nothing more is begun, what has begun gets some time to
+end, and everything that failed until then is told together.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Streams:
         """`pack(rank, index)`; `install` returns when all readers have installed."""
         self._jobs, self._pack, self._install, self._settle_seconds = jobs, pack, install, settle_seconds
         # A merge keeps the order of every job, whatever the key, so the first bucket in the order can always be packed next.
-        merged = heapq.merge(*jobs.values(), key=lambda bucket: (bucket.readers, bucket.entries[0].name, bucket.index))
+        merged = heapq.merge(*jobs.values(), key=lambda bucket: (bucket.round, bucket.readers, bucket.entries[0].name, bucket.index))
         self._order = [(bucket.sender, bucket.index) for bucket in merged]
         self._places = {bucket: place for place, bucket in enumerate(self._order)}
         self._installed: set[tuple[int, int]] = set()

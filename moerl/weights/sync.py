@@ -22,7 +22,8 @@ from moerl.push_types import Bucket, Needs, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
 from moerl.types import HangError, WeightError
 from moerl.weights.deliveries import Deliveries, Job, manifest_of
-from moerl.weights.fleet_plan import Outline, plan_deliveries
+from moerl.weights.fleet_plan import Nodes, Outline, plan_deliveries
+from moerl.weights.relay import Relays
 from moerl.weights.streams import FAILED_SIDE, Streams
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class WeightSource(Protocol):
         """Start afresh with this transport, on these ranks; the address for TransportOffer."""
 
     async def connect(self, address: str, world_size: int) -> None:
-        """gloo: returns when every reader has joined. The senders are the first ranks of its group, by their ranks in the trainer."""
+        """nccl: returns when every reader has joined. The senders are the first ranks of its group, by their ranks in the trainer."""
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         """By rank, of all entries of its job. A push begins."""
@@ -69,6 +70,8 @@ class PushStats:
     seconds: float
     num_written: int = 0
     """disk: bytes of its files."""
+    num_network: int = 0
+    """nccl: bytes of tensors that crossed the network, once to every node that reads them."""
 
 
 class WeightSync:
@@ -80,16 +83,21 @@ class WeightSync:
         receivers: Mapping[str, WeightReceiver],
         *,
         transport: Transport,
+        nodes: Nodes | None = None,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
         on_late: OnLate | None = None,
     ):
-        """`receivers` by the name errors use. `deadline_seconds` bounds one call to all (a bucket, say); once one has failed, the others
-        get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
+        """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `deadline_seconds` bounds one call to all
+        (a bucket, say); once one has failed, the others get `settle_seconds` to end by themselves before their calls are cancelled.
+        `on_late`: looks at those first."""
         self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
+        self._nodes: Nodes | None = None
+        if transport == "nccl":
+            self._nodes = dict.fromkeys(receivers, ("",)) if nodes is None else nodes
         self._deadline_seconds = deadline_seconds
         self._settle_seconds = settle_seconds
         self._deliveries: Deliveries | None = None
@@ -119,7 +127,8 @@ class WeightSync:
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
-        streams = Streams(self._deliveries.jobs, self._source.pack, self._install, settle_seconds=self._settle_seconds)
+        install = self._install if self._nodes is None else Relays(self._deliveries.jobs, self._install).install
+        streams = Streams(self._deliveries.jobs, self._source.pack, install, settle_seconds=self._settle_seconds)
         buckets = await streams.run()
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         await self._source.finish()
@@ -132,6 +141,7 @@ class WeightSync:
             num_senders=len(self._deliveries.jobs),
             seconds=time.perf_counter() - started,
             num_written=sum(bucket.num_written for bucket in buckets),
+            num_network=0 if self._nodes is None else sum(entry.num_bytes for bucket in buckets for entry in bucket.entries),
         )
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))
         return stats
@@ -139,7 +149,7 @@ class WeightSync:
     async def _plan(self) -> Deliveries:
         outline = await self._source.outline()
         needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
-        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs)
+        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs, self._nodes)
         ends = list(accumulate(map(len, needs.values()), initial=0))
         self._readers = {name: range(first, end) for name, (first, end) in zip(needs, pairwise(ends), strict=True)}
         return self._deliveries
@@ -179,13 +189,13 @@ class WeightSync:
 
 
 def resolve_transport(
-    transport: Literal["auto", "shm", "gloo", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
+    transport: Literal["auto", "ipc", "nccl", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
 ) -> Transport:
-    """auto: shm if every trainer rank and every receiver run on one host, else gloo. WeightError for a host name that does not resolve."""
+    """auto: ipc if every trainer rank and every receiver run on one host, else nccl. WeightError for a host name that does not resolve."""
     if transport != "auto":
         return transport
     common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
-    return "shm" if common else "gloo"
+    return "ipc" if common else "nccl"
 
 
 def _addresses(host: str) -> set[str]:

@@ -10,7 +10,7 @@ import pytest
 
 import moerl
 from moerl.cluster.launch import submit
-from moerl.cluster.script import render_train
+from moerl.cluster.script import render_eval, render_train
 from moerl.config.load import load
 from moerl.types import ConfigError, MoerlError
 
@@ -151,18 +151,41 @@ def test_a_variable_to_pass_on_must_be_set_here(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("NOT_HERE", raising=False)
     overrides = [DEMO, f"output_dir={tmp_path}", "slurm.pass_environment=[NOT_HERE]"]
     with pytest.raises(ConfigError, match="must be set where the job is submitted"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_without_slurm_launch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     overrides = [DEMO, f"output_dir={tmp_path}"]
     with pytest.raises(MoerlError, match="sbatch is not on PATH here"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused_before_slurm_is_asked(tmp_path: Path):
     (tmp_path / "file").touch()
     overrides = [DEMO, f"output_dir={tmp_path}/file"]
     with pytest.raises(ConfigError, match="output_dir = .*: cannot be written"):
-        submit(load(overrides), overrides)
+        submit(load(overrides), rendered(*overrides))
+
+
+def test_an_evaluation_has_the_nodes_of_its_run_and_names_its_checkpoint(tmp_path: Path):
+    """bash reads the script with a stand-in for srun that prints what it was given."""
+    overrides = [DEEPSEEK, "eval=gym-chain-sum", f"output_dir={tmp_path}"]
+    script = render_eval(load(overrides), overrides, checkpoint=Path("/models/it's mine"))
+    train, ours = (
+        {line for line in text.splitlines() if line.startswith("#SBATCH")} - {f"#SBATCH --job-name={name}"}
+        for text, name in ((rendered(*overrides), "grpo-deepseek-v3-32n8g-sync"), (script, "eval-grpo-deepseek-v3-32n8g-sync"))
+    )
+    assert ours == train
+    assert shellcheck(script) == ""
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-s"], input=script, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"--eval", "--checkpoint=/models/it's mine", *overrides} <= set(done.stdout.splitlines())
+
+
+def test_a_container_of_an_evaluation_sees_the_checkpoint():
+    overrides = [DEEPSEEK, "eval=gym-chain-sum", APPTAINER]
+    assert "--bind=/models/m:/models/m \\" in render_eval(load(overrides), overrides, checkpoint=Path("/models/m"))

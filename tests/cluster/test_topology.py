@@ -29,3 +29,27 @@ def test_nodes_below_one_switch_follow_each_other_in_the_order_of_the_tree():
 def test_a_node_that_the_file_lacks_is_named():
     with pytest.raises(ConfigError, match=r"placement.topology = 'topology.conf': must name every node.*\n.*gpu05, gpu11"):
         by_topology(["gpu11", "gpu01", "gpu05"], TREE, path="topology.conf")
+
+
+BLOCKS = """
+BlockName=rack1 Nodes=gpu[05-08]
+BlockName=rack0 Nodes=gpu[01-04]
+BlockSizes=4,8
+"""
+
+
+def test_nodes_of_one_block_follow_each_other():
+    assert by_topology(["gpu04", "gpu08", "gpu01", "gpu05"], BLOCKS, path="x") == ["gpu05", "gpu08", "gpu01", "gpu04"]
+
+
+def test_a_name_with_its_domain_is_found_by_its_first_part_unless_the_file_has_it_whole():
+    names = ["gpu04.cluster.local", "gpu02.cluster.local", "gpu01.cluster.local"]
+    assert by_topology(names, TREE, path="x") == ["gpu02.cluster.local", "gpu01.cluster.local", "gpu04.cluster.local"]
+    whole = "SwitchName=a Nodes=n1.b,n1\nSwitchName=b Nodes=n1.a\n"
+    assert by_topology(["n1.a", "n1.b"], whole, path="x") == ["n1.b", "n1.a"]
+
+
+@pytest.mark.parametrize("text", ["Nodes=gpu01", "BlockName=rack0", "SwitchName=leaf0", "BlockSizes=4"])
+def test_a_line_that_places_no_node_names_the_nodes_that_it_leaves_out(text):
+    with pytest.raises(ConfigError, match="the place of gpu01 in the network is not known"):
+        by_topology(["gpu01"], text, path="x")

@@ -147,7 +147,7 @@ def test_one_node_without_a_number_of_gpus_takes_all(tiny):
         ({}, {"mode": "group_colocated"}, r"placement.num_shared = None: must be at least 1 and less than rollout.num_servers=1"),
         ({}, {"nodes": 2}, r"placement.gpus_per_node = None: must be given for more than one node"),
         ({"rollout": RolloutConfig(max_response_tokens=8, host="::1")}, {"nodes": 2, "gpus_per_node": 2}, r"rollout.host = '::1': has no"),
-        ({"weights": WeightsConfig(transport="shm")}, {"nodes": 2, "gpus_per_node": 2}, r"weights.transport = 'shm': reaches one node"),
+        ({"weights": WeightsConfig(transport="ipc")}, {"nodes": 2, "gpus_per_node": 2}, r"weights.transport = 'ipc': reaches one node"),
         ({}, {"topology": "/no/such/file"}, r"placement.topology = '/no/such/file': is not a file"),
         ({}, {"gpus_per_node": 2}, r"placement.nodes = 1: must be at least 2 with 2 GPUs each"),
         (

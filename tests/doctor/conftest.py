@@ -30,6 +30,7 @@ def fake_tools(tmp_path, monkeypatch):
 
 H100 = """case "$*" in
     *fabric*) cat h100_fabric.csv ;;
+    *query-remapped-rows*) cat h100_remapped.csv ;;
     *clocks_event_reasons*) cat h100_query.csv ;;
     *topo*) cat h100_topo.txt ;;
     *nvlink*) cat h100_nvlink.txt ;;

@@ -30,8 +30,10 @@ def h100_node(name: str = "n0", **changes: object) -> NodeFacts:
         interfaces={"lo": ("127.0.0.1",), "bond0": ("10.1.0.7",)},
         own_addresses=("10.1.0.7",),
         torch_gpus=8,
+        libcuda=12,
         open_files=(65536, 1048576),
         locked_bytes=UNLIMITED,
+        locks_any_memory=False,
         disks=(disk("run folder"), disk("temp"), disk("/dev/shm", total=1000, free=990)),
         ram_bytes=2000 * GIB,
         free_ram_bytes=1900 * GIB,
@@ -51,7 +53,7 @@ def cpu_node(name: str = "n0", **changes: object) -> NodeFacts:
     gone, built = Absent(reason="nvidia-smi is not on PATH"), Absent(reason="this PyTorch is built without CUDA")
     versions = h100_node().versions | {"CUDA": built, "NCCL": built, "transformer-engine": Absent(reason="not installed")}
     ports = Absent(reason="ibv_devinfo is not on PATH")
-    bare = h100_node(name, gpus=gone, links=gone, topology=gone, ports=ports, torch_gpus=0, versions=versions, gpudirect=gone)
+    bare = h100_node(name, gpus=gone, links=gone, topology=gone, ports=ports, torch_gpus=0, libcuda=None, versions=versions, gpudirect=gone)
     return replace(bare, **changes)
 
 

@@ -14,9 +14,9 @@ SLOW_SECONDS = 0.15
 """What a slow rank adds to every exchange; a healthy one takes about 2 ms."""
 
 
-def late(peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
+def late(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
     time.sleep(SLOW_SECONDS)
-    _send_and_receive(peer, out, into)
+    _send_and_receive(peer, out, into, group)
 
 
 def run(rank: int, port: int, nodes: list[list[int]], slow: set[int], results) -> None:
@@ -24,14 +24,20 @@ def run(rank: int, port: int, nodes: list[list[int]], slow: set[int], results) -
     timeout = timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=sum(map(len, nodes)), timeout=timeout)
-    found = measure(nodes, torch.device("cpu"), NUM_BYTES, late if rank in slow else None)
-    results.put((rank, MEASURED.dump_json(found)))
+    met: dict[int, list[int]] = {}
+
+    def exchange(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
+        met[peer] = dist.get_process_group_ranks(group)
+        (late if rank in slow else _send_and_receive)(peer, out, into, group)
+
+    found = measure(nodes, torch.device("cpu"), NUM_BYTES, exchange)
+    results.put((rank, (MEASURED.dump_json(found), met)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(nodes: list[list[int]], slow: set[int]) -> list[list[Measured]]:
-    """What every rank measured, node by node."""
+def measured(nodes: list[list[int]], slow: set[int]) -> tuple[list[list[Measured]], dict[int, dict[int, list[int]]]]:
+    """What every rank measured, node by node; and rank -> peer -> the ranks of the group in which they met."""
     # Torch is imported once, not by every rank.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["moerl.doctor.exchange"])
@@ -49,4 +55,4 @@ def measured(nodes: list[list[int]], slow: set[int]) -> list[list[Measured]]:
         for process in processes:
             process.kill()
             process.join()
-    return [[MEASURED.validate_json(found[rank]) for rank in node] for node in nodes]
+    return [[MEASURED.validate_json(found[rank][0]) for rank in node] for node in nodes], {rank: met for rank, (_, met) in found.items()}

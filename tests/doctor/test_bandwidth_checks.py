@@ -71,13 +71,20 @@ def test_a_node_whose_own_all_reduce_lags_gives_a_warning():
     assert ("n2", "all-reduce inside", "fail") in bad(bandwidth_checks(found, NODES, Expected()))
 
 
-def test_everything_slow_is_found_by_the_rates_of_the_links():
-    findings = bad(bandwidth_checks(bandwidth(between(speed=24.0), all_reduce=20.0), NODES, Expected()))
-    assert findings == [("all", "bandwidth between nodes", "fail"), ("all", "bandwidth all-reduce", "fail")]
+def test_everything_slow_is_a_warning_by_the_rates_of_the_links():
+    found = bandwidth(between(speed=24.0), all_reduce=20.0, inside=45.0)
+    checks = ("bandwidth between nodes", "bandwidth inside nodes", "bandwidth all-reduce")
+    assert bad(bandwidth_checks(found, NODES, Expected())) == [("all", check, "warn") for check in checks]
 
 
 def test_a_figure_that_is_given_replaces_that_of_the_links():
     assert not bad(bandwidth_checks(bandwidth(between(speed=24.0), all_reduce=20.0), NODES, Expected(gb_per_second=25.0)))
+
+
+def test_less_than_half_of_a_figure_that_is_given_fails():
+    found = bandwidth(between(speed=24.0), all_reduce=20.0)
+    findings = bad(bandwidth_checks(found, NODES, Expected(gb_per_second=50.0)))
+    assert findings == [("all", "bandwidth between nodes", "fail"), ("all", "bandwidth all-reduce", "warn")]
 
 
 def test_without_infiniband_there_is_no_figure_and_no_pass():

@@ -11,7 +11,7 @@ from moerl.doctor.expected import Expected
 @pytest.fixture(scope="module")
 def three_nodes():
     """Of one rank each, of which the second answers late."""
-    return combine(measured([[0], [1], [2]], slow={1}), on_gpus=False)
+    return combine(measured([[0], [1], [2]], slow={1})[0], on_gpus=False)
 
 
 def test_every_pair_is_measured_once(three_nodes):
@@ -33,8 +33,12 @@ def test_the_late_rank_is_named(three_nodes):
 
 
 def test_ranks_of_a_node_are_measured_among_themselves_and_with_their_like_elsewhere():
-    found = combine(measured([[0, 1], [2, 3]], slow=set()), on_gpus=False)
+    by_rank, met = measured([[0, 1], [2, 3]], slow=set())
+    found = combine(by_rank, on_gpus=False)
     assert set(found.between_nodes) == {(0, 1)}
     assert [set(links) for links in found.inside] == [{(0, 1)}, {(0, 1)}]
     assert len(found.node_all_reduce) == 2
     assert min(*found.node_all_reduce, found.all_reduce) > 0
+    # In the group of all, NCCL would give a pair of a node no more channels than a pair of two nodes.
+    assert met[0] == {1: [0, 1], 2: [0, 1, 2, 3]}
+    assert met[3] == {2: [2, 3], 1: [0, 1, 2, 3]}

@@ -23,6 +23,21 @@ def test_what_a_driver_does_not_say_is_none_and_never_a_number():
     assert broken.fabric == ""
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("No, No\n" * 8, (False, False)),
+        ("1, 0\n" * 8, (True, False)),
+        ("[N/A], [N/A]\n" * 8, (None, None)),
+        ("No, No\n" * 7, (None, None)),  # whose row is missing is not known
+        ("Field is not a valid field to query.\n" * 8, (None, None)),
+    ],
+)
+def test_rows_to_be_replaced_are_read_where_the_driver_says_so_of_every_gpu(said, expected):
+    gpu = parse_gpus(output("h100_query.csv"), "", said)[0]
+    assert (gpu.remap_pending, gpu.remap_failed) == expected
+
+
 def test_bits_that_slow_a_gpu_have_names_and_idling_is_none_of_them():
     assert list(slowdowns(0x1)) == []
     assert list(slowdowns(0x48)) == ["hardware slowdown", "hardware thermal limit"]
@@ -77,7 +92,7 @@ def test_a_speed_that_the_tool_does_not_know_is_no_rate():
 
 
 def test_tools_on_path_are_asked(h100_node):
-    assert find_gpus() == parse_gpus(output("h100_query.csv"), output("h100_fabric.csv"))
+    assert find_gpus() == parse_gpus(output("h100_query.csv"), output("h100_fabric.csv"), output("h100_remapped.csv"))
     assert find_links() == parse_links(output("h100_nvlink.txt"))
     assert find_topology() == parse_topology(output("h100_topo.txt"))
     assert find_ports() == parse_ports(output("ibv_devinfo.txt"))
@@ -159,6 +174,14 @@ def test_a_container_without_ibv_devinfo_has_what_the_kernel_says(tmp_path, monk
         ("mlx5_0:2", "ACTIVE", "Ethernet", 2.5),
         ("mlx5_1:1", "DOWN", "InfiniBand", 10.0),
     ]
+
+
+def test_a_speed_that_ibv_devinfo_does_not_know_is_that_of_the_kernel(tmp_path, fake_tools):
+    adapter(tmp_path, "mlx5_0", port1=("4: ACTIVE", "800 Gb/sec (4X XDR)", "InfiniBand"))
+    fake_tools(ibv_devinfo="cat ibv_devinfo_unknown_speed.txt")
+    assert [port.gbit for port in find_ports(tmp_path)] == [800.0]
+    fake_tools(ibv_devinfo="cat ibv_devinfo.txt")
+    assert find_ports(tmp_path)[0].gbit == 400.0
 
 
 def test_a_tool_that_fails_is_not_replaced_by_the_kernel(tmp_path, fake_tools):

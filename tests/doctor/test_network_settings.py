@@ -1,15 +1,18 @@
 """What NCCL and gloo are told of a node's links, for every kind of node, and who has the last word."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from node_cases import cpu_node, h100_node, output
 
 from moerl.cluster.infiniband import parse_ports
-from moerl.cluster.network import Hardware, applied, find_settings, network_settings, variables
+from moerl.cluster.nccl_conf import read_nccl_files
+from moerl.cluster.network import Hardware, Setting, applied, find_settings, network_settings, variables
 from moerl.cluster.nvidia import parse_gpus, parse_topology
 from moerl.cluster.tools import Absent
 from moerl.config.schema import NetworkConfig
+from moerl.doctor.node import rank_variables
 from moerl.types import ConfigError
 
 HCA = "=" + ",".join(f"mlx5_{index}:1" for index in (0, 1, 2, 3, 5, 6, 7, 8))
@@ -22,9 +25,10 @@ def hardware(facts=None, **changes):
     )  # fmt: skip
 
 
-def settings(found=None, config=None, role="train", *, reached_at="10.1.0.7", environment=None):
+def settings(found=None, config=None, role="train", *, reached_at="10.1.0.7", environment=None, files=None):
     found, config = hardware() if found is None else found, NetworkConfig() if config is None else config
-    return network_settings(found, config, role, reached_at=reached_at, environment={} if environment is None else environment)
+    environment, files = {} if environment is None else environment, {} if files is None else files
+    return network_settings(found, config, role, reached_at=reached_at, environment=environment, files=files)
 
 
 def reason(found, name):
@@ -76,10 +80,76 @@ def test_the_environment_wins_over_detection_and_is_said():
     assert reason(found, "NCCL_IB_HCA") == "the environment has NCCL_IB_HCA==mlx5_1, which is kept"
 
 
+def test_what_nccl_reads_from_its_files_is_not_overruled_by_detection(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("NCCL_IB_HCA==mlx5_0,mlx5_1\nNCCL_IB_TIMEOUT=20\nno variable\n")
+    (tmp_path / ".nccl.conf").write_text("NCCL_IB_TIMEOUT=21\n")
+    own, everyones = tmp_path / ".nccl.conf", tmp_path / "etc/nccl.conf"
+    assert read_nccl_files({}, tmp_path) == {"NCCL_IB_HCA": everyones, "NCCL_IB_TIMEOUT": own}
+    other = tmp_path / "other.conf"
+    other.write_text("NCCL_NVLS_ENABLE=0")
+    files = read_nccl_files({"NCCL_CONF_FILE": str(other)}, tmp_path)
+    assert files == {"NCCL_IB_HCA": everyones, "NCCL_IB_TIMEOUT": everyones, "NCCL_NVLS_ENABLE": other}
+    found = settings(files=files)
+    assert not set(files) & set(variables(found))
+    assert reason(found, "NCCL_IB_HCA") == f"{everyones} sets it, which is kept"
+    asked = NetworkConfig(variables={"NCCL_IB_TIMEOUT": 23})
+    assert variables(settings(config=asked, files=files))["NCCL_IB_TIMEOUT"] == "23"
+
+
+def test_files_are_read_where_settings_are_found(h100_node, tmp_path, monkeypatch):
+    file = tmp_path / "nccl.conf"
+    file.write_text("NCCL_IB_HCA==mlx5_0\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(file))
+    assert "NCCL_IB_HCA" not in variables(find_settings(NetworkConfig(), "train", reached_at=None))
+
+
+def test_the_doctor_s_ranks_get_more_channels_to_a_peer_unless_they_are_given(tmp_path):
+    name, file = "NCCL_NCHANNELS_PER_NET_PEER", tmp_path / "nccl.conf"
+    assert rank_variables((), {"NCCL_CONF_FILE": str(file)}) == {name: "4"}
+    assert rank_variables((), {name: "2"}) == {}
+    asked = (Setting(name=name, value="8", reason="network.variables says so"),)
+    assert rank_variables(asked, {}) == {name: "8"}
+    file.write_text(f"{name}=2\n")
+    assert rank_variables((), {"NCCL_CONF_FILE": str(file)}) == {}
+
+
+def test_storage_ports_as_fast_as_those_of_the_compute_network_are_told_by_the_gpus_they_are_near():
+    ports = tuple(replace(port, gbit=400.0) for port in h100_node().ports)
+    found = settings(hardware(ports=ports))
+    assert variables(found)["NCCL_IB_HCA"] == HCA
+    unknown = settings(hardware(ports=ports, topology=Absent(reason="nvidia-smi failed", is_fault=True)))
+    assert "mlx5_4:1" in variables(unknown)["NCCL_IB_HCA"]
+
+
+def test_ports_of_unknown_rate_are_not_left_out_for_one_that_is_known():
+    ports = tuple(replace(port, gbit=None if port.gbit == 400 else port.gbit) for port in h100_node().ports)
+    found = settings(hardware(ports=ports, topology=Absent(reason="nvidia-smi failed", is_fault=True)))
+    assert set(HCA.removeprefix("=").split(",")) < set(variables(found)["NCCL_IB_HCA"].removeprefix("=").split(","))
+    assert variables(settings(hardware(ports=ports)))["NCCL_IB_HCA"] == HCA
+
+
+def test_ports_as_near_as_each_other_all_count():
+    topology = parse_topology(output("a100_topo_old.txt"))
+    adapters = sorted({name for row in topology.between.values() for name in row if not name.startswith("GPU")})
+    assert topology.nearest(adapters) == {name for gpu in topology.gpus for name in adapters if topology.between[gpu][name] == "PHB"}
+    assert topology.nearest([*adapters, "mlx5_77"]) == frozenset()
+    assert topology.nearest([]) == frozenset()
+
+
 def test_settings_of_the_run_win_over_environment_and_detection():
     config = NetworkConfig(variables={"NCCL_IB_HCA": "=mlx5_7:1", "NCCL_IB_SL": 3})
     found = settings(config=config, environment={"NCCL_IB_HCA": "=mlx5_1"})
     assert [setting.value for setting in found if setting.name in config.variables] == ["=mlx5_7:1", "3"]
+
+
+def test_an_interface_that_the_run_names_wins_over_the_environment_in_nccl_and_gloo_alike():
+    environment = {"NCCL_SOCKET_IFNAME": "eno1", "GLOO_SOCKET_IFNAME": "eno1"}
+    found = variables(settings(config=NetworkConfig(interface="bond0"), environment=environment))
+    assert (found["NCCL_SOCKET_IFNAME"], found["GLOO_SOCKET_IFNAME"]) == ("=bond0", "bond0")
+    variable = NetworkConfig(interface="bond0", variables={"NCCL_SOCKET_IFNAME": "^docker"})
+    assert variables(settings(config=variable, environment=environment))["NCCL_SOCKET_IFNAME"] == "^docker"
 
 
 def test_detection_can_be_switched_off():

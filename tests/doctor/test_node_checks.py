@@ -7,10 +7,13 @@ from moerl.cluster.infiniband import parse_ports
 from moerl.cluster.nvidia import parse_gpus, parse_links
 from moerl.cluster.tools import Absent
 from moerl.doctor.expected import Expected
+from moerl.doctor.facts import UNLIMITED, locks_any_memory
 from moerl.doctor.gpu_checks import gpu_checks
 from moerl.doctor.host_checks import host_checks
 
 QUERY, FABRIC = output("h100_query.csv"), output("h100_fabric.csv")
+
+NO_MANAGER = parse_ports(output("ibv_devinfo_down.txt").replace("PORT_ACTIVE (4)", "PORT_INIT (2)"))
 
 
 def judged(facts, expected=None):
@@ -21,6 +24,11 @@ def judged(facts, expected=None):
 def gpus(old="", new=""):
     assert old in QUERY
     return parse_gpus(QUERY.replace(old, new), FABRIC)
+
+
+def remapped(index, row, usual="No, No"):
+    """Rows of pending and failure, of which one GPU's is `row`."""
+    return "\n".join(row if gpu == index else usual for gpu in range(8))
 
 
 def fault(version):
@@ -38,12 +46,15 @@ FAULTS = [
     ("GPUs", "fail", "of which PyTorch can use 0", dict(torch_gpus=0)),
     ("GPUs", "fail", "0: nvidia-smi is not on PATH", dict(gpus=Absent(reason="nvidia-smi is not on PATH"))),
     ("driver", "fail", "runs CUDA 12", dict(versions=fault({"CUDA": "13.0"}))),
+    ("driver", "warn", "forward-compatibility libcuda for CUDA 13", dict(versions=fault({"CUDA": "13.0"}), libcuda=13)),
     ("driver", "fail", "built without CUDA", dict(versions=fault({"CUDA": Absent(reason="built without CUDA")}))),
     ("MIG", "fail", "enabled on GPU 0, 1", dict(gpus=gpus("Disabled", "Enabled"))),
     ("clocks", "fail", "GPU 3: hardware slowdown, hardware thermal limit", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
     ("clocks", "warn", "application clocks hold GPU 0, 1", dict(gpus=gpus("0x0000000000000001", "0x0000000000000002"))),
     ("clocks", "skipped", "does not say", dict(gpus=gpus("0x0000000000000001", "[N/A]"))),
     ("ECC", "fail", "GPU 3: 2 uncorrected", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
+    ("ECC", "fail", "replaced at the next reset of GPU 2", dict(gpus=parse_gpus(QUERY, FABRIC, remapped(2, "Yes, No")))),
+    ("ECC", "fail", "could not be replaced on GPU 7", dict(gpus=parse_gpus(QUERY, FABRIC, remapped(7, "1, 1", "0, 0")))),
     ("ECC", "warn", "off on GPU 0, 1", dict(gpus=gpus("Enabled", "Disabled"))),
     ("ECC", "skipped", "count no memory errors", dict(gpus=gpus("Enabled, 0", "[N/A], [N/A]"))),
     ("GPU memory", "warn", "GPU 5: 70,211 MiB", dict(gpus=parse_gpus(output("h100_query_faults.csv"), FABRIC))),
@@ -52,14 +63,19 @@ FAULTS = [
     ("NVLink", "fail", "code 15", dict(links=Absent(reason="nvidia-smi ended with code 15: ERR", is_fault=True))),
     ("NVSwitch fabric", "fail", "In Progress", dict(gpus=parse_gpus(QUERY, FABRIC.replace("Completed, Success", "In Progress, N/A")))),
     ("NVSwitch fabric", "skipped", "there is none", dict(gpus=parse_gpus(QUERY))),
-    ("InfiniBand", "fail", "not active: mlx5_1:1", dict(ports=parse_ports(output("ibv_devinfo_down.txt")))),
+    ("InfiniBand", "warn", "not active: mlx5_1:1", dict(ports=parse_ports(output("ibv_devinfo_down.txt")))),
+    ("InfiniBand", "fail", "not active: mlx5_0:1, mlx5_1:1", dict(ports=NO_MANAGER)),
+    ("InfiniBand", "ok", "8 ports at 400 Gb/s; left out: mlx5_4:1 at 100 Gb/s", dict()),
     ("InfiniBand", "skipped", "RDMA over Ethernet only: mlx5_0:1", dict(ports=parse_ports(output("ibv_devinfo_roce.txt")))),
     ("InfiniBand", "skipped", "no RDMA adapter", dict(ports=())),
     ("InfiniBand", "fail", "code 1", dict(ports=Absent(reason="ibv_devinfo ended with code 1: Failed to open", is_fault=True))),
     ("GPUDirect RDMA", "fail", "nvidia_peermem is not", dict(gpudirect=Absent(reason="nvidia_peermem is not loaded", is_fault=True))),
-    ("ulimit -n", "warn", "8192", dict(open_files=(8192, 1048576))),
-    ("ulimit -n", "fail", "1024", dict(open_files=(1024, 1024))),
+    ("ulimit -n", "warn", "1024 (hard 1048576)", dict(open_files=(1024, 1048576))),
+    ("ulimit -n", "warn", "8192 (hard 8192)", dict(open_files=(8192, 8192))),
+    ("ulimit -n", "warn", "1024 (hard unlimited)", dict(open_files=(1024, UNLIMITED))),
+    ("ulimit -n", "fail", "1024 (hard 1024)", dict(open_files=(1024, 1024))),
     ("ulimit -l", "fail", "65536", dict(locked_bytes=65536)),
+    ("ulimit -l", "ok", "65536, which CAP_IPC_LOCK overrules", dict(locked_bytes=65536, locks_any_memory=True)),
     ("ulimit -l", "skipped", "only RDMA locks memory", dict(locked_bytes=65536, ports=())),
     ("host memory", "warn", "100 of 2,000 GiB", dict(free_ram_bytes=100 * 2**30)),
     ("/dev/shm", "fail", "0.1 GiB", dict(disks=(disk("/dev/shm", total=0.0625, free=0.0625),))),
@@ -87,6 +103,14 @@ def test_a_fault_is_found_by_its_check(check, verdict, found, changes):
     assert finding.verdict == verdict, finding
     assert found in finding.found
     assert bool(finding.fix) == (verdict in ("warn", "fail"))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"), [("0000000000004000", True), ("000001ffffffbfff", False), ("000001ffffffffff", True)]
+)
+def test_the_right_to_lock_memory_is_one_bit_of_the_effective_capabilities(capabilities, expected):
+    status = f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\nCapBnd:\t000001ffffffffff\n"
+    assert locks_any_memory(status) == expected
 
 
 def test_a_node_without_gpus_is_skipped_over_with_the_reason_and_never_passed():

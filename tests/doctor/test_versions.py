@@ -1,11 +1,13 @@
 """Versions here and in another environment, the ranges that moerl states, and what a driver runs."""
 
+import shutil
+import subprocess
 import sys
 
 import pytest
 
 from moerl.cluster.tools import Absent
-from moerl.doctor.versions import engine_versions, is_supported, newest_cuda, supported, trainer_versions
+from moerl.doctor.versions import engine_versions, is_supported, libcuda_version, newest_cuda, supported, trainer_versions
 
 
 def test_ranges_are_those_of_the_project():
@@ -41,3 +43,16 @@ def test_an_engine_s_environment_is_asked_through_its_interpreter(tmp_path):
 @pytest.mark.parametrize(("driver", "cuda"), [("580.65.06", 13), ("550.54.15", 12), ("470.57.02", 11), ("418.1", None), ("", None)])
 def test_a_driver_runs_cuda_up_to_a_version(driver, cuda):
     assert newest_cuda(driver) == cuda
+
+
+def test_the_libcuda_that_is_found_says_what_it_runs(tmp_path):
+    """As that of a forward-compatibility package does, built here: newer than the driver."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source = tmp_path / "compat.c"
+    source.write_text("int cuDriverGetVersion(int *version) { *version = 13010; return 0; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    assert libcuda_version(str(tmp_path / "libcuda.so.1")) == 13
+    assert libcuda_version(str(tmp_path / "libcuda.so.2")) is None
+    assert libcuda_version("libc.so.6") is None

@@ -24,6 +24,7 @@ from moerl.config.schema import (
 )
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.config.scratch import VOCAB_SIZE
+from moerl.evaluation.evaluator import Evaluator
 from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
@@ -174,7 +175,10 @@ class InProcessRun:
         )
         runner = RecordingRunner(config, pool=pool, rewards=self._rewards, stop_token_ids=())
         residency = self.residency = Residency(self.trainer, pool, num_shared=self.num_shared)
-        publisher = RecordingPublisher(config, train=self.trainer, pool=pool, residency=residency, canary_prompts=[prompts.prompt_at(0)])
+        canary = [prompts.prompt_at(0)]
+        publisher = RecordingPublisher(
+            config, train=self.trainer, pool=pool, residency=residency, canary_prompts=canary, vocab_size=VOCAB_SIZE
+        )
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
         self.trainer.events = runner.events = publisher.events = self.events
         try:
@@ -183,7 +187,12 @@ class InProcessRun:
                 await residency.make_room()
                 with RecordingObserver(config) as observer:
                     observer.groups = self.groups
-                    await loop.run(config, algorithm, prompts, runner, self.trainer, publisher, residency, observer, self.stop)
+                    parts = (config, algorithm, prompts, runner, self.trainer, publisher, residency, observer, self.stop)
+                    if config.eval is None:
+                        await loop.run(*parts)
+                    else:
+                        async with Evaluator(config, tokenizer, pool=pool, rewards=self._rewards, stop_token_ids=()) as evaluator:
+                            await loop.run(*parts, evaluator)
         finally:
             await pool.close()
             await self.trainer.close()

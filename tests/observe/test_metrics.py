@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from moerl.evaluation.estimates import Outcome, result_of
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
 from moerl.types import MemoryStats, Move, RoutingStats, SavedCheckpoint
 
@@ -87,6 +88,8 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
         "memory/seconds/asleep_to_scoring": 0.5,
     }
     values |= checkpoint_metrics(SavedCheckpoint(version=1, num_bytes=1, seconds=1.0, blocked_seconds=1.0))
+    outcome = Outcome(reward=1.0, passed=True, length=1, truncated=False, error=None, parts={})
+    values |= result_of("math", [[outcome], [outcome]], pass_at=(1,)).metrics()
     assert {metric(name).name for name in values} == {entry.name for entry in METRICS}
 
 

@@ -15,7 +15,7 @@ ROOT = Path(moerl.__file__).resolve().parent.parent
 LEVELS = [
     {"push_types", "types", "payloads", "route_types", "config"},
     {"algorithms", "models", "rewards"},
-    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert", "doctor"},
+    {"rollout", "train", "weights", "planner", "cluster", "observe", "convert", "doctor", "evaluation"},
     {"loop", "sft"},
     {"run", "check"},
     {"__main__"},

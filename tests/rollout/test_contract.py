@@ -194,7 +194,7 @@ def test_pause_abort_ends_running_requests_and_keeps_waiting_ones(run, served):
     assert rest.finish_reason == "length" and len(rest.token_ids) == served.long
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_request_held_over_a_push_has_a_span_for_each_version(run, served, transport):
     async def scenario():
         whole = await ask(served, "whole", max_tokens=served.long)

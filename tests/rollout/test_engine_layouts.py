@@ -17,9 +17,9 @@ from moerl.types import SamplingParams, WeightError
 
 PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (7, 7)]
 CASES = {
-    "tp2-ep2": (ServerLayout(gpus=2, ep=2), "shm"),
-    "dp2": (ServerLayout(gpus=2, dp=2), "shm"),
-    "two-nodes": (ServerLayout(gpus=2, gpus_per_node=1), "gloo"),
+    "tp2-ep2": (ServerLayout(gpus=2, ep=2), "ipc"),
+    "dp2": (ServerLayout(gpus=2, dp=2), "ipc"),
+    "two-nodes": (ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
 }
 
 

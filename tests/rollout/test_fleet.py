@@ -181,6 +181,20 @@ def test_a_request_that_ends_every_server_is_given_up(run, checkpoints, monkeypa
     run(scenario())
 
 
+def test_the_end_of_a_server_is_no_refusal_after_which_it_would_get_a_push(run, checkpoints):
+    async def scenario():
+        async with serving(checkpoints, 2) as (pool, engines):
+            seen = []
+            pool.fleet.on_change(lambda: seen.append(states(pool)[0]))
+            calls = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"r{i}")) for i in range(6)]
+            await turns(3)
+            await engines[0].die()
+            await asyncio.gather(*calls)
+            return seen
+
+    assert run(scenario())[:2] == ["suspect", "dead"]
+
+
 def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpoints, monkeypatch):
     async def scenario():
         async with serving(checkpoints, 1, max_restarts=2) as (pool, engines):
@@ -190,7 +204,7 @@ def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpo
 
             monkeypatch.setattr(engines[0], "start", fail)
             await engines[0].die()
-            with pytest.raises(EngineError, match="no rollout server is left"):
+            with pytest.raises(EngineError, match="no rollout server is left.*fake-0: no memory"):
                 await pool.generate(PROMPT, SAMPLING, "r")
             assert pool.fleet.num_restarts == 2
 

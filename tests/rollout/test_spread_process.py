@@ -66,6 +66,20 @@ def test_whichever_process_is_killed_the_server_has_ended_and_the_report_names_i
     assert [f"node {rank} " in others for rank in range(3)] == [rank != struck for rank in range(3)]
 
 
+def test_who_waits_for_the_end_of_a_server_that_is_closed_hears_of_it(run, tmp_path):
+    """As every request does that is in flight when a server hangs and is closed."""
+    process = spread(tmp_path, SERVE + STAY, ARRIVE + STAY)
+
+    async def scenario():
+        await process.start()
+        deaths = [asyncio.create_task(process.death()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await process.close()
+        return [str(death) for death in await asyncio.gather(*deaths, return_exceptions=True)]
+
+    assert run(scenario()) == ["server: the server was closed"] * 2
+
+
 def test_it_starts_again_whole_after_a_loss_and_meets_at_the_same_new_port_everywhere(run, tmp_path):
     ports = "import sys; print(sys.argv[2], file=sys.stderr, flush=True); "
     process = spread(tmp_path, ports + SERVE + STAY, ports + ARRIVE + STAY)

@@ -106,7 +106,7 @@ class Source(LocalSource):
         return {0: ["0" * 32 if name == self.damaged else digest for name, digest in zip(names, found, strict=True)]}
 
 
-async def push(engine: RolloutEngine, tensors: Tensors, version: int, *, transport: Transport = "shm", damaged: str = "") -> None:
+async def push(engine: RolloutEngine, tensors: Tensors, version: int, *, transport: Transport = "ipc", damaged: str = "") -> None:
     source = Source(tensors, damaged=damaged)
     try:
         await WeightSync(source, {engine.name: engine.receiver()}, transport=transport, settle_seconds=25).push(version)
@@ -127,7 +127,7 @@ class Served:
         """Tokens of a completion that is still running whenever a test looks at it."""
         return 200 if self.max_context == MAX_CONTEXT else 500
 
-    async def push(self, version: int, *, scale: float = 1.0, transport: Transport = "shm", damaged: str = "") -> None:
+    async def push(self, version: int, *, scale: float = 1.0, transport: Transport = "ipc", damaged: str = "") -> None:
         """The checkpoint's tensors times `scale`."""
         tensors = {name: tensor * scale for name, tensor in self.tensors.items()}
         await push(self.engine, tensors, version, transport=transport, damaged=damaged)

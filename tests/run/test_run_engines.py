@@ -76,10 +76,10 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "when", "transport"),
     [
-        ("sglang", "push", "gloo"),
-        pytest.param("sglang", "generation", "shm", marks=pytest.mark.slow),
-        ("vllm", "generation", "shm"),
-        ("vllm", "push", "gloo"),
+        ("sglang", "push", "nccl"),
+        pytest.param("sglang", "generation", "ipc", marks=pytest.mark.slow),
+        ("vllm", "generation", "ipc"),
+        ("vllm", "push", "nccl"),
     ],
 )
 def test_a_killed_server_comes_back_with_verified_weights(undisturbed, tmp_path, strike, engine, when, transport):

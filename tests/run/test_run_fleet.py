@@ -33,14 +33,14 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "number", "num_servers", "transport"),
     [
-        ("generation", signal.SIGKILL, 1, "shm"),
-        pytest.param("generation", signal.SIGKILL, 2, "shm", marks=slow),
-        pytest.param("generation", signal.SIGSTOP, 2, "shm", marks=slow),
-        pytest.param("idle", signal.SIGKILL, 1, "shm", marks=slow),
-        pytest.param("idle", signal.SIGKILL, 2, "gloo", marks=slow),
-        pytest.param("push", signal.SIGKILL, 2, "shm", marks=slow),
-        ("push", signal.SIGKILL, 2, "gloo"),
-        pytest.param("push", signal.SIGKILL, 1, "gloo", marks=slow),
+        ("generation", signal.SIGKILL, 1, "ipc"),
+        pytest.param("generation", signal.SIGKILL, 2, "ipc", marks=slow),
+        pytest.param("generation", signal.SIGSTOP, 2, "ipc", marks=slow),
+        pytest.param("idle", signal.SIGKILL, 1, "ipc", marks=slow),
+        pytest.param("idle", signal.SIGKILL, 2, "nccl", marks=slow),
+        pytest.param("push", signal.SIGKILL, 2, "ipc", marks=slow),
+        ("push", signal.SIGKILL, 2, "nccl"),
+        pytest.param("push", signal.SIGKILL, 1, "nccl", marks=slow),
     ],
 )
 def test_a_lost_server_comes_back_and_changes_no_bit(undisturbed, tmp_path, strike, when, number, num_servers, transport):

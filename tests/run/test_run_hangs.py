@@ -78,7 +78,7 @@ def test_a_run_that_may_not_restart_ends_with_the_report_and_leaves_nothing(tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_push(undisturbed, tmp_path, strike, transport):
     """Long before its probes would tell."""
     struck = strike("push", signal.SIGSTOP)

@@ -6,7 +6,7 @@ from whole_runs import DIGIT, SYNC, assert_all_end, below, find, rows, start, wa
 
 TWO_NODES = (
     DIGIT, "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all", "rollout.num_servers=2",
-    "weights.transport=gloo", "network.variables={NCCL_DEBUG: WARN}",
+    "weights.transport=nccl", "network.variables={NCCL_DEBUG: WARN}",
 )  # fmt: skip
 
 

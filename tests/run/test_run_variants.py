@@ -20,7 +20,7 @@ from moerl.types import CheckpointError, EngineError, MoerlError
 pytestmark = pytest.mark.slow  # whole runs beyond what `make test` has time for
 
 TP_GLOO = (
-    "num_steps=2", "train.layout.ep=1", "train.layout.tp=2", "train.layout.etp=2", "train.updates_per_step=2", "weights.transport=gloo",
+    "num_steps=2", "train.layout.ep=1", "train.layout.tp=2", "train.layout.etp=2", "train.updates_per_step=2", "weights.transport=nccl",
     DIGIT,
 )  # fmt: skip
 WARM = ("sft.num_steps=4", "sft.batch_size=16")

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import Job, Jobs
+from jobs import RECIPE, Job, Jobs
 from two_nodes import TwoNodes
 
 from moerl.cluster.node import LAST_SECONDS
+from moerl.config.schema import ScratchModel
+from moerl.models.scratch import write_scratch_model
 from moerl.train.checkpoint import complete, version_of
 
 pytestmark = pytest.mark.slurm
@@ -174,6 +176,28 @@ def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
     assert steps_of(jobs) == list(range(1, 61)), "no step is lost, none is taken twice"
     assert "stopped: SIGUSR1; the same command continues the run" in job.log
     assert (job.directory / f"{number}-1").is_dir()
+
+
+def test_an_evaluation_whose_time_is_up_is_queued_again_and_goes_on(jobs: Jobs):
+    model = jobs.output_dir.parent / "model"
+    write_scratch_model(ScratchModel(num_layers=2, hidden_size=32, num_experts=4), 32, model, 0)
+    prompts = ("eval.datasets.repeat.data.size=1000", "eval.datasets.repeat.num_prompts=1000")
+    number = jobs.submit("--eval", f"--checkpoint={model}", "eval=tiny-repeat", *prompts)
+    evaluation = jobs.output_dir / RECIPE.removeprefix("recipe=") / "eval" / "checkpoint-model"
+    samples = evaluation / "samples" / "repeat.jsonl"
+    jobs.cluster.wait_for("a sample", lambda: samples.exists() and samples.stat().st_size > 0, 240)
+    jobs.cluster.run("scancel", "--signal=USR1", number)
+    jobs.cluster.wait_for("the job in the queue again", lambda: jobs.field(number, "Restarts") == "1", 120)
+    left = samples.read_text().splitlines()
+    assert 0 < len(left) < 4000
+    jobs.start_again(number)
+    job = jobs.end(number, 300)
+    assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log
+    lines = samples.read_text().splitlines()
+    assert (len(lines), lines[: len(left)]) == (4000, left)
+    assert json.loads((evaluation / "results.json").read_text())["datasets"]["repeat"]["num_prompts"] == 1000
+    assert f"results: {evaluation}/results.json" in job.log
+    jobs.assert_nothing_is_left()
 
 
 def test_an_allocation_with_too_few_gpus_is_refused_before_anything_starts(jobs: Jobs, nvidia_smi):

@@ -55,6 +55,22 @@ def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
     return two_steps(engine, batch)
 
 
+def save_and_score(settings: EngineSettings, batch: TrainBatch, directory: Path) -> np.ndarray:
+    """Log-probs after an update, of weights that were then saved."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
+    save(engine, directory)
+    return engine.logprobs(batch)
+
+
+def load_and_score(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[np.ndarray, np.ndarray, dict[str, int]]:
+    """Log-probs before and after loading, and the bytes that the rank then holds of each kind."""
+    engine = new_engine(settings)
+    before_T = engine.logprobs(batch)
+    engine.load(directory)
+    return before_T, engine.logprobs(batch), {kind: held.device + held.host for kind, held in engine._memory.bytes().items()}
+
+
 def two_steps(engine: Any, batch: TrainBatch) -> Continued:
     steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
     weights = {name: tensor.double().numpy() for name, tensor in engine.export()}

@@ -98,7 +98,7 @@ async def start_push(group):
     outline = await source.outline()
     names = tuple(spec.name for spec in stored_specs(outline.tensors))
     found = plan_deliveries(outline, {"server": (names,)})
-    await source.listen("shm", found.jobs)
+    await source.listen("ipc", found.jobs)
     await source.digests()
     return found.jobs
 

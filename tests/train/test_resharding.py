@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_jobs import load_and_continue, load_and_save, save_and_continue, save_once, staged_and_held
+from checkpoint_jobs import load_and_continue, load_and_save, load_and_score, save_and_continue, save_and_score, save_once, staged_and_held
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
 
@@ -168,3 +168,16 @@ def test_without_a_host_copy_the_same_bytes_are_written(checkpoints, tmp_path):
     copied = run_ranks(save_once, 2, chosen, random_batch(), tmp_path / "copied", True)
     direct = run_ranks(save_once, 2, chosen, random_batch(), tmp_path / "direct", False)
     assert [share.files for share in copied] == [share.files for share in direct]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("float32", "one"), ("bfloat16", "ep2")])
+def test_a_rank_that_does_not_train_loads_the_weights_and_holds_nothing_else(dtype, name, checkpoints, tmp_path):
+    trains = settings(checkpoints["qwen3_moe"], NAMED["ep2"], dtype=dtype)
+    expected_T = run_ranks(save_and_score, 2, trains, random_batch(), tmp_path)
+    chosen = settings(checkpoints["qwen3_moe"], NAMED[name], dtype=dtype)
+    scores = replace(chosen, trains=False, train=replace(chosen.train, offload="optimizer"))
+    before_T, after_T, held = run_ranks(load_and_score, NAMED[name].ranks, scores, random_batch(), tmp_path)
+    np.testing.assert_allclose(after_T, expected_T, atol=0 if name == "ep2" else 1e-5, rtol=0)
+    assert np.abs(before_T - expected_T).max() > 1e-3
+    assert held["parameters"] > 0
+    assert (held["gradients"], held["optimizer"], held["reference"]) == (0, 0, 0)

@@ -113,7 +113,7 @@ async def receiver_for(group):
 async def pushed(group, version):
     """Every tensor of one push by name, received and verified as a rollout server does."""
     receiver = await receiver_for(group)
-    await WeightSync(group.weight_source, {"server": receiver}, transport="shm").push(version)
+    await WeightSync(group.weight_source, {"server": receiver}, transport="ipc").push(version)
     return receiver.tensors
 
 
@@ -191,7 +191,7 @@ def test_a_push_that_failed_leaves_the_trainer_ready_for_everything(served):
         receiver = await receiver_for(group)
         receiver.finish = receiver.install = fail
         with pytest.raises(WeightError, match="no more"):
-            await WeightSync(group.weight_source, {"server": receiver}, transport="shm").push(2)
+            await WeightSync(group.weight_source, {"server": receiver}, transport="ipc").push(2)
         assert (await group.logprobs(BATCH)).get().shape == BATCH.token_ids_T.shape
         return before, await pushed(group, 1)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from push_ranks import Ranks, Tensors, follow, new_worker
 
+from moerl.config.scratch import VOCAB_SIZE
 from moerl.payloads import Here
 from moerl.push_types import Bucket
 from moerl.rollout.http_engine import HTTPEngine
@@ -124,7 +125,7 @@ class _Pushes:
 
     def connect_anew(self) -> None:
         receivers = {self._engine.name: self._engine.receiver()}
-        self._sync = WeightSync(self._ranks.source(), receivers, transport="shm", settle_seconds=25)
+        self._sync = WeightSync(self._ranks.source(), receivers, transport="ipc", settle_seconds=25)
 
     async def with_fault(self) -> str:
         """What the next push, or its canary, says; then the fault is mended, and a push of changed weights must succeed."""
@@ -147,7 +148,7 @@ class _Pushes:
 
     def _canary(self) -> Awaitable[object]:
         version = self._version
-        return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version)
+        return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version, vocab_size=VOCAB_SIZE)
 
     async def _logprobs(self, batch: TrainBatch) -> np.ndarray:
         found: list[Any] = self._ranks.ask(None, "logprobs", batch, False)

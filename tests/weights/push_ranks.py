@@ -99,7 +99,7 @@ def pushed_and_exported(
     ranks = Ranks(worker)
     source = Watched(ranks, 5000)
     engine = Engine(specs_of(source))
-    asyncio.run(WeightSync(source, {"server": engine}, transport="shm").push(1))
+    asyncio.run(WeightSync(source, {"server": engine}, transport="ipc").push(1))
     dist.broadcast_object_list([(None, "end", ())], src=0)
     senders: dict[str, set[int]] = {}
     for bucket in source.buckets:
@@ -131,7 +131,7 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
         return {}, {}, 0, (0, 0)
     source = Watched(Ranks(worker), 20_000)
     engine = Engine(specs_of(source))
-    asyncio.run(WeightSync(source, {"server": engine}, transport="shm").push(1))
+    asyncio.run(WeightSync(source, {"server": engine}, transport="ipc").push(1))
     dist.broadcast_object_list([(None, "end", ())], src=0)
     expected = {name: tensor_digest(tensor) for item in exported.items() for name, tensor in _in_fp8(*item).items()}
     sent = sum(entry.num_bytes for bucket in source.buckets for entry in bucket.entries)
@@ -178,6 +178,6 @@ def outlines(settings: EngineSettings, store: Path) -> tuple[list[Any], list[Any
     hf = json.loads((settings.model_dir / "config.json").read_text())
     of_plan = tensors_to_push(hf, settings.train, max_context=settings.max_context, dtype=settings.export_dtype)
     of_plan = with_scales(of_plan) if settings.push_fp8 else of_plan
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     by_name = [sorted(tensors, key=lambda tensor: tensor.name) for tensors in (of_run, of_plan)]
     return by_name[0], by_name[1]

@@ -154,7 +154,7 @@ class Source(LocalSource):
         return await super().listen(transport, jobs)
 
 
-def first_push(source: Source, transport: Transport = "shm", *, version: int = 1, readers: int = 1) -> tuple[Manifest, list[Bucket], str]:
+def first_push(source: Source, transport: Transport = "ipc", *, version: int = 1, readers: int = 1) -> tuple[Manifest, list[Bucket], str]:
     """The manifest, the job of its sender, and its address, for readers that need everything."""
 
     async def prepare() -> tuple[Manifest, list[Bucket], str]:
@@ -168,7 +168,7 @@ def first_push(source: Source, transport: Transport = "shm", *, version: int = 1
 
 
 def serve_sender(pipe: Connection) -> None:
-    """Packs MODEL into one shm bucket, sends it over the pipe and waits to be ended."""
+    """Packs MODEL into one bucket, sends it over the pipe and waits to be ended."""
     source = Source(bucket_bytes=2**20)
     manifest, _, _ = first_push(source)
     pipe.send((manifest, source.sender.pack(0)))

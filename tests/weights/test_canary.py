@@ -55,7 +55,7 @@ def trainer(temperature=1.0):
 
 
 def canary(engines, logprobs=None, **changes):
-    settings = {"max_tokens": 5, "limit": 1e-4, "version": 3} | changes
+    settings = {"max_tokens": 5, "limit": 1e-4, "version": 3, "vocab_size": VOCABULARY} | changes
     return asyncio.run(run_canary(engines, trainer() if logprobs is None else logprobs, PROMPTS, **settings))
 
 
@@ -128,7 +128,7 @@ def test_within_the_limit_the_result_reports_the_difference():
         ({"spans": (VersionSpan(version=3, num_tokens=4), VersionSpan(version=2, num_tokens=1))}, "weights of version 2, must be 3"),
         ({"finish_reason": "abort"}, "ended with 'abort' after 5 tokens"),
         ({"token_ids": (), "logprobs": (), "spans": ()}, "after 0 tokens"),
-        ({"logprobs": (0.0,)}, "5 tokens, 1 log-probs and spans of 5 tokens"),
+        ({"logprobs": (0.0,)}, "1 log-probs: must be as many as tokens, 5"),
     ],
 )
 def test_a_completion_that_cannot_be_compared_is_refused(changes, said):
@@ -157,3 +157,9 @@ def test_the_batch_lays_prompts_and_responses_end_to_end():
     assert batch.rollout_logprobs_T.tolist() == [0, 0, 0, -1, -2, 0, -1, -2]
     assert batch.offsets.tolist() == [0, 5, 8]
     assert (batch.token_ids_T.dtype, batch.rollout_logprobs_T.dtype, batch.offsets.dtype) == (np.int64, np.float32, np.int64)
+
+
+def test_an_answer_that_cannot_be_is_the_engines_fault_and_not_shown_to_the_trainer():
+    garbage = BigramEngine("b:8000", token_ids=(VOCABULARY, 0, 0, 0, 0))
+    with pytest.raises(WeightError, match=rf"b:8000: .*token {VOCABULARY}: must be in the model's vocabulary"):
+        canary([BigramEngine("a"), garbage], logprobs=None)

@@ -54,7 +54,7 @@ def values_of(specs):
 
 def senders(found, values):
     return {
-        rank: WeightSender("shm", job, lambda name, start, shape: box_of(values[name], start, shape)) for rank, job in found.jobs.items()
+        rank: WeightSender("ipc", job, lambda name, start, shape: box_of(values[name], start, shape)) for rank, job in found.jobs.items()
     }
 
 

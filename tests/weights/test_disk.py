@@ -144,7 +144,7 @@ def test_a_file_that_is_damaged_is_named_and_the_next_push_is_whole(push, damage
 
 
 def test_a_server_that_does_not_see_the_directory_refuses_before_any_byte_moves(tmp_path):
-    with pytest.raises(WeightError, match=r"does not see .*elsewhere.*weights\.transport=gloo"):
+    with pytest.raises(WeightError, match=r"does not see .*elsewhere.*weights\.transport=nccl"):
         Engine().session.connect(TransportOffer(transport="disk", address=str(tmp_path / "elsewhere")))
 
 

@@ -37,7 +37,7 @@ def without(bucket, name):
 
 def connected(**arguments):
     engine = Engine(**arguments)
-    engine.session.connect(TransportOffer(transport="shm"))
+    engine.session.connect(TransportOffer(transport="ipc"))
     return engine
 
 
@@ -249,7 +249,7 @@ def test_close_is_safe_to_repeat_and_ends_the_push(bucket):
 def test_memory_that_cannot_be_mapped_names_the_remedy(bucket, path):
     engine = connected()
     engine.session.begin(MANIFEST)
-    with pytest.raises(WeightError, match="weights.transport=gloo"):
+    with pytest.raises(WeightError, match="weights.transport=nccl"):
         engine.session.install(replace(bucket, source=path))
 
 

@@ -45,7 +45,7 @@ class Unreachable(Recorded):
 
 def test_a_push_brings_all_receivers_to_the_version(source):
     engines = {name: Engine() for name in "abc"}
-    stats = asyncio.run(WeightSync(source, engines, transport="shm").push(7))
+    stats = asyncio.run(WeightSync(source, engines, transport="ipc").push(7))
     assert [engine.session.version for engine in engines.values()] == [7, 7, 7]
     assert all(torch.equal(engine.tensors["embed.weight"], MODEL["embed.weight"]) for engine in engines.values())
     assert (stats.version, stats.num_tensors) == (7, len(MODEL))
@@ -56,7 +56,7 @@ def test_all_refusals_are_named_before_any_byte_moves(source):
     smaller = {name: spec for name, spec in SPECS.items() if name != "steps"}
     engines = {"good": Recorded(), "old": Recorded(specs=smaller), "older": Recorded(specs=smaller)}
     with pytest.raises(WeightError, match="at begin;") as caught:
-        asyncio.run(WeightSync(source, engines, transport="shm").push(1))
+        asyncio.run(WeightSync(source, engines, transport="ipc").push(1))
     assert "* old: WeightError: push of version 1 refused" in str(caught.value)
     assert "* older: WeightError: push of version 1 refused" in str(caught.value)
     assert "* good" not in str(caught.value)
@@ -66,7 +66,7 @@ def test_all_refusals_are_named_before_any_byte_moves(source):
 def test_every_failing_receiver_is_named_with_its_cause(source):
     engines = {"good": Recorded(), "damaging": Recorded(damages="embed.weight"), "gone": Unreachable()}
     with pytest.raises(WeightError, match=r"at bucket \d of trainer rank 0") as caught:
-        asyncio.run(WeightSync(source, engines, transport="shm").push(1))
+        asyncio.run(WeightSync(source, engines, transport="ipc").push(1))
     assert "* damaging: WeightError: tensor 'embed.weight'" in str(caught.value)
     assert "* gone: EngineError: 127.0.0.1:1: connection refused" in str(caught.value)
     assert isinstance(caught.value.__cause__, EngineError)
@@ -75,21 +75,21 @@ def test_every_failing_receiver_is_named_with_its_cause(source):
 
 def test_a_silent_receiver_is_named_after_the_deadline(source):
     engines = {"good": Recorded(), "silent": Silent()}
-    sync = WeightSync(source, engines, transport="shm", deadline_seconds=0.2, settle_seconds=0.1)
+    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=0.2, settle_seconds=0.1)
     with pytest.raises(WeightError, match=r"\* silent: did not end in time and was cancelled"):
         asyncio.run(sync.push(1))
 
 
 def test_a_silent_receiver_does_not_hide_another_s_failure(source):
     engines = {"silent": Silent(), "gone": Unreachable()}
-    sync = WeightSync(source, engines, transport="shm", deadline_seconds=60, settle_seconds=0.1)
+    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=60, settle_seconds=0.1)
     with pytest.raises(WeightError, match="(?s)gone: EngineError.*silent: did not end in time"):
         asyncio.run(sync.push(1))
 
 
 def test_a_cancelled_push_leaves_no_call_behind(source):
     async def cancel_while_waiting():
-        push = asyncio.create_task(WeightSync(source, {"silent": Silent()}, transport="shm").push(1))
+        push = asyncio.create_task(WeightSync(source, {"silent": Silent()}, transport="ipc").push(1))
         await asyncio.wait([push], timeout=0.3)
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -101,7 +101,7 @@ def test_a_cancelled_push_leaves_no_call_behind(source):
 
 def test_a_push_after_a_failed_one_succeeds(source):
     engines = {"good": Recorded(), "damaging": Recorded(damages="steps")}
-    sync = WeightSync(source, engines, transport="shm")
+    sync = WeightSync(source, engines, transport="ipc")
     with pytest.raises(WeightError, match="at bucket"):
         asyncio.run(sync.push(1))
     engines["damaging"].damages = ""
@@ -123,7 +123,7 @@ def test_a_sender_that_drops_a_tensor_of_its_share_is_found():
     source = Dropping()
     try:
         with pytest.raises(WeightError, match=r"at finish.*\n.*a: WeightError: .*1 of 7 tensors never arrived: layers.0.norm.weight"):
-            asyncio.run(WeightSync(source, {"a": Engine()}, transport="shm").push(1))
+            asyncio.run(WeightSync(source, {"a": Engine()}, transport="ipc").push(1))
     finally:
         source.close()
 
@@ -141,7 +141,7 @@ def test_a_failure_of_the_trainer_is_told_as_it_is():
     source = Failing()
     try:
         with pytest.raises(TrainError, match="^rank 0 failed in pack$"):
-            asyncio.run(WeightSync(source, {"a": Engine(), "b": Silent()}, transport="shm", settle_seconds=0.2).push(1))
+            asyncio.run(WeightSync(source, {"a": Engine(), "b": Silent()}, transport="ipc", settle_seconds=0.2).push(1))
     finally:
         source.close()
 
@@ -149,18 +149,18 @@ def test_a_failure_of_the_trainer_is_told_as_it_is():
 @pytest.mark.parametrize(
     ("source_hosts", "receiver_hosts", "expected"),
     [
-        (["127.0.0.1"], ["127.0.0.1", "localhost"], "shm"),
-        (["127.0.0.1"], [socket.gethostname()], "shm"),
-        (["127.0.0.1"], ["127.0.0.1", "192.0.2.7"], "gloo"),
-        (["192.0.2.7"], ["192.0.2.7", "192.0.2.7"], "shm"),
-        (["192.0.2.7"], ["127.0.0.1"], "gloo"),
-        (["127.0.0.1", "192.0.2.7"], ["127.0.0.1"], "gloo"),
+        (["127.0.0.1"], ["127.0.0.1", "localhost"], "ipc"),
+        (["127.0.0.1"], [socket.gethostname()], "ipc"),
+        (["127.0.0.1"], ["127.0.0.1", "192.0.2.7"], "nccl"),
+        (["192.0.2.7"], ["192.0.2.7", "192.0.2.7"], "ipc"),
+        (["192.0.2.7"], ["127.0.0.1"], "nccl"),
+        (["127.0.0.1", "192.0.2.7"], ["127.0.0.1"], "nccl"),
     ],
 )
 def test_auto_is_shm_only_when_ranks_and_servers_are_on_one_host(source_hosts, receiver_hosts, expected):
     assert resolve_transport("auto", source_hosts=source_hosts, receiver_hosts=receiver_hosts) == expected
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_named_transport_is_taken_as_it_is(transport):
     assert resolve_transport(transport, source_hosts=["127.0.0.1"], receiver_hosts=["192.0.2.7"]) == transport

@@ -105,7 +105,7 @@ class _Model:
         self.installed = InstalledBytes(runner.model.load_weights)
         specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
-        self.session = WeightSession(specs, self._load, needs=needs)
+        self.session = WeightSession(specs, self._load, needs=needs, device=next(self._module.parameters()).device)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._module.named_parameters()

@@ -50,7 +50,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._installed = LayerwiseBytes(model.load_weights)
         expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
-        self._session = WeightSession(expected, self._installed, needs=needs)
+        self._session = WeightSession(expected, self._installed, needs=needs, device=device)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._run_step("connect", init_info.offer)

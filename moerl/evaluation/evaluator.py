@@ -1,0 +1,155 @@
+"""Samples every prompt of the evaluation data sets from the servers as they are, and scores the answers.
+
+    prompts (order: eval.seed) -> at most as many requests at a time as the servers take -> rewards -> samples/NAME.jsonl -> Result
+
+Nothing here is drawn from the run's prompts or seeds: an evaluation leaves the order of the training data and its samples as they are.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from transformers import PreTrainedTokenizerBase
+
+from moerl.config.evaluation import max_response_tokens, reward_of
+from moerl.config.schema import EvalConfig, EvalDataset, RunConfig
+from moerl.evaluation.estimates import Result, result_of
+from moerl.evaluation.samples import Record, SampleFile, outcome_of, record_of, samples_path
+from moerl.observe.observer import full_reward
+from moerl.rewards.pool import RewardPool
+from moerl.rollout.datasets import load_dataset
+from moerl.rollout.pool import RolloutPool
+from moerl.rollout.prompts import PromptSource
+from moerl.rollout.runner import answered, seed_of
+from moerl.types import DataError, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_NUM_CANARY_PROMPTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    name: str
+    settings: EvalDataset
+    prompts: PromptSource
+    rewards: RewardPool
+    pass_reward: float
+
+    @property
+    def num_prompts(self) -> int:
+        most = self.settings.num_prompts
+        return self.prompts.num_rows if most is None else min(most, self.prompts.num_rows)
+
+
+class Evaluator:
+    """`async with Evaluator(...) as evaluator: results = await evaluator.run(directory)`, as often as wanted."""
+
+    def __init__(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, pool: RolloutPool, rewards: RewardPool,
+        stop_token_ids: tuple[int, ...],
+    ):  # fmt: skip
+        """`rewards`: started, of the run's own reward. Raises DataError that names the data set with rows that cannot be used."""
+        assert config.eval is not None
+        self._settings: EvalConfig = config.eval
+        self._pool, self._stop_token_ids = pool, stop_token_ids
+        self._max_tokens = max_response_tokens(config)
+        self._places = asyncio.Semaphore(config.rollout.num_servers * (config.rollout.max_running + config.rollout.max_queued))
+        self._datasets = [self._load(config, name, tokenizer, rewards) for name in self._settings.datasets]
+        self._own = [each.rewards for each in self._datasets if each.rewards is not rewards]
+
+    def _load(self, config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> _Loaded:
+        settings = self._settings.datasets[name]
+        try:
+            prompts = PromptSource(
+                load_dataset(settings.data, seed=self._settings.seed),
+                tokenizer,
+                settings.data,
+                seed=self._settings.seed,
+                max_context=config.model.max_context,
+                max_response_tokens=self._max_tokens,
+            )
+        except DataError as error:
+            raise DataError(f"eval.datasets.{name}: {error}") from error
+        reward = reward_of(config, settings)
+        return _Loaded(
+            name=name,
+            settings=settings,
+            prompts=prompts,
+            rewards=rewards if settings.reward is None else RewardPool(reward),
+            pass_reward=full_reward(reward) if settings.pass_reward is None else settings.pass_reward,
+        )
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for rewards in self._own:
+                await stack.enter_async_context(rewards)
+            self._started = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self._started.aclose()
+
+    def some_prompts(self) -> list[Prompt]:
+        """For a canary."""
+        first = self._datasets[0]
+        return [first.prompts.prompt_at(index) for index in range(min(first.num_prompts, _NUM_CANARY_PROMPTS))]
+
+    async def run(self, directory: Path) -> list[Result]:
+        """Of every data set, with the weights that the servers have. Samples that are in `directory` already are not made again."""
+        return [await self._run(each, samples_path(directory, each.name)) for each in self._datasets]
+
+    async def _run(self, dataset: _Loaded, path: Path) -> Result:
+        prompts = [dataset.prompts.prompt_at(index) for index in range(dataset.num_prompts)]
+        file = SampleFile(path, samples=dataset.settings.samples)
+        file.keep(_num_alike(file.found, prompts))
+        if file.found:
+            logger.info("%s: %d of %d prompts are there already", dataset.name, len(file.found), len(prompts))
+        per_prompt = list(file.found)
+        with file:
+            async with aclosing(self._answers(dataset, prompts[len(per_prompt) :])) as answers:
+                async for records in answers:
+                    file.add(records)
+                    per_prompt.append(records)
+        outcomes = [[outcome_of(record) for record in records] for records in per_prompt]
+        return result_of(dataset.name, outcomes, pass_at=dataset.settings.pass_at)
+
+    async def _answers(self, dataset: _Loaded, prompts: Sequence[Prompt]) -> AsyncGenerator[list[Record], None]:
+        """In the order of the prompts."""
+        tasks = [asyncio.create_task(self._answer(dataset, prompt)) for prompt in prompts]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, dataset: _Loaded, prompt: Prompt) -> list[Record]:
+        return await asyncio.gather(*(self._sample(dataset, prompt, index) for index in range(dataset.settings.samples)))
+
+    async def _sample(self, dataset: _Loaded, prompt: Prompt, index: int) -> Record:
+        settings, session = self._settings, f"eval-{dataset.name}-{prompt.index}"
+        sampling = SamplingParams(
+            max_tokens=self._max_tokens,
+            seed=seed_of("eval", settings.seed, dataset.name, prompt.index, index),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop_token_ids=self._stop_token_ids,
+        )
+        async with self._places:  # what waits in the driver must not use up its deadline
+            answer, score = await answered(self._pool, dataset.rewards, prompt, sampling, request_id=f"{session}-{index}", session=session)
+        return record_of(prompt, index, answer, score, pass_reward=dataset.pass_reward)
+
+
+def _num_alike(found: Sequence[Sequence[Record]], prompts: Sequence[Prompt]) -> int:
+    """How many of the prompts, from the first on, are those that `found` has samples of."""
+    for number, (records, prompt) in enumerate(zip(found, prompts, strict=False)):
+        if any((record["prompt"], record["ground_truth"]) != (prompt.text, prompt.ground_truth) for record in records):
+            return number
+    return min(len(found), len(prompts))

@@ -1,0 +1,94 @@
+"""Which checkpoint `moerl eval` evaluates, in which directory, and what is wrong with that. Imports no torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from moerl.config.load import to_plain
+from moerl.config.problems import NOT_SET, problem
+from moerl.config.schema import RunConfig
+from moerl.train.checkpoint import MANIFEST, complete, newest
+from moerl.types import Problem
+
+_SAMPLED_BY = ("model", "reward", "rollout", "eval", "deterministic", "seed")
+"""Sections that decide what is sampled, and how it is scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    config: RunConfig
+    """Of the run, but with a directory of the evaluation's own, and without what only training needs."""
+    source: Path
+    """The checkpoint."""
+    checkpoint: Path | None
+    """The same, if it is a run's; None: a Hugging Face folder, which is `config.model.path`."""
+
+    def identity(self) -> dict[str, Any]:
+        """Equal for evaluations that make the same samples."""
+        plain = to_plain(self.config)
+        files = sorted(self.source.glob("*.safetensors")) if self.checkpoint is None else [self.source / MANIFEST]
+        return {
+            "checkpoint": str(self.source.resolve()),
+            "files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+            "settings": {name: plain[name] for name in _SAMPLED_BY},
+            "dtype": plain["train"]["dtype"],
+        }
+
+
+def kind_of(directory: Path) -> Literal["run", "hf"] | None:
+    """What lies there: a run's checkpoint, a Hugging Face folder, or neither."""
+    if directory.parent.is_dir() and directory.resolve() in complete(directory.resolve().parent):
+        return "run"
+    return "hf" if (directory / "config.json").is_file() and not (directory / "checkpoints").is_dir() else None
+
+
+def source_of(config: RunConfig, checkpoint: Path | None) -> Path | None:
+    """What is to be evaluated: `checkpoint`, or the newest of the run; None if it has none."""
+    return newest(config.run_dir / "checkpoints") if checkpoint is None else checkpoint
+
+
+def source_problems(config: RunConfig, checkpoint: Path | None) -> Iterator[Problem]:
+    path, source = "--checkpoint", source_of(config, checkpoint)
+    if config.eval is None:
+        reason, fix = "it says on what the checkpoint is evaluated", "eval=NAME of configs/eval, or eval.datasets.NAME.data=..."
+        yield problem("eval", NOT_SET, "must be given", reason, fix)
+    if source is None:
+        reason = f"{config.run_dir / 'checkpoints'} holds no checkpoint of this run"
+        yield problem(path, NOT_SET, "must be given", reason, f"{path}=RUN/checkpoints/step-N, or {path}=DIRECTORY of a Hugging Face model")
+    elif not source.is_dir():
+        fix = f"{path}=RUN/checkpoints/step-N, or {path}=DIRECTORY of a Hugging Face model"
+        yield problem(path, str(source), "is not a directory", f"looked in {source.absolute()}", fix)
+    elif kind_of(source) is None:
+        there = newest(source / "checkpoints") or newest(source)
+        fix = f"{path}={there}" if there is not None else f"{path}=RUN/checkpoints/step-N, or a folder with config.json and safetensors"
+        yield problem(path, str(source), "holds no checkpoint", "it is neither step-N of a run nor a Hugging Face folder", fix)
+
+
+def with_model(config: RunConfig, source: Path) -> RunConfig:
+    """With the model that is in a Hugging Face folder."""
+    return replace(config, model=replace(config.model, path=str(source), scratch=None)) if kind_of(source) == "hf" else config
+
+
+def evaluation_of(config: RunConfig, source: Path, out: Path | None) -> Evaluation:
+    """`config`: checked, with the model of `source`."""
+    directory = config.run_dir / "eval" / f"checkpoint-{source.resolve().name}" if out is None else out
+    return Evaluation(
+        config=replace(
+            config,
+            output_dir=str(directory.parent),
+            name=directory.name,
+            train=replace(
+                config.train,
+                router_replay="off",
+                mtp_loss=0.0,
+                overlap_grad_reduce=False,
+                overlap_param_gather=False,
+                # The buffers of gradients leave before the weights come.
+                offload="optimizer" if config.train.offload == "none" else config.train.offload,
+            ),
+            observe=replace(config.observe, terminal=False, tensorboard=False, wandb="off", dump_every=0),
+        ),
+        source=source,
+        checkpoint=source if kind_of(source) == "run" else None,
+    )

@@ -1,0 +1,69 @@
+"""The files of an evaluation beside its samples (samples.py): results.json, and of which checkpoint and settings they are. Its table."""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moerl.evaluation.estimates import Z_95, Estimate, Result
+
+RESULTS = "results.json"
+_IDENTITY = "evaluation.json"
+
+
+def write_results(directory: Path, results: Sequence[Result], *, version: int, checkpoint: str | None = None) -> dict[str, float]:
+    """Writes results.json; the metrics of all data sets."""
+    plain = {"version": version, "checkpoint": checkpoint, "datasets": {result.name: result.plain() for result in results}}
+    _write(directory / RESULTS, plain)
+    return {name: value for result in results for name, value in result.metrics().items()}
+
+
+def discard(directory: Path) -> None:
+    """What an earlier evaluation left there."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def keep_samples_of(directory: Path, identity: Mapping[str, Any]) -> None:
+    """Samples that are in `directory` stay only if they are of the same checkpoint and settings, and the evaluation has not ended."""
+    file, results = directory / _IDENTITY, directory / RESULTS
+    if results.exists() or not file.exists() or json.loads(file.read_text()) != identity:
+        shutil.rmtree(directory / "samples", ignore_errors=True)
+        _write(file, identity)
+    results.unlink(missing_ok=True)
+
+
+def table(results: Sequence[Result]) -> Table:
+    """One row per data set; means with the half width of their 95 % interval."""
+    ks = sorted({k for result in results for k in result.passes})
+    shown = Table()
+    shown.add_column("data set")
+    for title in ("prompts", "samples", "reward", *(f"pass@{k}" for k in ks), "length", "truncated", "errors"):
+        shown.add_column(title, justify="right")
+    for result in results:
+        passes = [_shown(result.passes[k]) if k in result.passes else "-" for k in ks]
+        rest = (f"{result.length_mean:.1f}", f"{result.truncated:.1%}", str(result.errors))
+        shown.add_row(result.name, str(result.num_prompts), str(result.samples), _shown(result.reward), *passes, *rest)
+    return shown
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """On standard output; in full where that is not a terminal."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    console.print(table(results))
+
+
+def _shown(estimate: Estimate) -> str:
+    half = "" if estimate.standard_error is None else f" ± {Z_95 * estimate.standard_error:.3f}"
+    return f"{estimate.mean:.3f}{half}"
+
+
+def _write(path: Path, plain: Mapping[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(plain, indent=1))
+    os.replace(temporary, path)

@@ -1,0 +1,80 @@
+"""The file of an evaluation's samples: samples/NAME.jsonl, one line per sample, prompt after prompt, while they are made.
+
+What was written before is kept if it belongs to the same prompts, so that an evaluation that was stopped goes on where it was.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moerl.evaluation.estimates import Outcome
+from moerl.observe.records import read_records, replace_records, to_line
+from moerl.rollout.collect import Answer
+from moerl.types import Prompt, Score
+
+Record = dict[str, Any]
+
+
+def record_of(prompt: Prompt, index: int, answer: Answer, score: Score, *, pass_reward: float) -> Record:
+    """Of sample `index` of the prompt."""
+    return {
+        "prompt_index": prompt.index,
+        "sample": index,
+        "data_source": prompt.data_source,
+        "prompt": prompt.text,
+        "ground_truth": prompt.ground_truth,
+        "response": answer.text,
+        "reward": score.reward,
+        # A sum of weighted parts carries rounding.
+        "passed": score.error is None and score.reward >= pass_reward - 1e-6,
+        "parts": dict(score.parts),
+        "length": answer.completion.num_tokens,
+        "finish_reason": answer.completion.finish_reason,
+        "error": score.error,
+    }
+
+
+def outcome_of(record: Mapping[str, Any]) -> Outcome:
+    return Outcome(
+        reward=record["reward"],
+        passed=record["passed"],
+        length=record["length"],
+        truncated=record["finish_reason"] == "length",
+        error=record["error"],
+        parts=record["parts"],
+    )
+
+
+def samples_path(directory: Path, name: str) -> Path:
+    return directory / "samples" / f"{name}.jsonl"
+
+
+class SampleFile:
+    """Open for appending inside `with`."""
+
+    def __init__(self, path: Path, *, samples: int):
+        """`samples` of each prompt."""
+        self._path, self._samples = path, samples
+        records = read_records(path) if path.exists() else []
+        whole = len(records) // samples * samples
+        self.found = [records[start : start + samples] for start in range(0, whole, samples)]
+        """Of prompts 0, 1, ... that have all of their samples."""
+
+    def keep(self, num_prompts: int) -> None:
+        """The first `num_prompts` of those found, and nothing else."""
+        self.found = self.found[:num_prompts]
+        replace_records(self._path, [record for records in self.found for record in records])
+
+    def add(self, records: Sequence[Record]) -> None:
+        """The next prompt's."""
+        self._file.writelines(to_line(record) for record in records)
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        # A lone surrogate, which UTF-8 cannot hold, becomes its own escape, as in moerl/observe/records.py.
+        self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()

@@ -1,0 +1,102 @@
+"""What `moerl eval` and the section `eval` refuse, and that the evaluation of a run has a directory and settings of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from moerl.check import load_checked, load_evaluation
+from moerl.config.schema import ScratchModel
+from moerl.models.scratch import write_scratch_model
+from moerl.train import checkpoint
+from moerl.types import CheckpointError, ConfigError
+
+DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
+
+
+def problems_of(*overrides: str, directory: Path | None = None) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load_evaluation(overrides, checkpoint=directory, out=None)
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a tiny Hugging Face model."""
+    directory = tmp_path_factory.mktemp("hf") / "tiny"
+    write_scratch_model(ScratchModel(num_layers=2, hidden_size=32, num_experts=4), 32, directory, 0)
+    return directory
+
+
+def save(run_dir: Path, version: int, model: dict[str, object]) -> Path:
+    temporary = checkpoint.begin(run_dir / "checkpoints", version)
+    (temporary / "weights").write_text("x" * 100)
+    files = checkpoint.digest_files(temporary, ["weights"])
+    return checkpoint.commit(temporary, files, {"version": version}, model, keep=9)
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path):
+    wrong = (
+        "eval.temperature=0", "eval.datasets.repeat.pass_at=[1,8]", "eval.seed=0", "eval.max_response_tokens=30",
+        "eval.datasets.repeat.reward={terms: {x: {kind: gym}}}", f"output_dir={tmp_path}",
+        "eval.datasets.more={data: {kind: files, files: [gone.jsonl], max_prompt_tokens: 1}, reward: {terms: {}}}",
+    )  # fmt: skip
+    found = problems_of(DEMO, EVAL, *wrong, directory=tmp_path / "gone")
+    first, second = "eval.datasets.repeat", "eval.datasets.more"
+    assert set(found) == {
+        "--checkpoint", f"{first}.pass_at.1", f"{first}.samples", "eval.seed", f"{first}.data.max_prompt_tokens",
+        f"{first}.reward.terms.x.kind", f"{second}.data.files.0", f"{second}.reward.terms",
+    }  # fmt: skip
+    assert "must be at most 4" in found[f"{first}.pass_at.1"]
+    assert "every sample of a prompt is the same" in found[f"{first}.samples"]
+    assert "rows that the run trains on" in found["eval.seed"]
+    assert "must be at most 2" in found[f"{first}.data.max_prompt_tokens"]
+    assert "is not a directory" in found["--checkpoint"]
+
+
+def test_the_reward_of_the_run_must_fit_the_data_set_too(tmp_path: Path):
+    data = "data={kind: gym, task: chain_sum, max_prompt_tokens: 16}"
+    found = problems_of(DEMO, EVAL, "~data", data, "reward.terms.repeat.kind=gym", f"output_dir={tmp_path}")
+    assert "needs eval.datasets.repeat.data.kind=gym" in found["eval.datasets.repeat.reward.terms.repeat.kind"]
+
+
+def test_without_data_sets_or_a_checkpoint_there_is_nothing_to_evaluate(tmp_path: Path):
+    found = problems_of(DEMO, f"output_dir={tmp_path}")
+    assert "configs/eval" in found["eval"]
+    assert "holds no checkpoint of this run" in found["--checkpoint"]
+    assert "needs a data set" in problems_of(DEMO, "eval={datasets: {}}", f"output_dir={tmp_path}")["eval.datasets"]
+
+
+def test_the_directory_of_a_run_is_answered_with_its_newest_checkpoint(tmp_path: Path):
+    newest = save(tmp_path / "run", 7, {})
+    assert f"--checkpoint={newest}" in problems_of(DEMO, EVAL, directory=tmp_path / "run")["--checkpoint"]
+    assert f"--checkpoint={newest}" in problems_of(DEMO, EVAL, directory=tmp_path / "run" / "checkpoints")["--checkpoint"]
+
+
+def test_a_checkpoint_of_another_model_and_a_damaged_one_are_refused(tmp_path: Path):
+    other = save(tmp_path / "run", 3, {"num_hidden_layers": 3})
+    assert "model.scratch: num_hidden_layers" in problems_of(DEMO, EVAL, f"output_dir={tmp_path}", directory=other)
+    (other / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        load_evaluation((DEMO, EVAL, f"output_dir={tmp_path}"), checkpoint=other, out=None)
+
+
+def test_an_evaluation_leaves_the_directory_of_the_run_to_the_run(folder: Path, tmp_path: Path):
+    words = (DEMO, EVAL, f"output_dir={tmp_path}", "observe.wandb=off")
+    evaluation = load_evaluation(words, checkpoint=folder, out=None)
+    assert evaluation.config.run_dir == load_checked(words).run_dir / "eval" / "checkpoint-tiny"
+    assert evaluation.config.model.path == str(folder) and evaluation.config.model.scratch is None
+    assert evaluation.checkpoint is None
+    assert load_evaluation(words, checkpoint=folder, out=tmp_path / "out").config.run_dir == tmp_path / "out"
+
+
+def test_what_changes_the_samples_changes_the_identity(folder: Path, tmp_path: Path):
+    def identity(*further: str) -> dict[str, object]:
+        return load_evaluation((DEMO, EVAL, f"output_dir={tmp_path}", *further), checkpoint=folder, out=None).identity()
+
+    assert identity() == identity("slurm.partition=gpu", "deadlines.eval_seconds=5")
+    for further in ("eval.top_p=0.5", "reward.terms.repeat.kind=exact", "rollout.engine=fake", "train.dtype=bfloat16"):
+        assert identity() != identity(further), further
+    before = identity()
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes() + b" ")
+    assert identity() != before

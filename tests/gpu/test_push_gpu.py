@@ -1,0 +1,83 @@
+"""Pushes whose buckets stay on GPUs: CUDA IPC between processes, NCCL between trainer and servers. Not run so far (docs/design.md)."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+from device_engine import MODEL, DeviceEngine
+
+from moerl.types import WeightError
+from moerl.weights.cuda import DeviceBuffer, map_device
+from moerl.weights.digest import tensor_digest
+from moerl.weights.local import LocalSource
+from moerl.weights.sync import WeightSync
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "gpus", "nodes"),
+    [
+        ("ipc", [0], None),
+        ("ipc", [0, 0], None),
+        # NCCL wants a GPU for every rank: the sender has the first.
+        pytest.param("nccl", [1], None, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")),
+        pytest.param("nccl", [1, 2], None, marks=pytest.mark.skipif(NUM_GPUS < 3, reason="needs three GPUs")),
+        pytest.param(
+            "nccl", [1, 2], {"server0": ["x"], "server1": ["y"]}, marks=pytest.mark.skipif(NUM_GPUS < 3, reason="needs three GPUs")
+        ),
+    ],
+)
+def test_every_byte_arrives_push_after_push_and_no_bucket_is_in_host_memory(transport, gpus, nodes):
+    held = {name: tensor.cuda(0) for name, tensor in MODEL.items()}
+    source = LocalSource(lambda: held, bucket_bytes=20_000, device=torch.device("cuda", 0))
+    engines = {f"server{number}": DeviceEngine(gpu) for number, gpu in enumerate(gpus)}
+
+    async def push_twice():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
+        sync = WeightSync(source, engines, transport=transport, nodes=nodes)
+        await sync.push(1)
+        for tensor in held.values():
+            tensor.mul_(2)
+        return await sync.push(2)
+
+    try:
+        stats = asyncio.run(push_twice())
+        assert stats.num_buckets > 2
+        expected = {name: tensor_digest(tensor) for name, tensor in held.items()}
+        assert [engine.call("digests") for engine in engines.values()] == [expected] * len(engines)
+        assert [engine.call("bucket_devices") for engine in engines.values()] == [{"cuda"}] * len(engines)
+    finally:
+        source.close()
+        for engine in engines.values():
+            engine.close()
+
+
+def map_in_child(source, pipe):
+    try:
+        memory = map_device(source)
+        pipe.send((memory.device.type, memory.sum().item()))
+        memory.fill_(3)
+        torch.cuda.synchronize()
+    except WeightError as error:
+        pipe.send(str(error))
+
+
+def test_memory_on_a_gpu_is_the_same_memory_in_another_process():
+    context = get_context("spawn")
+    buffer = DeviceBuffer(torch.device("cuda", 0))
+    for size in (1000, 10_000):  # it grows: another allocation, another source
+        before, memory = buffer.source, buffer.reserve(size)
+        assert buffer.source != before
+        memory.fill_(1)
+        torch.cuda.synchronize()
+        mine, theirs = context.Pipe()
+        child = context.Process(target=map_in_child, args=(buffer.source, theirs))
+        child.start()
+        assert mine.recv() == ("cuda", size)
+        child.join()
+        assert memory.eq(3).all()
+    buffer.close()
