@@ -54,7 +54,7 @@ test-engines: venv engines ## the tests that start SGLang and vLLM, one server a
 
 test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs Debian's slurm-wlm and munge)
 	@bash scripts/slurm.sh
-	$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
+	$(BIN)/python -m pytest -q -m "slurm and not slow" tests/slurm $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
