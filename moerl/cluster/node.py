@@ -86,7 +86,7 @@ def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = N
 
 
 def allow_open_files() -> None:
-    """For this process and what it starts: Ray opens a connection per process, and Slurm hands on the soft limit of the shell that submits."""
+    """For this process and what it starts: Ray has a connection per process, and Slurm hands on the soft limit of the submitting shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -110,7 +110,7 @@ class _Node:
         self._config, self._place, self._facts, self._log, self._directory = config, place, facts, log, directory
         self._meeting_file = log.parent / "meeting.json"
         self._seconds = config.slurm.start_seconds
-        self._first_checkpoint = self._newest_checkpoint()
+        self._begun_with = self._saved()
         self._signal: signal.Signals | None = None
         self._driver: asyncio.subprocess.Process | None = None
         self._is_led = False
@@ -141,17 +141,20 @@ class _Node:
             return QUEUE_AGAIN
         if code == QUEUE_AGAIN and self._is_stuck():
             raise MoerlError(
-                "the job is not queued again: it was once before, and no step was saved since. A step that hangs, or start-up and one step "
+                "the job is not queued again: it was once before, and nothing was saved since. A step that hangs, or start-up and one step "
                 "longer than slurm.time, would come back for ever"
             )
         return code
 
     def _is_stuck(self) -> bool:
         """A run that ends each node it meets, say, would be queued as often as it is allowed to."""
-        return not self._place.is_first_try and self._newest_checkpoint() == self._first_checkpoint
+        return not self._place.is_first_try and self._saved() == self._begun_with
 
-    def _newest_checkpoint(self) -> Path | None:
-        return newest(self._config.run_dir / "checkpoints")
+    def _saved(self) -> object:
+        """What a job goes on from, to compare: the newest checkpoint, or how many bytes of samples there are of an evaluation."""
+        if self._evaluation is None:
+            return newest(self._config.run_dir / "checkpoints")
+        return sum(file.stat().st_size for file in (self._config.run_dir / "eval").rglob("*.jsonl"))
 
     def _asked(self, number: signal.Signals, task: "asyncio.Task[int]") -> None:
         """Slurm signals every process of a step, or only this one. The driver saves; Ray and the other nodes wait for it."""

@@ -18,12 +18,16 @@ class Ended(_Node):
     saves = False
 
     async def _lead(self, arguments):
-        if self.saves:
+        if self.saves and self._evaluation is None:
             (self._config.run_dir / "checkpoints" / "step-7").mkdir(parents=True)
+        elif self.saves:
+            directory = self._config.run_dir / "eval" / "checkpoint-7"
+            directory.mkdir(parents=True)
+            (directory / "samples.jsonl").write_text("{}\n")
         return QUEUE_AGAIN
 
-    def _newest_checkpoint(self):
-        return next((self._config.run_dir / "checkpoints").glob("*"), None)
+    def _saved(self):
+        return super()._saved() if self._evaluation is not None else next((self._config.run_dir / "checkpoints").glob("*"), None)
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +38,11 @@ def handlers():
         signal.signal(number, handler)
 
 
-def ended(tmp_path: Path, job: str, *, saves: bool) -> int:
+def ended(tmp_path: Path, job: str, *, saves: bool, evaluation: list[str] | None = None) -> int:
     config = load(["recipe=grpo-tiny-moe-1n2g-sync", f"output_dir={tmp_path}"])
     facts = NodeFacts(index=0, name="n0", gpus=(), num_cpus=1, versions={})
-    node = Ended(config, Place(job=job, index=0, names=("n0",)), facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None)
+    place = Place(job=job, index=0, names=("n0",))
+    node = Ended(config, place, facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None, evaluation=evaluation)
     node.saves = saves
     return asyncio.run(node.run([]))
 
@@ -47,6 +52,12 @@ def test_a_run_that_is_to_be_continued_is_queued_again(tmp_path: Path, job: str,
     assert ended(tmp_path, job, saves=saves) == QUEUE_AGAIN
 
 
+def test_an_evaluation_that_gained_samples_is_queued_again(tmp_path: Path):
+    assert ended(tmp_path, "7-3", saves=True, evaluation=[]) == QUEUE_AGAIN
+    with pytest.raises(MoerlError, match="was saved since"):
+        ended(tmp_path, "7-4", saves=False, evaluation=[])
+
+
 def test_a_run_that_came_back_and_saved_nothing_is_not_queued_for_ever(tmp_path: Path):
-    with pytest.raises(MoerlError, match="no step was saved since"):
+    with pytest.raises(MoerlError, match="was saved since"):
         ended(tmp_path, "7-1", saves=False)
