@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -54,6 +55,7 @@ _DRIVER_END_SECONDS = 30.0
 LAST_SECONDS = _SETTLE_SECONDS + _DRIVER_END_SECONDS + END_SECONDS + 5.0
 """At most from the end of one node's process to the end of the others, with 5 s for Ray's logs: a shorter --wait of srun cuts a node short,
 which then neither queues the job again nor removes its directory."""
+_OPEN_FILES = 65536
 _MAX_DIRECTORY = 40
 """Characters: Ray's sockets lie up to 67 deeper, and the name of a socket has 107 at most."""
 
@@ -74,12 +76,21 @@ def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = N
     if complaint is not None and place.index == 0:
         raise MoerlError(f"{place.name}: {complaint}")
     _log_to(log if complaint is None else None, place)
+    allow_open_files()
     logger.info("imports and settings took %.1f s", process_seconds())
     facts = node_facts(place, config.slurm, complaints=() if complaint is None else (complaint,))
     with _own_directory(place, log.with_suffix("")) as directory:
         node = _Node(config, place, facts, log=log, directory=directory, marks=marks, evaluation=evaluation)
         with no_descendant_outlives():
             return asyncio.run(node.run(arguments))
+
+
+def allow_open_files() -> None:
+    """For this process and what it starts: Ray opens a connection per process, and Slurm hands on the soft limit of the shell that submits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _NodeLost(MoerlError):

@@ -18,7 +18,7 @@ from moerl.types import Problem
 if TYPE_CHECKING:
     from moerl.config.schema import RolloutConfig, RunConfig
 
-FAMILIES = {"sglang": ("qwen3", "qwen3_moe"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
+FAMILIES = {"sglang": ("qwen3", "qwen3_moe", "deepseek_v3"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
 """Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
 
 CHECK_SECONDS = 120.0

@@ -49,15 +49,15 @@ def bandwidth_checks(found: Bandwidth, came: Sequence[NodeFacts], expected: Expe
     yield from _beside_others("nodes", names, found.between_nodes, found.on_gpus)
     what = "GPUs" if found.on_gpus else "ranks"
     for facts, links in zip(came, found.inside, strict=True):
-        inside = [f"{what[:-1]} {index}" for index in range(1 + max((b for _, b in links), default=0))]
-        yield from (replace(finding, node=facts.name) for finding in _beside_others(what, inside, links, found.on_gpus))
+        ranks = [f"{what[:-1]} {index}" for index in range(1 + max((b for _, b in links), default=0))]
+        yield from (replace(finding, node=facts.name) for finding in _beside_others(what, ranks, links, found.on_gpus))
     yield from _all_reduce_inside(names, found)
     node_gb = expected.gb_per_second if expected.gb_per_second is not None else _infiniband(came)
     gpu_gb = _nvlink(came) if expected.gb_per_second is None or len(came) > 1 else expected.gb_per_second
-    between, inside = list(found.between_nodes.values()), [speed for links in found.inside for speed in links.values()]
+    between, local = list(found.between_nodes.values()), [speed for links in found.inside for speed in links.values()]
     demands = found.on_gpus and expected.gb_per_second is not None
     yield from _beside_links("between nodes", between, node_gb, "InfiniBand", found.on_gpus, fails=demands)
-    yield from _beside_links("inside nodes", inside, gpu_gb, "NVLink", found.on_gpus, fails=demands and len(came) == 1)
+    yield from _beside_links("inside nodes", local, gpu_gb, "NVLink", found.on_gpus, fails=demands and len(came) == 1)
     if found.all_reduce is not None:
         limits = (node_gb, "InfiniBand") if len(came) > 1 else (gpu_gb, "NVLink")
         yield from _beside_links("all-reduce", [found.all_reduce], *limits, found.on_gpus, fails=False)

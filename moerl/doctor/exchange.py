@@ -14,7 +14,10 @@ from moerl.doctor.judge import rounds
 
 _REPEATS = 5
 
-Exchange = Callable[[int, torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
+Group = dist.ProcessGroup | None
+"""None: of all ranks."""
+
+Exchange = Callable[[int, torch.Tensor, torch.Tensor, Group], None]
 """(peer, what is sent, what is received, group that both are in): returns when both are done."""
 
 
@@ -46,18 +49,18 @@ def measure(nodes: Sequence[Sequence[int]], device: torch.device, num_bytes: int
     node = next(index for index, ranks in enumerate(nodes) if dist.get_rank() in ranks)
     local = nodes[node].index(dist.get_rank())
     buffers = (torch.zeros(num_bytes, dtype=torch.uint8, device=device), torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-    groups = [dist.new_group(list(ranks)) if len(nodes) > 1 else dist.group.WORLD for ranks in nodes]
+    groups: list[Group] = [dist.new_group(list(ranks)) if len(nodes) > 1 else None for ranks in nodes]
     # NCCL makes a group's communicator with its first operation, in which all must take part; with an odd number, a round leaves one out.
     _wait_for_all(device, groups[node])
-    locals_ = _meet_everyone(local, nodes[node], buffers, partial(exchange, group=groups[node]))
-    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], buffers, partial(exchange, group=dist.group.WORLD))
+    locals_ = _meet_everyone(local, nodes[node], groups[node], buffers, exchange)
+    remotes = _meet_everyone(node, [ranks[local] for ranks in nodes], None, buffers, exchange)
     inside = _all_reduce(buffers[0], groups[node]) if len(nodes) > 1 and len(nodes[node]) > 1 else None
-    together = _all_reduce(buffers[0], dist.group.WORLD) if dist.get_world_size() > 1 else None
+    together = _all_reduce(buffers[0], None) if dist.get_world_size() > 1 else None
     return Measured(local=locals_, remote=remotes, node_all_reduce=inside, all_reduce=together)
 
 
 def _meet_everyone(
-    me: int, ranks: Sequence[int], buffers: tuple[torch.Tensor, torch.Tensor], exchange: Callable[[int, torch.Tensor, torch.Tensor], None]
+    me: int, ranks: Sequence[int], group: Group, buffers: tuple[torch.Tensor, torch.Tensor], exchange: Exchange
 ) -> dict[int, float]:
     """Position in `ranks` -> bandwidth, for all but `me`. All rounds begin together, also on ranks that have no peer in one."""
     out, into = buffers
@@ -66,16 +69,16 @@ def _meet_everyone(
         _wait_for_all(out.device)
         peer = next((a + b - me for a, b in pairs if me in (a, b)), None)
         if peer is not None:
-            found[peer] = out.numel() / _seconds(partial(exchange, ranks[peer], out, into), out.device) / 1e9
+            found[peer] = out.numel() / _seconds(partial(exchange, ranks[peer], out, into, group), out.device) / 1e9
     return found
 
 
-def _send_and_receive(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _send_and_receive(peer: int, out: torch.Tensor, into: torch.Tensor, group: Group) -> None:
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, out, peer, group), dist.P2POp(dist.irecv, into, peer, group)]):
         work.wait()
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
+def _all_reduce(tensor: torch.Tensor, group: Group) -> float:
     """Bus bandwidth: what each rank must send and receive at least, 2 (n - 1) / n times the tensor, per second."""
     _wait_for_all(tensor.device)
     num = dist.get_world_size(group)
@@ -96,7 +99,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return median(taken[1:])
 
 
-def _wait_for_all(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+def _wait_for_all(device: torch.device, group: Group = None) -> None:
     dist.barrier(group, device_ids=[device.index] if device.type == "cuda" else None)
     _finish(device)
 

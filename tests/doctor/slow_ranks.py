@@ -7,14 +7,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moerl.doctor.exchange import MEASURED, Measured, _send_and_receive, measure
+from moerl.doctor.exchange import MEASURED, Group, Measured, _send_and_receive, measure
 
 NUM_BYTES = 2**20
 SLOW_SECONDS = 0.15
 """What a slow rank adds to every exchange; a healthy one takes about 2 ms."""
 
 
-def late(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
+def late(peer: int, out: torch.Tensor, into: torch.Tensor, group: Group) -> None:
     time.sleep(SLOW_SECONDS)
     _send_and_receive(peer, out, into, group)
 
@@ -26,7 +26,7 @@ def run(rank: int, port: int, nodes: list[list[int]], slow: set[int], results) -
     dist.init_process_group("gloo", store=store, rank=rank, world_size=sum(map(len, nodes)), timeout=timeout)
     met: dict[int, list[int]] = {}
 
-    def exchange(peer: int, out: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def exchange(peer: int, out: torch.Tensor, into: torch.Tensor, group: Group) -> None:
         met[peer] = dist.get_process_group_ranks(group)
         (late if rank in slow else _send_and_receive)(peer, out, into, group)
 

@@ -80,6 +80,12 @@ def test_a_node_that_died_is_not_waited_for():
     assert of(diagnosis, "node")["n1"].found == "ModuleNotFoundError: No module named 'moerl'"
 
 
+def test_a_node_with_fewer_infiniband_ports_than_the_other_is_named(fake_tools, tmp_path):
+    fake_tools(ibv_devinfo=f"if mkdir {tmp_path}/asked; then cat ibv_devinfo.txt; else cat ibv_devinfo_down.txt; fi")
+    (finding,) = of(examined(), "InfiniBand beside other nodes").values()
+    assert (finding.verdict, finding.found.partition(";")[0]) == ("fail", "1 active at 400 Gb/s")
+
+
 def test_a_setting_that_a_node_cannot_have_is_its_fault_by_name():
     diagnosis = examined(network=NetworkConfig(interface="nope0"))
     assert "network.interface = 'nope0'" in of(diagnosis, "node")["n1"].found

@@ -6,8 +6,9 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from in_process_run import InProcessRun, make_config, parity, play
+from in_process_run import InProcessRun, make_config, new_engine, parity, play
 
+from moerl.config.router_replay import routes_to_replay
 from moerl.config.schema import EvalConfig, EvalDataset, TinyData
 from moerl.observe.report import write_report
 from moerl.types import RunStopped, Score
@@ -118,6 +119,14 @@ def test_a_stop_during_an_evaluation_saves_the_step_before_it(tmp_path):
     config = make_config(tmp_path, num_steps=4, eval=EVAL, save_every=0)
     play_until_it_evaluates(config, 2)
     assert [path.name for path in (config.run_dir / "checkpoints").glob("step-*")] == ["step-000002"]
+
+
+def test_an_evaluation_asks_for_no_routes_where_training_replays_them(tmp_path):
+    config = make_config(tmp_path, num_steps=2, eval=EVAL)
+    config = replace(config, train=replace(config.train, router_replay="rollout"))
+    run = play(config, engines=[new_engine(routes=routes_to_replay(config))])
+    assert list(evaluations(run)) == [0, 2]
+    assert all(batch.routes_T is not None for batch in run.trainer.batches)
 
 
 def test_the_report_opens_before_the_first_step_and_charts_evaluations(tmp_path):

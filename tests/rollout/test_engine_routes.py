@@ -11,23 +11,22 @@ from transformers import AutoModelForCausalLM
 from moerl.rollout.hf.routes import RouteRecorder
 from moerl.types import SamplingParams
 
-KIND = "sglang-moe"
-
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", [KIND])
+@pytest.mark.parametrize("kind", ["sglang-moe", "sglang-latent"])
 def test_sglangs_routes_are_those_of_transformers(run, checkpoints, native_engines, kind):
-    engine = native_engines(kind)
+    """Also where the first layer has no experts."""
+    engine, name = native_engines(kind), kind.removeprefix("sglang-")
 
     async def scenario():
         await engine.resume()
-        await push(engine, checkpoints["moe"].tensors, 1)
+        await push(engine, checkpoints[name].tensors, 1)
         prompts = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,)]  # the first two share a prefix, which is cached
         asked = SamplingParams(max_tokens=20, seed=4, returns_routes=True)
         return prompts, await asyncio.gather(*(engine.generate(prompt, asked, f"r{i}") for i, prompt in enumerate(prompts)))
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoints["moe"].directory).eval()
-    recorder = RouteRecorder(model, ROUTES["moe"])
+    model = AutoModelForCausalLM.from_pretrained(checkpoints[name].directory).eval()
+    recorder = RouteRecorder(model, ROUTES[name])
     for prompt, completion in zip(*run(scenario()), strict=True):
         with torch.no_grad(), recorder.recording() as chosen:
             model(torch.tensor([[*prompt, *completion.token_ids[:-1]]]))

@@ -71,7 +71,7 @@ ROUTES = {
 }  # fmt: skip
 """Of those that have experts."""
 
-NATIVE = ("sglang-dense", "sglang-moe", "vllm-dense32", "vllm-moe32", "vllm-latent512")
+NATIVE = ("sglang-dense", "sglang-moe", "sglang-latent", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
 
 

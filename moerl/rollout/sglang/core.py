@@ -46,10 +46,14 @@ OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for settin
     "enable_eplb": "rollout.layout.redundant_experts",
     "speculative_algorithm": "rollout.layout.mtp_tokens",
     "node_rank": "leave it out: moerl numbers the nodes of a server",
+    "disable_shared_experts_fusion": "leave it out: pushes bring a shared expert by itself",
     "enable_memory_saver": "placement.mode=colocated",
     "enable_weights_cpu_backup": "placement.mode=colocated",
 }
 """What moerl sets or relies on, and what to write instead."""
+
+_LEFT_OUT = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+"""What transformers takes for granted, and leaves out of the config.json it writes."""
 
 _TURN_SECONDS = 0.002
 
@@ -88,6 +92,10 @@ def _engine(options: Options, more: Mapping[str, Any] = MappingProxyType({})) ->
 def _own_arguments(options: Options) -> dict[str, Any]:
     has_gpu = _has_gpu()
     own = launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
+    own["disable_shared_experts_fusion"] = True
+    model = read_config(options.model)
+    if left_out := {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}:
+        own["json_model_override_args"] = own.get("json_model_override_args", {}) | left_out
     if has_gpu:
         return own
     os.environ.update(cpu.environment(options.layout))
@@ -118,6 +126,7 @@ class SGLangCore:
         """`routes` None: it was started without routed experts. `num_groups`: of data-parallel attention."""
         self._engine, self._manager, self._routes = engine, engine.tokenizer_manager, routes
         self._num_groups = num_groups
+        self._num_layers: int = read_config(Path(engine.server_args.model_path))["num_hidden_layers"]
         self._session_is_open = False
         self._needs = scheduler.needs_of(engine.server_args, checkpoint_specs(Path(engine.server_args.model_path), torch.float32))
         self._in_flight: set[str] = set()
@@ -253,7 +262,9 @@ class SGLangCore:
     def _routes_of(self, meta: Mapping[str, Any]) -> np.ndarray:
         assert self._routes is not None, "limits refuse the request"
         chosen = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
-        return chosen.reshape(-1, self._routes.num_layers, self._routes.top_k).astype(self._routes.dtype)
+        # SGLang reports every layer; those without experts are the first.
+        by_layer = chosen.reshape(-1, self._num_layers, self._routes.top_k)[:, -self._routes.num_layers :]
+        return by_layer.astype(self._routes.dtype)
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -57,11 +57,29 @@ def after_import() -> None:
     length for places that data-parallel groups with shorter batches leave empty; experts that other processes hold."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models.deepseek_common import attention_backend_handler
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # as its other backends for CPU
     fused_moe_native.moe_forward_native = _without_others(fused_moe_native.moe_forward_native)
+    factory.get_rope_cpu = _unscaled_too(factory.get_rope_cpu, factory.get_rope)
+    # Its other way, for prompts, takes keys and values for those of heads, and this attention reads them from a cache of latent ones.
+    attention_backend_handler.AttentionBackendRegistry.register("torch_native", attention_backend_handler._dispatch_mla_subtype)
+
+
+def _unscaled_too(scaled: Callable[..., Any], unscaled: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's rotary embeddings of latent attention on CPU are those of YaRN alone."""
+
+    def get_rope_cpu(
+        head_size: int, rotary_dim: int, max_position: int, base: int, is_neox_style: bool = True, rope_scaling: Any = None, *others: Any
+    ) -> Any:
+        if rope_scaling is not None:
+            return scaled(head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, *others)
+        return unscaled(head_size, rotary_dim, max_position, base, is_neox_style)
+
+    return get_rope_cpu
 
 
 def _without_others(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 from moerl.push_types import Needs
 from moerl.rollout.engines.expert_share import needs_of_processes
-from moerl.rollout.engines.installed import InstalledBytes
+from moerl.rollout.engines.installed import InstalledBytes, LoadWeights
 from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.types import WeightError
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 INSTALL_METHOD = "moerl_weights"
 """The method this module adds to SGLang's scheduler; called by its collective_rpc."""
+
+_FUSED = "fused_qkv_a_proj_with_mqa.weight"
+_PARTS_OF_FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""In the order of its rows."""
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -31,10 +35,12 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
         cpu.prepare()
         cpu.after_import()
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     setattr(Scheduler, INSTALL_METHOD, _weights)
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
+    deepseek_weight_loader.should_async_load = _in_this_thread
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
 
@@ -47,6 +53,11 @@ def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
 def _has_no_body(record: logging.LogRecord) -> bool:
     """SGLang logs the arguments of a call in full, here every tensor of a push."""
     return not (record.funcName == "handle_rpc_request" and record.levelno == logging.INFO)
+
+
+def _in_this_thread(weight: torch.Tensor) -> bool:
+    """InstalledBytes notes the copies of its own thread."""
+    return False
 
 
 def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
@@ -94,6 +105,24 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
         model.installed.check_reached(model.parameters())
 
 
+def _with_parts_of_fused(model: Any) -> LoadWeights:
+    """The model's loader. Latent attention has one parameter for two tensors, which SGLang loads only when both come in one call."""
+    load: LoadWeights = model.load_weights
+    parameters = dict(model.named_parameters())
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            prefix, _, last = name.rpartition(".self_attn.")
+            fused = parameters.get(f"{prefix}.self_attn.{_FUSED}") if last in _PARTS_OF_FUSED else None
+            if fused is None:
+                load([(name, tensor)])
+            else:
+                rows = slice(0, len(tensor)) if last == _PARTS_OF_FUSED[0] else slice(len(fused) - len(tensor), None)
+                fused.data[rows].copy_(tensor)
+
+    return load_weights
+
+
 class _Model:
     """SGLang's model, and how a push gets into it."""
 
@@ -102,7 +131,7 @@ class _Model:
         runner = scheduler.tp_worker.model_runner
         self._module: torch.nn.Module = runner.model
         self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
-        self.installed = InstalledBytes(runner.model.load_weights)
+        self.installed = InstalledBytes(_with_parts_of_fused(runner.model))
         specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
         self.session = WeightSession(specs, self._load, needs=needs, device=next(self._module.parameters()).device)
