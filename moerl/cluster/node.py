@@ -26,7 +26,7 @@ from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
-from moerl.cluster.stop import CONTINUE
+from moerl.cluster.stop import CONTINUE, KILLED
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.slurm import has_preflight
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 QUEUE_AGAIN = 203
 """Exit code of the first node's task, for the job's script. srun returns the highest of all tasks' codes, unless one was killed."""
-_EXIT_CODES = {CONTINUE: QUEUE_AGAIN}
+_EXIT_CODES = {CONTINUE: QUEUE_AGAIN, KILLED: QUEUE_AGAIN, -signal.SIGKILL: QUEUE_AGAIN}
 """Of the driver -> of this task, where they differ."""
 _ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: QUEUE_AGAIN}
 """Signals that ask a job to end -> its exit code."""
-_LOSES = (1, 2)
+_LOSES = (1, 2, KILLED)
 """Exit codes with which a driver may end because the job lost something: 2 where it finds fewer nodes than are configured."""
 _SETTLE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import ray
 
+from moerl.cluster.stop import KILLED
 from moerl.payloads import StoredCompletion, keep
 from moerl.rollout.collect import Answer, Intake, Request
 from moerl.rollout.http_engine import BrokenConnection, HTTPEngine, generate_at, new_session
@@ -107,10 +108,12 @@ class RayCollectors:
                 raise error.cause from None
             raise
         except ray.exceptions.RayActorError as error:
-            raise StoreError(
+            lost = StoreError(
                 f"a process that receives completions ended, and the samples it had received with it: {error}. The newest checkpoint "
                 "has everything to go on from; the same command resumes"
-            ) from error
+            )
+            lost.exit_code = KILLED
+            raise lost from error
         return answer
 
     async def close(self) -> None:

@@ -17,6 +17,7 @@ from moerl.cluster.examine import kill, memory_kills
 from moerl.cluster.hang import HangReports
 from moerl.cluster.on_node import on_node
 from moerl.cluster.party import Party, ProcessId
+from moerl.cluster.stop import KILLED
 from moerl.cluster.tracebacks import headline
 from moerl.config.schema_deadlines import DeadlineConfig, Phase
 from moerl.types import HangError, MoerlError, Origin, TrainError
@@ -152,6 +153,8 @@ class RankCalls:
             lines.append(f"after it failed: {', '.join(f'rank {other}' for other in others)}")
         wrapped = TrainError("\n".join(lines)).began_in(origin)
         wrapped.__cause__ = error
+        if _was_killed(error):
+            wrapped.exit_code = KILLED
         return wrapped
 
     def _origin(self, rank: int, verb: str, details: str) -> Origin:
@@ -160,12 +163,16 @@ class RankCalls:
         return Origin(who=f"rank {rank} of {len(self._workers)}", node=node, doing=verb, log=log, details=details)
 
     async def _reason(self, rank: int, error: BaseException) -> list[str]:
-        if not isinstance(error, RayActorError) or error.actor_init_failed:
+        if not _was_killed(error):
             return headline(str(error))
         place = self._places[rank] if self._places else None
         if place is None:
             return str(error).splitlines()
         return [f"    its process {place.process.pid} died without a Python error", *_crash(place.log), *await _memory(place)]
+
+
+def _was_killed(error: BaseException) -> bool:
+    return isinstance(error, RayActorError) and not error.actor_init_failed
 
 
 async def _memory(place: RankPlace) -> list[str]:

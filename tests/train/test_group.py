@@ -14,6 +14,7 @@ import pytest
 import ray
 from awake import awake
 
+from moerl.cluster.stop import KILLED
 from moerl.algorithms.sft import SFT
 from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
 from moerl.config.layout import Layout
@@ -283,6 +284,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_
         assert rest[0] == "    the kernel killed 1 processes there for lack of memory, probably this one"
         assert rest[-1] == "after it failed: rank 0"
         assert "rank 0 (it lost a peer):" in caught.value.origin.details
+        assert caught.value.exit_code == KILLED
 
     run_with(scenario)
 
