@@ -64,12 +64,17 @@ class HangReports:
         findings = {party.name: _finding(party, nodes.get(party.name), silent=party.name in silent) for party in parties}
         reasons = blame({name: finding.seen for name, finding in findings.items()}, silent)
         conclusion = list(_conclusion(phase, deadline, findings, reasons, silent))
-        path = await asyncio.to_thread(self._write, phase, "\n".join([*conclusion, "", *_whole(findings, nodes)]))
+        text = "\n".join([*conclusion, "", *_whole(findings, nodes)])
+        try:
+            path = str(await asyncio.to_thread(self._write, phase, text))
+        except OSError as unwritten:  # the conclusion must reach the run also where the disk is full
+            logger.error("the report cannot be written (%s):\n%s", unwritten, text)
+            path = f"in the log, as the file cannot be written: {unwritten}"
         late = findings[next(iter(reasons))].party
         logger.info("a report about %s that did not arrive: %s", ", ".join(reasons), path)
         error = HangError("\n".join([*conclusion, f"stacks and progress of all: {path}"]))
         error.names = tuple(reasons)
-        return error.began_in(Origin(who=", ".join(reasons), node=late.node, doing=phase, log=str(path)))
+        return error.began_in(Origin(who=", ".join(reasons), node=late.node, doing=phase, log=path))
 
     def _write(self, phase: str, text: str) -> Path:
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{phase}"

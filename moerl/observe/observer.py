@@ -165,7 +165,10 @@ class Observer:
         else:
             # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.
             log.info("the run failed", exc_info=error)
-            error.add_note(write_failure(self._run_dir, error, phase=self._failed_in, version=self._last_version))
+            try:
+                error.add_note(write_failure(self._run_dir, error, phase=self._failed_in, version=self._last_version))
+            except OSError as unwritten:  # a full disk, say, which may be no part of the cause
+                error.add_note(f"the failure report could not be written: {unwritten}")
             self.close("failed")
 
     def _close_writer(self, writer: MetricsWriter) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from moerl.observe.dumps import dumped_steps
 from moerl.observe.observer import Observer, PhaseClock, full_reward
 from moerl.observe.records import read_metrics
-from moerl.types import ConfigError
+from moerl.types import ConfigError, HangError
 
 
 @pytest.fixture
@@ -115,6 +115,14 @@ def test_opening_an_observer_alone_forgets_nothing(make_config, take_steps):
     with Observer(config):
         pass
     assert [row["step"] for row in read_metrics(config.run_dir / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_report_that_cannot_be_written_does_not_take_the_place_of_the_failure(make_config):
+    config = make_config()
+    with pytest.raises(HangError, match="rank 5") as caught, Observer(config):
+        (config.run_dir / "failure.txt").mkdir()
+        raise HangError("update: rank 5 did not arrive")
+    assert "the failure report could not be written" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import pytest
 import ray
 from awake import awake
 
-from moerl.cluster.stop import KILLED
 from moerl.algorithms.sft import SFT
 from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
+from moerl.cluster.stop import KILLED
 from moerl.config.layout import Layout
 from moerl.config.schema import (
     GRPOConfig,
