@@ -6,8 +6,11 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -19,6 +22,9 @@ from moerl.cluster.stacks import Stacks, find_py_spy, stacks_of
 _GPU_SECONDS = 20.0
 """nvidia-smi itself hangs when the driver does."""
 _GPU_FIELDS = "index,name,utilization.gpu,memory.used,memory.total,temperature.gpu,pstate,ecc.errors.uncorrected.volatile.total"
+_STACKS_AT_A_TIME = 32
+"""py-spy takes a fifth of a second for each process; where it hangs, its limit."""
+_ENDED = Stacks(text="", source="none: the process has ended")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -47,14 +53,14 @@ class NodeReport:
 
 
 def examine(processes: Sequence[ProcessId]) -> NodeReport:
-    """On the node of the processes. Takes seconds at most."""
-    py_spy = find_py_spy()
-    return NodeReport(
-        node=socket.gethostname(),
-        clock=time.time(),
-        processes=tuple(tuple(_family(process, py_spy)) for process in processes),
-        gpus=_gpus(),
-    )
+    """On the node of the processes. Takes seconds, unless py-spy hangs too."""
+    py_spy, clock = find_py_spy(), time.time()
+    # First of all processes: the answer to a signal changes the state of a process.
+    families = [tuple(_family(process)) for process in processes]
+    with ThreadPoolExecutor(_STACKS_AT_A_TIME) as pool:
+        read = pool.map(partial(_with_stacks, py_spy=py_spy), chain.from_iterable(families))
+        found = tuple(tuple(next(read) for _ in family) for family in families)
+    return NodeReport(node=socket.gethostname(), clock=clock, processes=found, gpus=_gpus())
 
 
 def kill(processes: Sequence[ProcessId]) -> None:
@@ -99,14 +105,18 @@ def _find(wanted: ProcessId) -> psutil.Process | None:
         return None
 
 
-def _family(wanted: ProcessId, py_spy: str | None) -> Iterator[Examined]:
+def _family(wanted: ProcessId) -> Iterator[Examined]:
     process = _find(wanted)
     if process is None:
-        yield Examined(pid=wanted.pid, command="", state="gone", rss_bytes=0, stacks=Stacks(text="", source="none: the process has ended"))
+        yield Examined(pid=wanted.pid, command="", state="gone", rss_bytes=0, stacks=_ENDED)
         return
     for each in (process, *_below(process)):
         with suppress(psutil.NoSuchProcess):
-            yield _examine(each, py_spy)
+            yield _examine(each)
+
+
+def _with_stacks(found: Examined, *, py_spy: str | None) -> Examined:
+    return found if found.state == "gone" else replace(found, stacks=stacks_of(found.pid, py_spy=py_spy))
 
 
 def _below(process: psutil.Process) -> list[psutil.Process]:
@@ -115,15 +125,13 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def _examine(process: psutil.Process, py_spy: str | None) -> Examined:
-    # First of all: the answer to a signal changes the state of a process.
-    state, memory = process.status(), process.memory_info().rss
+def _examine(process: psutil.Process) -> Examined:
     return Examined(
         pid=process.pid,
         command=" ".join(process.cmdline()).strip(),
-        state=state,
-        rss_bytes=memory,
-        stacks=stacks_of(process.pid, py_spy=py_spy),
+        state=process.status(),
+        rss_bytes=process.memory_info().rss,
+        stacks=_ENDED,
         progress=read_progress(process.pid),
     )
 

@@ -120,3 +120,22 @@ def test_kills_for_memory_are_read_of_both_kinds_of_cgroups(tmp_path, text, coun
     if text is not None:
         (tmp_path / "counter").write_text(text)
     assert memory_kills(tmp_path / "counter") == count
+
+
+def test_processes_whose_stacks_take_long_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    """A stand-in for py-spy that answers when it was asked of three processes."""
+    py_spy = tmp_path / "py-spy"
+    py_spy.write_text(
+        f"#!/bin/sh\ntouch {tmp_path}/asked-$5\nfor _ in $(seq 150); do\n"
+        f'  [ "$(ls {tmp_path} | grep -c asked)" -ge 3 ] && echo "stacks of $5" && exit 0\n  sleep 0.1\ndone\nexit 1\n'
+    )
+    py_spy.chmod(0o755)
+    monkeypatch.setattr("moerl.cluster.examine.find_py_spy", lambda: str(py_spy))
+    sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    try:
+        report = examine([ProcessId.of(sleeper.pid) for sleeper in sleepers])
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+    assert [found.stacks.text for (found,) in report.processes] == [f"stacks of {sleeper.pid}\n" for sleeper in sleepers]
