@@ -16,6 +16,7 @@ TOOLS = {
     *--query-gpu=name\\ *) cut -d, -f2 h100_query.csv | sed 's/^ *//' ;;
     *compute-apps*) ;;
     *fabric*) cat h100_fabric.csv ;;
+    *remapped*) cat h100_remapped.csv ;;
     *clocks_event_reasons*) cat h100_query.csv ;;
     *topo*) cat h100_topo.txt ;;
     *nvlink*) cat h100_nvlink.txt ;;
