@@ -75,6 +75,6 @@ def test_on_nodes_that_are_enough_everything_runs_until_the_doctor_misses_the_gp
     assert settings["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_5:1,mlx5_6:1,mlx5_7:1,mlx5_8:1", "active InfiniBand ports"
     findings = {(finding["node"], finding["check"]): finding for finding in found["findings"]}
     assert (findings["all", "GPUs of all nodes"]["found"], findings["all", "GPUs of all nodes"]["verdict"]) == ("16", "ok")
-    assert findings["n1", "InfiniBand"]["found"] == "8 ports at 400 Gb/s"
+    assert findings["n1", "InfiniBand"]["found"] == "8 ports at 400 Gb/s; left out: mlx5_4:1 at 100 Gb/s"
     assert findings["n1", "GPUs"]["found"] == "8 of NVIDIA H100 80GB HBM3, of which PyTorch can use 0"
     assert "report: " not in log

@@ -19,7 +19,10 @@ from moerl.train.checkpoint import complete, version_of
 
 pytestmark = pytest.mark.slurm
 
-ON_GPUS = ("placement.nodes=2", "placement.gpus_per_node=4", "slurm.gpus_per_node=4", "~train.layout", "train.layout={ranks:8,ep:2}")
+ON_GPUS = (
+    "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=4", "train.offload=all", "slurm.gpus_per_node=4",
+    "~train.layout", "train.layout={ranks:8,ep:2}",
+)  # fmt: skip
 """There are none: nvidia_smi() says what the nodes have."""
 
 
@@ -178,6 +181,7 @@ def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
     assert (job.directory / f"{number}-1").is_dir()
 
 
+@pytest.mark.slow
 def test_an_evaluation_whose_time_is_up_is_queued_again_and_goes_on(jobs: Jobs):
     model = jobs.output_dir.parent / "model"
     write_scratch_model(ScratchModel(num_layers=2, hidden_size=32, num_experts=4), 32, model, 0)
