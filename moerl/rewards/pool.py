@@ -26,6 +26,12 @@ START_SECONDS = 120.0
 ErrorKind = Literal["timeout", "died", "raised", "not_a_number", "no_worker"]
 
 
+class _WorkerDied(Exception):
+    def __init__(self, path: str, reason: str):
+        super().__init__(reason)
+        self.path = path
+
+
 class RewardPool:
     """`async with RewardPool(config) as pool: score = await pool.score(prompt, text)`, from one event loop."""
 
@@ -73,9 +79,12 @@ class RewardPool:
         slot = await self._free.get()
         try:
             self._require_running()
-            if self._workers[slot] is None:
-                await self._start_worker(slot)
-            return await self._score_in(slot, check)
+            try:
+                return await self._score_in(slot, check)
+            except _WorkerDied:  # killed from outside, perhaps: then another one lives
+                return await self._score_in(slot, check)
+        except _WorkerDied as died:
+            return self._failed("died", died.path, str(died))
         except ConfigError as error:
             return self._failed("no_worker", error.problems[0].path, error.problems[0].reason)
         except BaseException:  # cancelled: the worker's answer would be taken for the next check's
@@ -85,6 +94,9 @@ class RewardPool:
             self._free.put_nowait(slot)
 
     async def _score_in(self, slot: int, check: Check) -> Score:
+        """_WorkerDied if the slot's worker, which is started if there is none, ends before it answers."""
+        if self._workers[slot] is None:
+            await self._start_worker(slot)
         worker = self._workers[slot]
         assert worker is not None
         terms, parts = self._config.terms, {}
@@ -107,7 +119,7 @@ class RewardPool:
         except ConnectionError as error:
             status = await worker.kill()
             await self._kill(slot)
-            return self._failed("died", f"reward.terms.{name}", f"{error} (exit status {status})")
+            raise _WorkerDied(f"reward.terms.{name}", f"{error} (exit status {status})") from error
         return Score(reward=reward, parts=parts)
 
     async def _start_worker(self, slot: int) -> None:

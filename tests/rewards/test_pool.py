@@ -95,6 +95,13 @@ def test_a_misbehaving_verifier_marks_its_sample_and_the_next_one_is_scored(misb
     assert pool.error_counts == {kind: 1}
 
 
+def test_a_sample_whose_worker_is_killed_is_scored_by_another(misbehaving, tmp_path):
+    """From outside, or for the node's memory: the run has the same rewards."""
+    (score,), pool = score_all(misbehaving(timeout_seconds=20.0), "die once", ground_truth=str(tmp_path / "died"))
+    assert score == Score(reward=1.0, parts={"bad": 1.0})
+    assert (tmp_path / "died").exists() and not pool.error_counts
+
+
 def test_errors_are_counted_by_kind(misbehaving):
     _, pool = score_all(misbehaving(timeout_seconds=2.0), "raise", "nan", "raise", "sleep", "fine", "scalar", "bool")
     assert pool.error_counts == {"raised": 2, "not_a_number": 1, "timeout": 1}

@@ -43,9 +43,10 @@ _KINDS = (
     ("gcs/gcs_server ", "gcs_server"), ("raylet/raylet ", "raylet"), ("ray::TrainWorker", "train rank"), ("ray::Collector", "collector"),
     ("ray::DashboardAgent", "Ray's agent"), ("ray::RuntimeEnvAgent", "Ray's agent"), ("dashboard/agent", "Ray's agent"),
     ("runtime_env/agent", "Ray's agent"), ("ray::", "other Ray worker"), ("default_worker.py", "other Ray worker"),
-    ("ray.scripts.scripts", "ray start"), ("ray.util.client", "client server of Ray"), ("/ray/", "other daemon of Ray"),
+    ("moerl.rewards", "reward worker"), ("ray.scripts.scripts", "ray start"), ("ray.util.client", "client server of Ray"),
+    ("/ray/", "other daemon of Ray"),
     ("-m moerl node", "node process"), ("-m moerl train", "driver"),
-    ("moerl.rewards", "reward worker"), ("moerl.rollout", "rollout server"), ("slurm_script", "job script"), ("srun", "srun"),
+    ("moerl.rollout", "rollout server"), ("slurm_script", "job script"), ("srun", "srun"),
 )  # fmt: skip
 """Words of a command line -> what it is; the first that fits."""
 

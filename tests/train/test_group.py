@@ -127,9 +127,10 @@ def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collec
 
 def test_ranks_meet_over_the_network_that_the_run_names(run_with):
     async def scenario(group, pids):
-        # What they were told at the start is in their environment, which is kept; variables of the run are set in any case.
-        assert await group._all("use_network", group._config.network) == [{"NCCL_DEBUG": "WARN"}] * 2
-        assert await group._all("use_network", NetworkConfig(interface="lo")) == [{}] * 2
+        # What they were told at the start is in their environment, which is kept; what the run says is set in any case.
+        names = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+        assert await group._all("use_network", group._config.network) == [{**names, "NCCL_DEBUG": "WARN"}] * 2
+        assert await group._all("use_network", NetworkConfig()) == [{}] * 2
         stats = await group.update(BATCH, SFT(), lr=1e-3)
         assert stats.num_tokens == 5
 
