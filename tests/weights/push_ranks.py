@@ -178,6 +178,6 @@ def outlines(settings: EngineSettings, store: Path) -> tuple[list[Any], list[Any
     hf = json.loads((settings.model_dir / "config.json").read_text())
     of_plan = tensors_to_push(hf, settings.train, max_context=settings.max_context, dtype=settings.export_dtype)
     of_plan = with_scales(of_plan) if settings.push_fp8 else of_plan
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     by_name = [sorted(tensors, key=lambda tensor: tensor.name) for tensors in (of_run, of_plan)]
     return by_name[0], by_name[1]
