@@ -48,7 +48,8 @@ def test_logprobs_are_those_of_the_whole_sequence_in_one_forward(run, served_mod
     completions = generate_all(run, served_model, PROMPTS, temperature=temperature)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         table = reference(served_model, [*prompt, *completion.token_ids], temperature)
-        assert completion.logprobs == pytest.approx(expected_of(table, prompt, completion), abs=1e-5)
+        # 1e-5 of the logits, which are divided by the temperature.
+        assert completion.logprobs == pytest.approx(expected_of(table, prompt, completion), abs=1e-5 / temperature)
 
 
 def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(run, served_model, reference):
