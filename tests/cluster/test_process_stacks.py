@@ -77,6 +77,7 @@ def test_a_process_that_never_said_it_would_answer_the_signal_is_not_sent_it():
 def test_a_stopped_process_cannot_answer_the_signal_and_that_is_said():
     with waiting() as pid:
         os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
         assert stacks_of(pid, py_spy=None).source == "none: py-spy is not installed; no answer to signal SIGUSR2 within 2 s"
 
 

@@ -22,8 +22,9 @@ def is_agent(process: psutil.Process) -> bool:
 async def killed_agent(ray: RayNode) -> tuple[list[psutil.Process], str]:
     """(the daemons, what is said) after Ray's agent was killed, at which its raylet ends with 0."""
     async with asyncio.timeout(90):
+        others = set(psutil.Process().children(recursive=True))
         _, end = await ray.start(None)
-        family = psutil.Process().children(recursive=True)
+        family = [process for process in psutil.Process().children(recursive=True) if process not in others]
         watch = asyncio.ensure_future(end)
         await asyncio.sleep(0)
         next(process for process in family if is_agent(process)).kill()
