@@ -22,6 +22,7 @@ from moerl.rollout import wire
 from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
+from moerl.rollout.engines.left_out import left_out
 from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.sglang import cpu, launch, scheduler
@@ -51,9 +52,6 @@ OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for settin
     "enable_weights_cpu_backup": "placement.mode=colocated",
 }
 """What moerl sets or relies on, and what to write instead."""
-
-_LEFT_OUT = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
-"""What transformers takes for granted, and leaves out of the config.json it writes."""
 
 _TURN_SECONDS = 0.002
 
@@ -94,8 +92,8 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     own = launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
     own["disable_shared_experts_fusion"] = True
     model = read_config(options.model)
-    if left_out := {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}:
-        own["json_model_override_args"] = own.get("json_model_override_args", {}) | left_out
+    if missing := left_out(model):
+        own["json_model_override_args"] = own.get("json_model_override_args", {}) | missing
     if has_gpu:
         return own
     os.environ.update(cpu.environment(options.layout))

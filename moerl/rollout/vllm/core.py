@@ -16,6 +16,7 @@ from moerl.rollout import wire
 from moerl.rollout.engine import PARTS, Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, installed_version, version_problems
 from moerl.rollout.engines.core import Sampled, engine_seed, version_spans
+from moerl.rollout.engines.left_out import left_out
 from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.vllm import cpu, launch
@@ -41,9 +42,6 @@ OWN_ARGUMENTS = {argument: setting for names in launch.NAMES.values() for settin
     "master_addr": "leave it out: moerl places the nodes of a server",
 }
 """What moerl sets or relies on, and what to write instead."""
-
-_HF_OVERRIDES = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
-"""What transformers takes for granted, and leaves out of the config.json it writes; vLLM would take a softmax router without a bias."""
 
 
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
@@ -76,8 +74,8 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         "worker_extension_cls": "moerl.rollout.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
     }
-    if overrides := _HF_OVERRIDES.get(model["model_type"]):
-        own["hf_overrides"] = own.get("hf_overrides", {}) | overrides
+    if missing := left_out(model):
+        own["hf_overrides"] = own.get("hf_overrides", {}) | missing
     if not torch.cuda.is_available():
         num_positions = options.max_running * options.max_context
         gib = cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
