@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -173,3 +174,26 @@ def serve_sender(pipe: Connection) -> None:
     manifest, _, _ = first_push(source)
     pipe.send((manifest, source.sender.pack(0)))
     pipe.recv()
+
+
+class Halves:
+    """A server whose two model processes each hold half of the experts; a WeightReceiver over two real processes."""
+
+    def __init__(self, *processes: "EngineProcess"):
+        self.processes = processes
+
+    async def needs(self):
+        return tuple([(await process.needs())[0] for process in self.processes])
+
+    async def connect(self, offer):
+        offers = [replace(offer, reader=offer.reader + i, rank=offer.rank + i) for i in range(2)]
+        await asyncio.gather(*(process.connect(mine) for process, mine in zip(self.processes, offers, strict=True)))
+
+    async def begin(self, manifest):
+        await asyncio.gather(*(process.begin(manifest) for process in self.processes))
+
+    async def install(self, bucket):
+        await asyncio.gather(*(process.install(bucket) for process in self.processes))
+
+    async def finish(self, version):
+        await asyncio.gather(*(process.finish(version) for process in self.processes))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from session_process import EngineProcess, Source
+from session_process import EngineProcess, Halves, Source
 from test_deliveries import an_outline, shares
 
 from moerl.config.layout import Layout
@@ -143,28 +143,9 @@ def test_a_server_whose_processes_do_not_fill_its_nodes_equally_is_refused():
 # -- real processes --------------------------------------------------------------------------------------------
 
 
-class TwoProcesses:
-    """A server of two model processes, each with half of the experts; a WeightReceiver."""
-
-    def __init__(self) -> None:
-        specs = {name: spec_of(name, tensor) for name, tensor in MODEL.items()}
-        self.processes = [EngineProcess(specs=specs, needs=needs_of(process, 2)) for process in range(2)]
-
-    async def needs(self):
-        return tuple([(await process.needs())[0] for process in self.processes])
-
-    async def connect(self, offer):
-        offers = [replace(offer, reader=offer.reader + i, rank=offer.rank + i) for i in range(2)]
-        await asyncio.gather(*(process.connect(mine) for process, mine in zip(self.processes, offers, strict=True)))
-
-    async def begin(self, manifest):
-        await asyncio.gather(*(process.begin(manifest) for process in self.processes))
-
-    async def install(self, bucket):
-        await asyncio.gather(*(process.install(bucket) for process in self.processes))
-
-    async def finish(self, version):
-        await asyncio.gather(*(process.finish(version) for process in self.processes))
+def two_processes() -> Halves:
+    specs = {name: spec_of(name, tensor) for name, tensor in MODEL.items()}
+    return Halves(*(EngineProcess(specs=specs, needs=needs_of(process, 2)) for process in range(2)))
 
 
 def sent_by_sockets() -> int:
@@ -183,7 +164,7 @@ def sent_by_sockets() -> int:
 
 
 def test_the_network_carries_to_every_node_what_it_reads_once():
-    servers = {name: TwoProcesses() for name in "abc"}
+    servers = {name: two_processes() for name in "abc"}
     nodes = {"a": ["x"], "b": ["x"], "c": ["y"]}
     source = Source(model=MODEL, bucket_bytes=BUCKET_BYTES, timeout_seconds=60)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from session_process import CONTEXT, MODEL, EngineProcess, Source, first_push, serve_sender
+from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first_push, serve_sender
 
 from moerl.push_types import TransportOffer
 from moerl.rollout.engines.expert_share import needed_names
@@ -70,29 +70,6 @@ def test_every_byte_arrives_in_every_process_push_after_push(transport, start, m
     assert source.num_listens == 1
     expected = DIGESTS | {"steps": tensor_digest(MODEL["steps"] + 1)}
     assert [engine.call("digests") for engine in engines.values()] == [expected, expected]
-
-
-class Halves:
-    """A server whose two model processes each hold half of the experts; a WeightReceiver over two real processes."""
-
-    def __init__(self, *processes):
-        self.processes = processes
-
-    async def needs(self):
-        return tuple([(await process.needs())[0] for process in self.processes])
-
-    async def connect(self, offer):
-        offers = [replace(offer, reader=offer.reader + i, rank=offer.rank + i) for i in range(2)]
-        await asyncio.gather(*(process.connect(mine) for process, mine in zip(self.processes, offers, strict=True)))
-
-    async def begin(self, manifest):
-        await asyncio.gather(*(process.begin(manifest) for process in self.processes))
-
-    async def install(self, bucket):
-        await asyncio.gather(*(process.install(bucket) for process in self.processes))
-
-    async def finish(self, version):
-        await asyncio.gather(*(process.finish(version) for process in self.processes))
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
