@@ -384,10 +384,6 @@ class GuardError(MoerlError, AssertionError):
     """A run-time check of the trainer against the engine failed."""
 
 
-class PreflightError(MoerlError, RuntimeError):
-    """The nodes cannot carry a run; names every failure with node and fix."""
-
-
 class RunStopped(MoerlError):
     """A run that was asked to end did, with its last step saved: nothing failed."""
 

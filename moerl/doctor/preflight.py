@@ -12,13 +12,17 @@ from moerl.doctor.expected import Expected, expected_of
 from moerl.doctor.head import Diagnosis, diagnose, open_store
 from moerl.doctor.launch import Launched, Slurm, join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
 from moerl.doctor.output import as_json, fixes, settings_lines, summary, table
-from moerl.types import PreflightError
+from moerl.types import MoerlError
 
 SECONDS = 180.0
 """For the nodes to come, of which importing torch from a shared file system takes most, and again for the measurements."""
 
 
 _LOG_WIDTH = 140
+
+
+class PreflightError(MoerlError, RuntimeError):
+    """The nodes cannot carry a run; names every failure with node and fix."""
 
 
 def preflight(config: RunConfig, *, nodes: int | None = None, gpus_per_node: int | None = None, seconds: float = SECONDS) -> Diagnosis:

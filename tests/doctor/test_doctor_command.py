@@ -14,8 +14,8 @@ from moerl.doctor.expected import expected_of
 from moerl.doctor.findings import Finding
 from moerl.doctor.launch import Slurm, join_slurm, on_slurm, slurm_step
 from moerl.doctor.output import fixes, merged, table
-from moerl.doctor.preflight import preflight
-from moerl.types import ConfigError, MoerlError, PreflightError
+from moerl.doctor.preflight import PreflightError, preflight
+from moerl.types import ConfigError, MoerlError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 STEP = {
