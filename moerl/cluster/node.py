@@ -141,8 +141,8 @@ class _Node:
             return QUEUE_AGAIN
         if code == QUEUE_AGAIN and self._is_stuck():
             raise MoerlError(
-                "the job is not queued again: it was once before, and nothing was saved since. A step that hangs, or start-up and one step "
-                "longer than slurm.time, would come back for ever"
+                "the job is not queued again: it was once before, and nothing was saved since. A step that hangs or is killed each "
+                "time, or start-up and one step longer than slurm.time, would come back for ever"
             )
         return code
 
