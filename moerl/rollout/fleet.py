@@ -41,6 +41,8 @@ class Member:
     is_lent: bool = False
     """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
     is_starting: bool = False
+    num_turns: int = 0
+    """How often it got weights, or its GPUs back."""
 
 
 class Fleet:
@@ -86,13 +88,18 @@ class Fleet:
     def served(self, members: Collection[Member]) -> None:
         """They have the present weights. Those that died meanwhile stay what they are."""
         for member in members:
+            member.num_turns += 1
             if member.state in ("stale", "suspect"):
                 self._enter(member, "healthy")
 
-    def refused(self, member: Member) -> None:
-        """It says that it may not serve: no more requests before the next push."""
-        if member.state == "healthy" and not member.is_lent:
+    def refused(self, member: Member, *, turn: int) -> bool:
+        """It says that it may not serve, to a request of that `num_turns`: no more requests before the next push. False, and nothing, for
+        one that was on its way when the turn ended, as to a server that then slept."""
+        if member.is_lent or member.num_turns != turn:
+            return False
+        if member.state == "healthy":
             self._enter(member, "stale")
+        return True
 
     def broke_off(self, member: Member) -> None:
         """A request failed without the server's word for it: no more requests before it ended, as mostly, or answers a probe."""
@@ -114,6 +121,7 @@ class Fleet:
     def take_back(self, members: Collection[Member]) -> None:
         for member in members:
             member.is_lent = False
+            member.num_turns += 1
         self._tell()
 
     def check(self) -> None:

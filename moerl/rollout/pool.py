@@ -135,13 +135,13 @@ class RolloutPool:
             asked.clear()
             async with self._places.take(claim) as member:
                 asked.append(member)
+                turn = member.num_turns
                 try:
                     answer = await self._collector.ask(member.engine, request, so_far)
                 except EngineUnavailable as error:
-                    num_lost += 1
+                    num_lost += self._counts(error, member, turn)
                     if num_lost == MAX_ATTEMPTS:
                         raise
-                    (self.fleet.refused if isinstance(error, EngineRefuses) else self.fleet.broke_off)(member)
                     logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
                     continue
             if answer.completion.finish_reason != "abort":
@@ -149,6 +149,13 @@ class RolloutPool:
             if self._resumes:
                 so_far = answer.completion
                 self._num_resumed += 1
+
+    def _counts(self, error: EngineUnavailable, member: Member, turn: int) -> bool:
+        """Tells the fleet. Whether the request, or the server, may be at fault, and not the moment."""
+        if isinstance(error, EngineRefuses):
+            return self.fleet.refused(member, turn=turn)
+        self.fleet.broke_off(member)
+        return True
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
         """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""

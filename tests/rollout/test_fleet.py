@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 from tiny_servers import MAX_RUNNING, collector, new_fake, push, whole
 
+from moerl.rollout.engine import EngineRefuses
 from moerl.rollout.fleet import NUM_PROBES
 from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
 from moerl.types import EngineError, SamplingParams
@@ -193,6 +194,35 @@ def test_the_end_of_a_server_is_no_refusal_after_which_it_would_get_a_push(run, 
             return seen
 
     assert run(scenario())[:2] == ["suspect", "dead"]
+
+
+@pytest.mark.parametrize("meanwhile", ["its GPUs came back", "a push", "nothing"])
+def test_a_refusal_that_arrives_late_says_nothing_about_a_server_that_serves_again(run, checkpoints, monkeypatch, meanwhile):
+    async def scenario():
+        async with serving(checkpoints, 1) as (pool, engines):
+            generate, refuse = engines[0].generate, asyncio.Event()
+
+            async def late(prompt_ids, sampling, request_id):
+                monkeypatch.setattr(engines[0], "generate", generate)
+                await refuse.wait()
+                raise EngineRefuses(f"fake-0: {request_id} refused, the server is asleep; wake it first")
+
+            monkeypatch.setattr(engines[0], "generate", late)
+            request = asyncio.create_task(pool.generate(PROMPT, SAMPLING, "r"))
+            await turns()
+            if meanwhile == "its GPUs came back":
+                await pool.fleet.lend(pool.fleet.members)
+                pool.fleet.take_back(pool.fleet.members)
+            elif meanwhile == "a push":
+                await bring(pool, checkpoints, 2)
+            refuse.set()
+            await turns()
+            found = states(pool)
+            await bring(pool, checkpoints, 3)
+            await request
+            return found
+
+    assert run(scenario()) == ["stale" if meanwhile == "nothing" else "healthy"]
 
 
 def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpoints, monkeypatch):
