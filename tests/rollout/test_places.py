@@ -79,7 +79,7 @@ def test_bounded_and_busy_whatever_starts_ends_and_is_lost(num_servers, actions)
                 bench.tasks[sorted(bench.tasks)[which % len(bench.tasks)]].cancel()
                 await bench.settle()
             elif action == "stale":
-                bench.fleet.refused(member)
+                bench.fleet.refused(member, turn=member.num_turns)
             elif action == "served":
                 bench.fleet.served([member])
             await bench.settle()
