@@ -1,6 +1,8 @@
-"""SGLang over several processes, from rollout.layout: every process gets its part of a push, and the log-probs are transformers'."""
+"""Engines over several processes, from rollout.layout: every process gets its part of a push, and the log-probs are transformers'."""
 
 import asyncio
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,15 @@ from moerl.types import SamplingParams, WeightError
 
 PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (7, 7)]
 CASES = {
-    "tp2-ep2": (ServerLayout(gpus=2, ep=2), "ipc"),
-    "dp2": (ServerLayout(gpus=2, dp=2), "ipc"),
-    "two-nodes": (ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
+    "tp2-ep2": ("sglang-moe", ServerLayout(gpus=2, ep=2), "ipc"),
+    "dp2": ("sglang-moe", ServerLayout(gpus=2, dp=2), "ipc"),
+    "two-nodes": ("sglang-moe", ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
+    "vllm-tp2-dense": ("vllm-dense32", ServerLayout(gpus=2), "ipc"),
+    "vllm-tp2-moe": ("vllm-moe32", ServerLayout(gpus=2), "ipc"),
+    "vllm-tp2-latent": ("vllm-latent512", ServerLayout(gpus=2), "nccl"),
+    "vllm-dp2-dense": ("vllm-dense32", ServerLayout(gpus=2, dp=2), "ipc"),
 }
+"""vLLM has no expert parallelism on CPU."""
 
 
 def left_in_memory() -> set[str]:
@@ -34,10 +41,11 @@ def pids(engine):
 @pytest.mark.engine
 @pytest.mark.parametrize("case", CASES)
 def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
-    (layout, transport), checkpoint, before = CASES[case], checkpoints["moe"], left_in_memory()
-    config = native_config("sglang-moe", checkpoint, layout=layout)
-    (engine,) = build_engines(config, checkpoint.directory, tmp_path)
-    asked = SamplingParams(max_tokens=20, seed=4, returns_routes=True)
+    (kind, layout, transport), before = CASES[case], left_in_memory()
+    name = kind.split("-")[1]
+    checkpoint, shape = checkpoints[name], ROUTES[name] if kind == "sglang-moe" else None
+    (engine,) = build_engines(native_config(kind, checkpoint, layout=layout), checkpoint.directory, tmp_path)
+    asked = SamplingParams(max_tokens=20, seed=4, returns_routes=shape is not None)
     scaled = {name: tensor * 1.05 for name, tensor in checkpoint.tensors.items()}
 
     async def scenario():
@@ -46,9 +54,10 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
         try:
             assert len(pids(engine)) == layout.nodes
             await push(engine, checkpoint.tensors, 1, transport=transport)
-            with pytest.raises(WeightError, match="digest"):
-                await push(engine, scaled, 2, transport=transport, damaged="model.layers.1.mlp.experts.7.down_proj.weight")
-            await push(engine, scaled, 3, transport=transport)
+            for version, damaged in ((2, min(scaled)), (3, max(scaled))):
+                with pytest.raises(WeightError, match=f"{re.escape(damaged)}.*digest"):
+                    await push(engine, scaled, version, transport=transport, damaged=damaged)
+            await push(engine, scaled, 4, transport=transport)
             return await asyncio.gather(*(engine.generate(prompt, asked, f"r{i}") for i, prompt in enumerate(PROMPTS)))
         finally:
             await engine.close()
@@ -57,15 +66,17 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
     completions = run(scenario())
     assert left_in_memory() <= before
     model = AutoModelForCausalLM.from_pretrained(checkpoint.directory).eval()
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.05)
-    recorder = RouteRecorder(model, ROUTES["moe"])
+        for tensor in (*model.parameters(), *biases):
+            tensor.mul_(1.05)
+    recorder = None if shape is None else RouteRecorder(model, shape)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
-        with torch.no_grad(), recorder.recording() as chosen:
+        with torch.no_grad(), nullcontext() if recorder is None else recorder.recording() as chosen:
             logits = model(ids[:, :-1]).logits[0, len(prompt) - 1 :]
         expected = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
-        assert np.array_equal(np.sort(completion.routes, axis=-1), np.sort(recorder.table(chosen, 1)[0], axis=-1))
-        assert {span.version for span in completion.spans} == {3}
+        if recorder is not None:
+            assert np.array_equal(np.sort(completion.routes, axis=-1), np.sort(recorder.table(chosen, 1)[0], axis=-1))
+        assert {span.version for span in completion.spans} == {4}

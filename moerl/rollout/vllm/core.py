@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -162,7 +162,7 @@ class VLLMCore:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info={"offer": wire.OFFER.dump_json(offer).decode()})
-        await self._explained(self._engine.init_weight_transfer_engine(request))
+        await self._checked(self._engine.init_weight_transfer_engine(request))
 
     async def begin(self, manifest: Manifest) -> None:
         if not self._session_is_open:
@@ -184,14 +184,17 @@ class VLLMCore:
     async def _update(self, step: str, body: bytes) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._explained(self._engine.update_weights(WeightTransferUpdateRequest(update_info={"step": step, "body": body.decode()})))
+        await self._checked(self._engine.update_weights(WeightTransferUpdateRequest(update_info={"step": step, "body": body.decode()})))
 
-    async def _explained(self, call: Any) -> None:
-        """Whatever a worker raises comes as an Exception with its text; vLLM's session has ended then."""
+    async def _checked(self, step: Awaitable[None]) -> None:
+        await self._explained(step)
+        await self._explained(self._engine.collective_rpc("check_push"))
+
+    async def _explained(self, call: Awaitable[None]) -> None:
+        """Whatever a worker raises comes as an Exception with its text."""
         try:
             await call
         except Exception as error:
-            self._session_is_open = False
             raise WeightError(str(error)) from error
 
 

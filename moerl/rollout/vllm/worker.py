@@ -1,10 +1,14 @@
 """In the process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -14,13 +18,25 @@ from moerl.rollout.vllm import sampling
 from moerl.rollout.vllm.installed import LayerwiseBytes
 from moerl.rollout.vllm.processes import needs_of, process_number
 from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
+from moerl.types import WeightError
 from moerl.weights.receive import WeightSession
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "moerl"
 
 
 class WorkerExtension:
-    """vLLM resolves this name in every worker before it loads the model; what this module registers is what it is for."""
+    """vLLM makes it a base of every worker before it loads the model."""
+
+    weight_transfer_engine: "Receiver"
+
+    def check_push(self) -> None:
+        """WeightError for what the last step met in any worker. Raised by the last of them only: vLLM's executor reads their answers in
+        order and, after one that is an error, leaves the rest to be taken for answers of the next call (MultiprocExecutor)."""
+        failures = self.weight_transfer_engine.failures
+        if failures and get_tp_group().is_last_rank:
+            raise WeightError("; ".join(failures))
 
 
 @dataclass
@@ -38,7 +54,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Registered as BACKEND. Between vLLM's start and finish come "begin", "install" per bucket, and "finish"; "begin" may come again."""
+    """Registered as BACKEND. Between vLLM's start and finish come "begin", "install" per bucket, and "finish"; "begin" may come again.
+    Nothing is raised here, which would end vLLM's session in some workers only; after every step `check_push` is asked."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -51,26 +68,42 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
         self._session = WeightSession(expected, self._installed, needs=needs, device=device)
+        self.failures: tuple[str, ...] = ()
+        """Of the last step, of all workers."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._run_step("connect", init_info.offer)
+        self._together(partial(self._run_step, "connect", init_info.offer))
 
     def start_weight_update(self) -> None:
         """Nothing: the model is touched when a manifest was accepted."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._together(partial(self._receive, update_info))
+
+    def finish_weight_update(self) -> None:
+        """Nothing: everything was checked by then."""
+
+    def shutdown(self) -> None:
+        self._session.close()
+
+    def _together(self, step: Callable[[], None]) -> None:
+        failure, group = "", get_tp_group()
+        try:
+            step()
+        except Exception as error:
+            logger.exception("a step of a push failed")
+            failure = f"{'' if isinstance(error, WeightError) else f'{type(error).__name__}: '}{error}"
+        found = [""] * group.world_size
+        torch.distributed.all_gather_object(found, failure, group=group.cpu_group)
+        self.failures = tuple(dict.fromkeys(filter(None, found)))
+
+    def _receive(self, update_info: UpdateInfo) -> None:
         self._run_step(update_info.step, update_info.body)
         if update_info.step == "begin":
             self._installed.begin()
             begin_reload(self.model, on_cpu=self._on_cpu)
         elif update_info.step == "finish":
             self._finish()
-
-    def finish_weight_update(self) -> None:
-        """Nothing: after an error here vLLM would take no other push."""
-
-    def shutdown(self) -> None:
-        self._session.close()
 
     def _run_step(self, step: str, body: str) -> None:
         run_step(self._session, step, body, process=process_number(self.parallel_config))
