@@ -25,6 +25,9 @@ CASES = {
     "vllm-tp2-dense": ("vllm-dense32", ServerLayout(gpus=2), "ipc"),
     "vllm-tp2-moe": ("vllm-moe32", ServerLayout(gpus=2), "ipc"),
     "vllm-tp2-latent": ("vllm-latent512", ServerLayout(gpus=2), "nccl"),
+    "vllm-two-nodes-dense": ("vllm-dense32", ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
+    "vllm-two-nodes-moe": ("vllm-moe32", ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
+    "vllm-two-nodes-dp2": ("vllm-dense32", ServerLayout(gpus=2, dp=2, gpus_per_node=1), "nccl"),
     "vllm-dp2-dense": ("vllm-dense32", ServerLayout(gpus=2, dp=2), "ipc"),
 }
 """vLLM has no expert parallelism on CPU."""

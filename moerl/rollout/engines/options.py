@@ -27,3 +27,5 @@ class Options:
     node_rank: int = 0
     head: str = "127.0.0.1"
     """Host of node 0 of this server."""
+    host: str = "127.0.0.1"
+    """Address of this node, at which the other nodes of this server reach it."""

@@ -40,10 +40,10 @@ def main(
     *,
     find_problems: FindProblems,
     start: Callable[[Options], Core],
-    follow: Callable[[Options], None] | None = None,
+    follow: Callable[[Options], None],
 ) -> None:
     """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model.
-    `follow`: instead of it on a server's other nodes; returns when the server ends. None: the engine's servers have one node."""
+    `follow`: instead of it on a server's other nodes; returns when the server ends."""
     parsed = _parse(name)
     ready = private_stdout()
     arguments = json.loads(parsed.engine_args)
@@ -67,6 +67,7 @@ def main(
         layout=layout,
         node_rank=parsed.node_rank,
         head=parsed.head,
+        host=parsed.host,
     )
     try:
         if problems := find_problems(arguments, read_config(options.model)):
@@ -74,8 +75,6 @@ def main(
         if layout.nodes > 1:
             ready.write(wire.READY.dump_json(wire.ReadyLine(arrived=True)) + b"\n")
         if options.node_rank > 0:
-            if follow is None:
-                raise EngineError(f"rollout.layout.gpus = {options.layout.gpus}: {name} servers of several nodes are not supported yet")
             follow(options)
         else:
             asyncio.run(_serve(options, parsed.host, parsed.port, ready, start))

@@ -54,15 +54,21 @@ def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None)
 
 
 def start(options: Options) -> "VLLMCore":
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    parser = _parser()
-    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
-    args = AsyncEngineArgs.from_cli_args(parser.parse_args(line))
+    args = engine_arguments(options)
     engine = AsyncLLM.from_engine_args(args)
     needs = needs_of(engine.vllm_config.parallel_config, checkpoint_specs(options.model, torch.float32))
     return VLLMCore(engine, needs, sleeps=bool(args.enable_sleep_mode))
+
+
+def engine_arguments(options: Options) -> Any:
+    """vLLM's AsyncEngineArgs of this node. Sets the environment they need."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    parser = _parser()
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(line))
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
@@ -76,6 +82,8 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     }
     if missing := left_out(model):
         own["hf_overrides"] = own.get("hf_overrides", {}) | missing
+    if options.layout.nodes > 1:
+        os.environ["VLLM_HOST_IP"] = options.host  # vLLM would take the address of the default route, which other nodes may not reach
     if not torch.cuda.is_available():
         num_positions = options.max_running * options.max_context
         gib = cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)

@@ -19,9 +19,10 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 from moerl.rollout.engines.process import main  # after the settings, which vLLM reads as it is imported
 from moerl.rollout.vllm import cpu
 from moerl.rollout.vllm.core import find_problems, start
+from moerl.rollout.vllm.follower import follow
 
 if __name__ == "__mp_main__":
     cpu.sleep_instead_of_spinning()
 
 if __name__ == "__main__":
-    main("vllm", find_problems=find_problems, start=start)
+    main("vllm", find_problems=find_problems, start=start, follow=follow)
