@@ -57,10 +57,11 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
         try:
             assert len(pids(engine)) == layout.nodes
             await push(engine, checkpoint.tensors, 1, transport=transport)
-            for version, damaged in ((2, min(scaled)), (3, max(scaled))):
+            # Over the network the last of them comes to the second process before the first.
+            for version, damaged in ((2, min(scaled)), (3, max(scaled)), (4, sorted(scaled)[2])):
                 with pytest.raises(WeightError, match=f"{re.escape(damaged)}.*digest"):
                     await push(engine, scaled, version, transport=transport, damaged=damaged)
-            await push(engine, scaled, 4, transport=transport)
+            await push(engine, scaled, 5, transport=transport)
             return await asyncio.gather(*(engine.generate(prompt, asked, f"r{i}") for i, prompt in enumerate(PROMPTS)))
         finally:
             await engine.close()
@@ -82,4 +83,41 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
         if recorder is not None:
             assert np.array_equal(np.sort(completion.routes, axis=-1), np.sort(recorder.table(chosen, 1)[0], axis=-1))
-        assert {span.version for span in completion.spans} == {4}
+        assert {span.version for span in completion.spans} == {5}
+
+
+@pytest.mark.engine
+def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_comes_back(run, checkpoints, tmp_path):
+    """First moerl's process, which vLLM's worker there does not outlive, then the worker, whose end moerl's process reports."""
+    checkpoint, layout = checkpoints["dense32"], ServerLayout(gpus=2, gpus_per_node=1)
+    (engine,) = build_engines(native_config("vllm-dense32", checkpoint, layout=layout), checkpoint.directory, tmp_path)
+
+    def family():
+        return [[psutil.Process(pid), *psutil.Process(pid).children(recursive=True)] for pid in pids(engine)]
+
+    async def loss(victim, processes):
+        victim.kill()
+        death = str(await engine.ended())
+        await engine.close()
+        assert not psutil.wait_procs(sum(processes, []), timeout=10)[1]
+        assert "the process on node 1 of its 2 nodes (127.0.0.1) ended first" in death and "rollout-0-node1.log" in death
+        return death
+
+    async def scenario():
+        await engine.start()
+        first, second = before = family()
+        try:
+            assert len(first) > 1 and len(second) > 1, "vLLM has processes of its own on both nodes"
+            assert "signal 9" in await loss(second[0], before)
+            await engine.start()
+            _, second = again = family()
+            await push(engine, checkpoint.tensors, 1, transport="nccl")
+            completion = await engine.generate(PROMPTS[0], SamplingParams(max_tokens=20, seed=4), "after")
+            assert {span.version for span in completion.spans} == {1}
+            (worker,) = [each for each in second if "resource_tracker" not in " ".join(each.cmdline()) and each != second[0]]
+            death = await loss(worker, again)
+            assert "with exit code 1" in death and "VllmWorker-1" in death and "exit code -9" in death
+        finally:
+            await engine.close()
+
+    run(scenario())

@@ -42,6 +42,8 @@ def _run_workers(config: Any) -> None:
     try:
         raise _first_end([worker.proc for worker in executor.workers])
     finally:
+        for worker in executor.workers:
+            worker.proc.kill()  # told to end it waits for ranks on other nodes, which may be gone
         executor.shutdown()
 
 
