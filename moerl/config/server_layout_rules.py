@@ -169,10 +169,7 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
     if config.rollout.engine in ("hf", "fake"):
         return
     if layout.nodes > 1 and config.rollout.engine == "vllm":
-        reason = "of vLLM's nodes after the first (their workers run without an API, --headless) moerl starts none yet"
-        rule = f"must fit on one node of gpus_per_node={layout.gpus_per_node} for vllm"
-        fix = f"gpus={layout.gpus_per_node} or less, or rollout.engine=sglang"
-        yield _problem("gpus", layout.gpus, rule, reason, fix)
+        yield from _vllm_nodes_problems(layout)
     if layout.redundant_experts is not None:
         reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
         yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
@@ -180,6 +177,15 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"a push in FP8 has not been run with {config.rollout.engine}, which repacks blocks and scales for its kernels on GPUs"
         fix = "weights=dtype, or rollout.engine=hf to see on CPU what FP8 does to log-probs"
         yield _problem("weights", "fp8", f"cannot be pushed to {config.rollout.engine} yet", reason, fix)
+
+
+def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:
+    """Of vLLM's layouts over several nodes, those that moerl has not seen run."""
+    for field, what in (("dp", "data-parallel groups of a model with experts"), ("ep", "experts that are spread over nodes")):
+        if (value := getattr(layout, field)) > 1:
+            reason = f"{what} have not run with vLLM on several nodes (its kernels for CPU cannot); tensor parallel servers have"
+            fix = f"{field}=1, gpus={layout.gpus_per_node}, or rollout.engine=sglang"
+            yield _problem(field, value, f"must be 1 for a vllm server over {layout.nodes} nodes", reason, fix)
 
 
 def _problem(field: str, value: object, rule: str, reason: str, fix: str) -> Problem:

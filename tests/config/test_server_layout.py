@@ -170,7 +170,15 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     assert [each.path for each in found] == ["rollout.layout.redundant_experts", "rollout.layout.weights"]
     assert "a push in FP8 has not been run with sglang" in found[1].reason
     found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm"))))
-    assert "moerl starts none yet" in found[0].reason and found[0].path == "rollout.layout.gpus"
+    assert [each.path for each in found[:2]] == ["rollout.layout.dp", "rollout.layout.ep"]
+    assert "have not run with vLLM on several nodes" in found[0].reason
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_tensor_parallel_server_over_several_nodes_can_be_started_with_both_engines(engine):
+    config = load_checked([f"recipe={QWEN}"])
+    layout = ServerLayout(gpus=16, gpus_per_node=8)
+    assert list(start_problems(replace(config, rollout=replace(config.rollout, engine=engine, layout=layout)))) == []
 
 
 def test_of_a_layout_the_hf_engine_takes_the_weights_format_only():

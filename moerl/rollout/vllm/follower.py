@@ -72,10 +72,12 @@ def _run_engines(config: Any) -> None:
 
 def _first_end(processes: Sequence[BaseProcess]) -> EngineError:
     """Blocks until one of them has ended."""
-    connection.wait([process.sentinel for process in processes])
-    ended = [f"{process.name} (pid {process.pid}, exit code {process.exitcode})" for process in processes if process.exitcode is not None]
-    logger.error("vLLM's %s ended, and this process with it", ", ".join(ended))
-    return EngineError(f"of vLLM's processes on this node ended first: {', '.join(ended)}")
+    sentinels = {process.sentinel: process for process in processes}
+    ended = sentinels[next(iter(connection.wait(sentinels)))]
+    ended.join()
+    what = f"vLLM's {ended.name} on this node ended first, with exit code {ended.exitcode}"
+    logger.error("%s; the rest of the server ends with it", what)
+    return EngineError(what)
 
 
 @contextmanager
