@@ -28,9 +28,11 @@ CASES = {
     "vllm-two-nodes-dense": ("vllm-dense32", ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
     "vllm-two-nodes-moe": ("vllm-moe32", ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
     "vllm-two-nodes-dp2": ("vllm-dense32", ServerLayout(gpus=2, dp=2, gpus_per_node=1), "nccl"),
+    "vllm-two-nodes-of-two": ("vllm-dense32", ServerLayout(gpus=4, gpus_per_node=2), "nccl"),
     "vllm-dp2-dense": ("vllm-dense32", ServerLayout(gpus=2, dp=2), "ipc"),
 }
 """vLLM has no expert parallelism on CPU."""
+SLOW = {"vllm-two-nodes-dense", "vllm-two-nodes-of-two", "vllm-two-nodes-dp2"}
 
 
 def left_in_memory() -> set[str]:
@@ -42,7 +44,7 @@ def pids(engine):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES])
 def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
     (kind, layout, transport), before = CASES[case], left_in_memory()
     name = kind.split("-")[1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moerl.config.server_layout import ServerLayout
 from moerl.types import Problem
 
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -19,7 +20,7 @@ ARGUMENTS: dict[str, Any] = {
 """The compiled rotary operator is silently wrong for latent attention: log-probs are off by up to 3. After a part of a prompt vLLM takes
 back what its generator drew, which torch's generators for CPU cannot."""
 
-OWN_ARGUMENTS = dict.fromkeys(("enforce_eager", "compilation_config", "enable_chunked_prefill"), "leave it out, or serve on a GPU")
+OWN_ARGUMENTS = dict.fromkeys(("enforce_eager", "compilation_config", "enable_chunked_prefill", "device_ids"), "leave it out, or serve on a GPU")
 
 _POLL_SECONDS = 1e-4
 """A token takes milliseconds."""
@@ -27,6 +28,14 @@ _POLL_SECONDS = 1e-4
 _LATENT_RANK, _LATENT_ROTARY = 512, 64
 _EXPERT_MULTIPLE = 32
 """Of hidden size and experts' inner size (CPUUnquantizedExperts.output_alignment; vLLM pads the inner size by itself)."""
+
+
+def node_arguments(layout: ServerLayout) -> dict[str, Any]:
+    """Of a server over several nodes, by name: its processes on one. vLLM would count devices, of which the CPU is one (MessageQueue in
+    vllm/distributed/device_communicators/shm_broadcast.py), and take processes of the first node for another's."""
+    if layout.nodes == 1 or layout.gpus_per_node == 1:
+        return {}
+    return {"device_ids": ",".join(map(str, range(layout.gpus_per_node)))}
 
 
 def sleep_instead_of_spinning() -> None:
