@@ -161,7 +161,9 @@ def plan(
         int | None, typer.Option(min=1, help="Of a node that runs servers; rollout.layout.gpus_per_node if not given.", show_default=False)
     ] = None,
     card_gbit: Annotated[float, typer.Option(min=1e-3, help="Of the network card of one GPU, per second.")] = 400.0,
-    bucket_mb: Annotated[int, typer.Option(min=1, help="Largest bucket.")] = 256,
+    bucket_mb: Annotated[
+        int | None, typer.Option(min=1, help="Largest bucket, MiB; weights.bucket_bytes if not given.", show_default=False)
+    ] = None,
 ) -> None:
     """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
     from moerl.check import load_checked
@@ -169,7 +171,8 @@ def plan(
 
     config = load_checked(overrides, config_dir)
     rollout = rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
-    typer.echo(transfer_report(config, Network(rollout=rollout, card_gbit=card_gbit, bucket_mb=bucket_mb)), nl=False)
+    bucket_bytes = config.weights.bucket_bytes if bucket_mb is None else bucket_mb * 2**20
+    typer.echo(transfer_report(config, Network(rollout=rollout, card_gbit=card_gbit, bucket_bytes=bucket_bytes)), nl=False)
 
 
 @app.command()

@@ -70,7 +70,7 @@ async def run(
             version, cursor, num_dropped = step + 1, buffer.oldest_untrained_ticket, buffer.num_drawn_by_last_take - len(groups)
             observe.step(
                 version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
-                moves=residency.moves(),
+                moves=residency.moves(), pushed=weights.last_push,
             )  # fmt: skip
             del groups, batch  # with them go their samples in the object store
             if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs

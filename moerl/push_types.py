@@ -94,3 +94,18 @@ class TransportOffer:
 
 Needs = tuple[tuple[str, ...], ...]
 """The names of the tensors that each model process of a server must get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushStats:
+    version: int
+    num_tensors: int
+    num_bytes: int
+    """Packed by all ranks, with padding."""
+    num_buckets: int
+    num_senders: int
+    seconds: float
+    num_written: int = 0
+    """disk: bytes of its files."""
+    num_network: int = 0
+    """nccl: bytes of tensors that crossed the network, once to every node that reads them."""

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from moerl.push_types import PushStats
 from moerl.types import Group, MemoryStats, Move, RoutingStats, Sample, SavedCheckpoint, StepStats
 
 
@@ -99,6 +100,10 @@ METRICS = (
     Metric("memory/seconds/*", "s", "down", SUM, "moves from one state to another since the update before (train.offload)"),
     Metric("residency/seconds/*", "s", "down", SUM, "moves between trainer and servers on shared GPUs, since the step before"),
     Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
+    Metric("push/seconds", "s", "down", MEAN, "the push before this step, with its plan if servers changed, without pause and canary"),
+    Metric("push/bytes", "bytes", "none", MEAN, "what the ranks packed for it, with padding"),
+    Metric("push/network_bytes", "bytes", "none", MEAN, "of it over the network, once to every node that reads it (nccl)"),
+    Metric("push/written_bytes", "bytes", "none", MEAN, "of its files (weights.transport=disk)"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
     Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push, save, eval: those after the step before"),
@@ -133,6 +138,7 @@ def step_metrics(
     restarts: int,
     resumed: int,
     moves: Mapping[str, Move],
+    pushed: PushStats | None,
     full_reward: float,
 ) -> dict[str, float]:
     """Everything about the step that produced `version`, trained on `groups`.
@@ -154,6 +160,7 @@ def step_metrics(
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
         **{f"residency/seconds/{name}": move.seconds for name, move in moves.items()},
         **{f"residency/bytes/{name}": float(move.num_bytes) for name, move in moves.items()},
+        **({} if pushed is None else _push_metrics(pushed)),
         **({} if stats.routing is None else _routing_metrics(stats.routing)),
         **_payload_metrics(samples),
         "tokens/response": float(num_tokens),
@@ -247,6 +254,15 @@ def _train_metrics(stats: StepStats) -> dict[str, float]:
         "mismatch/mean": stats.mismatch_mean,
         "mismatch/max": stats.mismatch_max,
         "mismatch/kl": stats.mismatch_kl,
+    }
+
+
+def _push_metrics(pushed: PushStats) -> dict[str, float]:
+    return {
+        "push/seconds": pushed.seconds,
+        "push/bytes": float(pushed.num_bytes),
+        "push/network_bytes": float(pushed.num_network),
+        "push/written_bytes": float(pushed.num_written),
     }
 
 

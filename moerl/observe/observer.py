@@ -27,6 +27,7 @@ from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
+from moerl.push_types import PushStats
 from moerl.types import Group, Move, RunStopped, SavedCheckpoint, StepStats, StoreError
 
 log = logging.getLogger(__name__)
@@ -77,10 +78,10 @@ class Observer:
 
     def step(
         self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0,
-        moves: Mapping[str, Move] = _NO_MOVES,
+        moves: Mapping[str, Move] = _NO_MOVES, pushed: PushStats | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts` of servers and
-        `resumed` completions: so far. `moves` of the GPUs' memory: since the step before."""
+        `resumed` completions: so far. `moves` of the GPUs' memory: since the step before. `pushed`: the push before it."""
         if self._last_version is None:
             self._forget_after(version - 1)
         assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
@@ -95,6 +96,7 @@ class Observer:
             restarts=restarts,
             resumed=resumed,
             moves=moves,
+            pushed=pushed,
             full_reward=self._full_reward,
         )
         metrics |= self._checkpoint_metrics

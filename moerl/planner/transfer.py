@@ -11,9 +11,10 @@ from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
 from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
+from moerl.weights.deliveries import deliveries
 from moerl.weights.fleet_plan import part_bytes
 from moerl.weights.plan import Plan, RolloutLayout, faults, plan_transfers
-from moerl.weights.schedule import bound_seconds, schedule
+from moerl.weights.schedule import bound_seconds, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class Network:
     rollout: RolloutLayout
     card_gbit: float
     """Per second, of one GPU's card."""
-    bucket_mb: int
+    bucket_bytes: int
 
 
 def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
@@ -46,7 +47,7 @@ def transfer_report(config: RunConfig, network: Network) -> str:
         raise ConfigError(problems)
     tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
-    size = part_bytes(config.weights.bucket_bytes)
+    size = part_bytes(network.bucket_bytes)
     plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=size)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
@@ -72,7 +73,9 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
     shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
     least = (experts * shares / rollout.expert_shares + others) / gpus
-    found = schedule(plan, bucket_bytes=network.bucket_mb * 2**20)
+    jobs = deliveries(plan, bucket_bytes=network.bucket_bytes, relays=True).jobs
+    buckets = [bucket for job in jobs.values() for bucket in job]
+    num_rounds = 1 + max(bucket.round for bucket in buckets)
     bound = bound_seconds(plan, bytes_per_second=rate)
     yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
     yield f"trainer          {plan.layout.ranks} GPUs"
@@ -82,8 +85,8 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     yield f"network out      {_range(plan.sent())} by trainer GPU"
     yield f"within nodes     {_range(plan.spread_in_node())} by GPU"
     yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"
-    buckets = f"{len(found.round)} buckets of at most {network.bucket_mb} MiB"
-    yield f"schedule         {found.num_rounds} rounds of {buckets}, {found.seconds(rate):.2f} s"
+    of = f"{len(buckets)} buckets of at most {network.bucket_bytes / 2**20:g} MiB"
+    yield f"schedule         {num_rounds} rounds of {of}, {seconds(buckets, bytes_per_second=rate):.2f} s"
     yield f"for comparison   {(experts + others) / rate:.2f} s if every GPU took everything over its card"
 
 

@@ -14,6 +14,7 @@ from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec
 from moerl.types import WeightError
 from moerl.weights.plan import Plan, PlannedTensor
 from moerl.weights.schedule import first_fit
+from moerl.weights.spec import expert_of
 
 ALIGNMENT = 64
 """Of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
@@ -72,11 +73,17 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
 
 
 def _in_rounds(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """By round. Given to rounds by name, so that a reader soon has all parts of a tensor: it keeps incomplete ones in memory."""
-    named = sorted(buckets, key=lambda bucket: (bucket.entries[0].name, bucket.entries[0].start))
-    rounds = first_fit((bucket.sender, bucket.readers[0]) for bucket in named)
-    placed = [replace(bucket, round=number) for bucket, number in zip(named, rounds, strict=True)]
+    """By round. Buckets of about one size share a round, or the small ones would wait for the large. Of one size by name, and experts,
+    which seldom come in pieces, before all else: so that a reader soon has all pieces of a tensor, which it keeps until then."""
+    edges = sorted(buckets, key=_turn)
+    rounds = first_fit((bucket.sender, bucket.readers[0]) for bucket in edges)
+    placed = [replace(bucket, round=number) for bucket, number in zip(edges, rounds, strict=True)]
     return sorted(placed, key=lambda bucket: bucket.round)
+
+
+def _turn(bucket: Bucket) -> tuple[bool, int, str, tuple[int, ...]]:
+    first = bucket.entries[0]
+    return expert_of(first.name) is None, -bucket.num_bytes.bit_length(), first.name, first.start
 
 
 def _by_readers(plan: Plan, *, relays: bool) -> dict[tuple[int, tuple[int, ...]], list[int]]:

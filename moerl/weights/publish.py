@@ -14,7 +14,7 @@ import numpy as np
 from moerl.cluster.hang import HangReports
 from moerl.cluster.residency import Residency
 from moerl.config.schema import RunConfig
-from moerl.push_types import Transport
+from moerl.push_types import PushStats, Transport
 from moerl.rollout.fleet import Member
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import TrainGroup
@@ -41,6 +41,8 @@ class WeightPublisher:
         self._connected_to: list[tuple[str, int]] = []
         self._transport: Transport | None = None
         self._pushing = asyncio.Lock()
+        self.last_push: PushStats | None = None
+        """The newest one that succeeded, also of a version brought to a server that came back."""
 
     @property
     def num_restarts(self) -> int:
@@ -112,7 +114,7 @@ class WeightPublisher:
         await self._residency.share()
         sync = await self._sync_with(members)
         await self._pool.pause("abort" if self._config.rollout.partial else "keep", members)
-        await sync.push(self._version)
+        self.last_push = await sync.push(self._version)
         self._pool.fleet.served(members)
         await self._pool.resume([member for member in members if not member.is_lent])
         await self._residency.serve()

@@ -14,11 +14,11 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, TypeVar
 
-from moerl.push_types import Bucket, Needs, Transport, TransportOffer
+from moerl.push_types import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.rollout.engine import WeightReceiver
 from moerl.types import HangError, WeightError
 from moerl.weights.deliveries import Deliveries, Job, manifest_of
@@ -57,21 +57,6 @@ class WeightSource(Protocol):
 
     async def finish(self) -> None:
         """Every bucket of the push was installed everywhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushStats:
-    version: int
-    num_tensors: int
-    num_bytes: int
-    """Packed by all ranks, with padding."""
-    num_buckets: int
-    num_senders: int
-    seconds: float
-    num_written: int = 0
-    """disk: bytes of its files."""
-    num_network: int = 0
-    """nccl: bytes of tensors that crossed the network, once to every node that reads them."""
 
 
 class WeightSync:

@@ -16,7 +16,7 @@ from moerl.types import RunStopped, Score
 REPEAT = EvalDataset(data=TinyData(task="repeat", size=10, chat_template=False), samples=3, pass_at=(1, 3), num_prompts=6)
 ADD = EvalDataset(data=TinyData(task="add", size=4, chat_template=False))
 EVAL = EvalConfig(datasets={"repeat": REPEAT, "add": ADD}, every=2)
-MEASURED = ("time/", "tokens/per_second", "checkpoint/", "memory/", "residency/", "eval/")
+MEASURED = ("time/", "tokens/per_second", "checkpoint/", "memory/", "residency/", "push/", "eval/")
 
 
 def trained_rows(run):

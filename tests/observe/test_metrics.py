@@ -5,13 +5,16 @@ import pytest
 
 from moerl.evaluation.estimates import Outcome, result_of
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
+from moerl.push_types import PushStats
 from moerl.types import MemoryStats, Move, RoutingStats, SavedCheckpoint
 
 
 @pytest.fixture
 def measure(make_stats):
     def measure(*groups, version=1, **changes):
-        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, resumed=0, moves={}, full_reward=1.0)
+        settings = dict(
+            phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, resumed=0, moves={}, pushed=None, full_reward=1.0
+        )  # fmt: skip
         stats = changes.pop("stats", make_stats())
         return step_metrics(version, groups, stats, **{**settings, **changes})
 
@@ -80,8 +83,10 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
     sample = make_sample(1.0, math=1.0, routes=np.zeros((5, 1, 2), dtype=np.uint8))
     stats = make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing)
-    values = measure(make_group(sample), stats=stats, moves={"servers_sleep": Move(seconds=0.25, num_bytes=8)})
+    pushed = PushStats(version=0, num_tensors=3, num_bytes=64, num_buckets=1, num_senders=1, seconds=0.5, num_network=48)
+    values = measure(make_group(sample), stats=stats, moves={"servers_sleep": Move(seconds=0.25, num_bytes=8)}, pushed=pushed)
     assert (values["residency/seconds/servers_sleep"], values["residency/bytes/servers_sleep"]) == (0.25, 8.0)
+    assert [values[f"push/{name}"] for name in ("seconds", "bytes", "network_bytes", "written_bytes")] == [0.5, 64.0, 48.0, 0.0]
     assert {name: values[name] for name in values if name.startswith("memory/")} == {
         "memory/device/training/parameters": 8.0,
         "memory/host/optimizer": 24.0,

