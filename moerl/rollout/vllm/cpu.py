@@ -20,7 +20,9 @@ ARGUMENTS: dict[str, Any] = {
 """The compiled rotary operator is silently wrong for latent attention: log-probs are off by up to 3. After a part of a prompt vLLM takes
 back what its generator drew, which torch's generators for CPU cannot."""
 
-OWN_ARGUMENTS = dict.fromkeys(("enforce_eager", "compilation_config", "enable_chunked_prefill", "device_ids"), "leave it out, or serve on a GPU")
+OWN_ARGUMENTS = dict.fromkeys(
+    ("enforce_eager", "compilation_config", "enable_chunked_prefill", "device_ids"), "leave it out, or serve on a GPU"
+)
 
 _POLL_SECONDS = 1e-4
 """A token takes milliseconds."""

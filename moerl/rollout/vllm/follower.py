@@ -72,8 +72,8 @@ def _run_engines(config: Any) -> None:
 
 def _first_end(processes: Sequence[BaseProcess]) -> EngineError:
     """Blocks until one of them has ended."""
-    sentinels = {process.sentinel: process for process in processes}
-    ended = sentinels[next(iter(connection.wait(sentinels)))]
+    ready = connection.wait([process.sentinel for process in processes])
+    ended = next(process for process in processes if process.sentinel in ready)
     ended.join()
     what = f"vLLM's {ended.name} on this node ended first, with exit code {ended.exitcode}"
     logger.error("%s; the rest of the server ends with it", what)
