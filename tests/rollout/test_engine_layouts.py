@@ -32,7 +32,7 @@ CASES = {
     "vllm-dp2-dense": ("vllm-dense32", ServerLayout(gpus=2, dp=2), "ipc"),
 }
 """vLLM has no expert parallelism on CPU."""
-SLOW = {"vllm-two-nodes-dense", "vllm-two-nodes-of-two", "vllm-two-nodes-dp2"}
+SLOW = {"vllm-tp2-dense", "vllm-tp2-latent", "vllm-two-nodes-dense", "vllm-two-nodes-of-two", "vllm-two-nodes-dp2"}
 
 
 def left_in_memory() -> set[str]:
@@ -88,6 +88,7 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
         assert {span.version for span in completion.spans} == {5}
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_comes_back(run, checkpoints, tmp_path):
     """First moerl's process, which vLLM's worker there does not outlive, then the worker, whose end moerl's process reports."""
