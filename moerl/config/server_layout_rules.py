@@ -181,9 +181,9 @@ def start_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:
     """Of vLLM's layouts over several nodes, those that moerl has not seen run."""
-    for field, what in (("dp", "data-parallel groups of a model with experts"), ("ep", "experts that are spread over nodes")):
+    for field, what in (("dp", "data-parallel groups"), ("ep", "experts that are spread over nodes")):
         if (value := getattr(layout, field)) > 1:
-            reason = f"{what} have not run with vLLM on several nodes (on CPU they cannot); tensor parallel servers have"
+            reason = f"{what} of vLLM over several nodes have been in no run (with experts they cannot on CPU); tensor parallelism has"
             fix = f"{field}=1, gpus={layout.gpus_per_node}, or rollout.engine=sglang"
             yield _problem(field, value, f"must be 1 for a vllm server over {layout.nodes} nodes", reason, fix)
 

@@ -100,7 +100,7 @@ METRICS = (
     Metric("memory/seconds/*", "s", "down", SUM, "moves from one state to another since the update before (train.offload)"),
     Metric("residency/seconds/*", "s", "down", SUM, "moves between trainer and servers on shared GPUs, since the step before"),
     Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
-    Metric("push/seconds", "s", "down", MEAN, "the push before this step, with its plan if servers changed, without pause and canary"),
+    Metric("push/seconds", "s", "down", MEAN, "newest push before this step, with its plan if servers changed, without pause and canary"),
     Metric("push/bytes", "bytes", "none", MEAN, "what the ranks packed for it, with padding"),
     Metric("push/network_bytes", "bytes", "none", MEAN, "of it over the network, once to every node that reads it (nccl)"),
     Metric("push/written_bytes", "bytes", "none", MEAN, "of its files (weights.transport=disk)"),

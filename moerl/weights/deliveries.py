@@ -14,7 +14,6 @@ from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec
 from moerl.types import WeightError
 from moerl.weights.plan import Plan, PlannedTensor
 from moerl.weights.schedule import first_fit
-from moerl.weights.spec import expert_of
 
 ALIGNMENT = 64
 """Of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
@@ -33,12 +32,12 @@ class Deliveries:
 def deliveries(plan: Plan, *, bucket_bytes: int, relays: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
     found = [
-        Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers)
-        for (sender, readers), parts in sorted(_by_readers(plan, relays=relays).items())
+        (late, Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers))
+        for (sender, readers, late), parts in sorted(_by_readers(plan, relays=relays).items())
         for entries in _buckets(_units(plan, parts), bucket_bytes)
     ]
     jobs: dict[int, list[Bucket]] = {}
-    for bucket in _in_rounds(found) if relays else found:
+    for bucket in _in_rounds(found) if relays else [bucket for _, bucket in found]:
         mine = jobs.setdefault(bucket.sender, [])
         mine.append(replace(bucket, index=len(mine)))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
@@ -72,35 +71,37 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
     return tuple(found.values())
 
 
-def _in_rounds(buckets: Iterable[Bucket]) -> list[Bucket]:
+def _in_rounds(buckets: Iterable[tuple[bool, Bucket]]) -> list[Bucket]:
     """By round. Buckets of about one size share a round, or the small ones would wait for the large. Of one size by name, and experts,
     which seldom come in pieces, before all else: so that a reader soon has all pieces of a tensor, which it keeps until then."""
-    edges = sorted(buckets, key=_turn)
+
+    def turn(each: tuple[bool, Bucket]) -> tuple[bool, int, str, tuple[int, ...]]:
+        late, bucket = each
+        return late, -(bucket.num_bytes - 1).bit_length(), bucket.entries[0].name, bucket.entries[0].start
+
+    edges = [bucket for _, bucket in sorted(buckets, key=turn)]
     rounds = first_fit((bucket.sender, bucket.readers[0]) for bucket in edges)
     placed = [replace(bucket, round=number) for bucket, number in zip(edges, rounds, strict=True)]
     return sorted(placed, key=lambda bucket: bucket.round)
 
 
-def _turn(bucket: Bucket) -> tuple[bool, int, str, tuple[int, ...]]:
-    first = bucket.entries[0]
-    return expert_of(first.name) is None, -bucket.num_bytes.bit_length(), first.name, first.start
-
-
-def _by_readers(plan: Plan, *, relays: bool) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Parts by sender and all who read them from there; with `relays`, of one node, the one first that gets them over the network."""
+def _by_readers(plan: Plan, *, relays: bool) -> dict[tuple[int, tuple[int, ...], bool], list[int]]:
+    """Parts by sender, all who read them from there, and whether they go late. With `relays` readers are of one node, the first gets
+    the parts over the network, and all but experts go late; without, nothing does."""
     passed_on: dict[tuple[int, int], list[int]] = defaultdict(list)
     for relay, target, part in zip(plan.spread.source.tolist(), plan.spread.target.tolist(), plan.spread.part.tolist(), strict=True):
         passed_on[part, relay].append(target)
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    found: dict[tuple[int, tuple[int, ...], bool], list[int]] = defaultdict(list)
     readers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for source, target, part in zip(plan.network.source.tolist(), plan.network.target.tolist(), plan.network.part.tolist(), strict=True):
         others = passed_on.get((part, target), [])
         if relays:
-            found[source, (target, *sorted(others))].append(part)
+            is_expert = plan.tensors[plan.parts.tensor[part]].expert is not None
+            found[source, (target, *sorted(others)), not is_expert].append(part)
         else:
             readers[part, source] += [target, *others]
     for (part, source), gpus in readers.items():
-        found[source, tuple(sorted(gpus))].append(part)
+        found[source, tuple(sorted(gpus)), False].append(part)
     return found
 
 

@@ -42,7 +42,7 @@ class WeightPublisher:
         self._transport: Transport | None = None
         self._pushing = asyncio.Lock()
         self.last_push: PushStats | None = None
-        """The newest one that succeeded, also of a version brought to a server that came back."""
+        """The newest one of this version, also to a server that came back; None if no server was there."""
 
     @property
     def num_restarts(self) -> int:
@@ -57,7 +57,7 @@ class WeightPublisher:
     async def push(self, version: int) -> CanaryResult | None:
         """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. Afterwards the
         servers have their GPUs back. The canary's result, when it ran."""
-        self._version, self._num_pushes = version, self._num_pushes + 1
+        self._version, self._num_pushes, self.last_push = version, self._num_pushes + 1, None
         return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
 
     async def serve_while(self, work: Awaitable[T], phase: Literal["rollout", "eval"] = "rollout") -> T:

@@ -15,6 +15,7 @@ import torch
 
 from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
 from moerl.types import WeightError
+from moerl.weights.assembly import Assembly
 from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DiskReader, Read
@@ -66,6 +67,7 @@ class WeightSession:
         self._number = 0
         self._manifest: Manifest | None = None
         self._waiting: dict[str, _Waiting] = {}
+        self._assembly = Assembly()
         self._version: int | None = None
         self._digests: dict[tuple[str, tuple[int, ...]], str] = {}
         self._last = Installed()
@@ -95,7 +97,7 @@ class WeightSession:
             if difference := manifest_difference(self._expected.values(), manifest.tensors):
                 raise WeightError(explain_difference(manifest, difference, self._expected))
             self._waiting = {name: _waiting(self._expected[name], manifest.pieces.get(name, ())) for name in self.needs}
-            self._manifest, self._digests = manifest, {}
+            self._manifest, self._digests, self._assembly = manifest, {}, Assembly()
 
     @torch.no_grad()
     def install(self, bucket: Bucket) -> None:
@@ -165,12 +167,14 @@ class WeightSession:
             whole = received
         else:
             if waiting.whole is None:
-                waiting.whole = torch.empty(waiting.spec.shape, dtype=received.dtype, device=received.device)
+                waiting.whole = self._assembly.empty(waiting.spec, received.device)
             whole = waiting.whole
             box_of(whole, piece.start, piece.shape).copy_(received)
         if not waiting.pieces:
             del self._waiting[entry.name]
-            self._install(waiting, whole, manifest)
+            self._install(waiting, whole.to(received.device), manifest)
+            if waiting.whole is not None:
+                self._assembly.free(waiting.whole)
 
     def _install(self, tensor: _Waiting, whole: torch.Tensor, manifest: Manifest) -> None:
         name = tensor.spec.name

@@ -114,7 +114,10 @@ class WeightSync:
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
         install = self._install if self._nodes is None else Relays(self._deliveries.jobs, self._install).install
         streams = Streams(self._deliveries.jobs, self._source.pack, install, settle_seconds=self._settle_seconds)
-        buckets = await streams.run()
+        try:
+            buckets = await streams.run()
+        except WeightError as error:
+            raise await self._with_lost(error) from error.__cause__
         await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
         await self._source.finish()
         self._connected = True
@@ -143,6 +146,17 @@ class WeightSync:
         chosen = [name for name, processes in self._readers.items() if not set(processes).isdisjoint(bucket.readers)]
         calls = {name: self._receivers[name].install(bucket) for name in chosen}
         await self._together(f"bucket {bucket.index} of trainer rank {bucket.sender}", calls)
+
+    async def _with_lost(self, error: WeightError) -> WeightError:
+        """With the receivers that are gone: others may fail for their sake before anything is asked of them again."""
+        asked = {name: asyncio.ensure_future(receiver.needs()) for name, receiver in self._receivers.items()}
+        done, late = await asyncio.wait(asked.values(), timeout=self._settle_seconds)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        gone = {name: task.exception() for name, task in asked.items() if task in done}
+        sides = [_side(name, cause) for name, cause in gone.items() if cause is not None and f"{FAILED_SIDE}{name}: " not in str(error)]
+        return WeightError(FAILED_SIDE.join([str(error), *sides]))
 
     async def _together(self, step: str, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
         """All calls at once, and what they return; WeightError with every failure, first failure first, when not all succeed in time."""
@@ -205,6 +219,9 @@ def _is_local(address: str) -> bool:
 def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
     lines = [f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"]
     for name, failure in failures.items():
-        reason = "did not end in time and was cancelled" if name in silent else f"{type(failure).__name__}: {failure}"
-        lines.append(f"{name}: {reason}")
+        lines.append(f"{name}: did not end in time and was cancelled" if name in silent else _side(name, failure))
     return FAILED_SIDE.join(lines)
+
+
+def _side(name: str, failure: BaseException) -> str:
+    return f"{name}: {type(failure).__name__}: {failure}"

@@ -171,7 +171,7 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     assert "a push in FP8 has not been run with sglang" in found[1].reason
     found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm"))))
     assert [each.path for each in found[:2]] == ["rollout.layout.dp", "rollout.layout.ep"]
-    assert "have not run with vLLM on several nodes" in found[0].reason
+    assert "of vLLM over several nodes have been in no run" in found[0].reason
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -35,8 +35,9 @@ CASES = {
 SLOW = {"vllm-tp2-dense", "vllm-tp2-latent", "vllm-two-nodes-dense", "vllm-two-nodes-of-two", "vllm-two-nodes-dp2"}
 
 
-def left_in_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("sgl*")}
+def left_in_memory(engine: str) -> set[str]:
+    """vLLM's files have Python's names."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*" if engine == "vllm" else "sgl*")}
 
 
 def pids(engine):
@@ -46,8 +47,9 @@ def pids(engine):
 @pytest.mark.engine
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES])
 def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
-    (kind, layout, transport), before = CASES[case], left_in_memory()
-    name = kind.split("-")[1]
+    kind, layout, transport = CASES[case]
+    engine_name, name = kind.split("-")
+    before = left_in_memory(engine_name)
     checkpoint, shape = checkpoints[name], ROUTES[name] if kind == "sglang-moe" else None
     (engine,) = build_engines(native_config(kind, checkpoint, layout=layout), checkpoint.directory, tmp_path)
     asked = SamplingParams(max_tokens=20, seed=4, returns_routes=shape is not None)
@@ -70,7 +72,7 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
             assert not psutil.wait_procs(family, timeout=10)[1]
 
     completions = run(scenario())
-    assert left_in_memory() <= before
+    assert left_in_memory(engine_name) <= before
     model = AutoModelForCausalLM.from_pretrained(checkpoint.directory).eval()
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     with torch.no_grad():
@@ -120,6 +122,13 @@ def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_co
             (worker,) = [each for each in second if "resource_tracker" not in " ".join(each.cmdline()) and each != second[0]]
             death = await loss(worker, again)
             assert "with exit code 1" in death and "VllmWorker-1 on this node ended first, with exit code -9" in death
+            await engine.start()
+            first, _ = family()
+            (worker,) = [each for each in first if "VllmWorker" in each.name() or "Worker" in " ".join(each.cmdline())]
+            worker.kill()
+            with pytest.raises(WeightError, match="ended|end"):
+                await push(engine, checkpoint.tensors, 1, transport="nccl")
+            assert "ended" in str(await engine.ended())
         finally:
             await engine.close()
 

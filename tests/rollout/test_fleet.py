@@ -225,6 +225,26 @@ def test_a_refusal_that_arrives_late_says_nothing_about_a_server_that_serves_aga
     assert run(scenario()) == ["stale" if meanwhile == "nothing" else "healthy"]
 
 
+def test_however_often_a_request_comes_too_late_it_is_run_in_the_end(run, checkpoints, monkeypatch):
+    async def scenario():
+        async with serving(checkpoints, 1) as (pool, engines):
+            generate, asked = engines[0].generate, []
+
+            async def late(prompt_ids, sampling, request_id):
+                asked.append(request_id)
+                if len(asked) > MAX_ATTEMPTS:
+                    return await generate(prompt_ids, sampling, request_id)
+                await pool.fleet.lend(pool.fleet.members)
+                pool.fleet.take_back(pool.fleet.members)
+                raise EngineRefuses(f"fake-0: {request_id} refused, the server is asleep; wake it first")
+
+            monkeypatch.setattr(engines[0], "generate", late)
+            await pool.generate(PROMPT, SAMPLING, "r")
+            assert states(pool) == ["healthy"]
+
+    run(scenario())
+
+
 def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpoints, monkeypatch):
     async def scenario():
         async with serving(checkpoints, 1, max_restarts=2) as (pool, engines):

@@ -1,6 +1,7 @@
 """Plans of a push: every reader gets every byte once, from a rank that has it, and no card is loaded more than it must be."""
 
 import re
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +74,22 @@ def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, b
         received[bucket.readers[0]] += sum(entry.num_bytes for entry in bucket.entries)
     np.testing.assert_array_equal(received, plan.received())
     assert seconds(found, bytes_per_second=1.0) >= bound_seconds(plan, bytes_per_second=1.0)
+
+
+@pytest.mark.parametrize("shares", [1, 2])
+def test_over_a_network_experts_come_before_all_else_and_buckets_of_a_size_by_name(shares):
+    tensors = tensors_of(2)
+    is_expert = {tensor.name: tensor.expert is not None for tensor in tensors}
+    rollout = RolloutLayout(num_servers=2, gpus_per_server=2, gpus_per_node=2, expert_parallel=shares)
+    plan = plan_transfers(tensors, Layout(ranks=4, pp=2, ep=2), rollout, num_experts=EXPERTS, part_bytes=500)
+    for job in deliveries(plan, bucket_bytes=500, relays=True).jobs.values():
+        kinds = [{is_expert[entry.name] for entry in bucket.entries} for bucket in job]
+        assert all(len(kind) == 1 for kind in kinds), "a bucket has one kind"
+        by_reader = defaultdict(list)
+        for bucket, (kind,) in zip(job, kinds, strict=True):
+            size = (bucket.num_bytes - 1).bit_length()
+            by_reader[bucket.readers].append((not kind, -size, bucket.entries[0].name))
+        assert list(by_reader.values()) == [sorted(turns) for turns in by_reader.values()]
 
 
 ROLLOUT = RolloutLayout(num_servers=8, gpus_per_server=32, gpus_per_node=8)

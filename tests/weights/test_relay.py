@@ -149,7 +149,7 @@ def two_processes() -> Halves:
 
 
 def sent_by_sockets() -> int:
-    """Bytes that the peers of this process's TCP sockets have acknowledged (struct tcp_info of linux/tcp.h, tcpi_bytes_acked)."""
+    """Bytes that this process's TCP sockets have sent, each once (struct tcp_info of linux/tcp.h: tcpi_bytes_sent, tcpi_bytes_retrans)."""
     total = 0
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -157,7 +157,8 @@ def sent_by_sockets() -> int:
                 continue
             with socket.socket(fileno=os.dup(fd)) as found:
                 if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                    total += struct.unpack_from("Q", found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 120)[0]
+                    sent, again = struct.unpack_from("QQ", found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 200)
+                    total += sent - again
         except OSError:  # the descriptor of the listing itself
             continue
     return total

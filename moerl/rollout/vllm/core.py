@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,7 +20,7 @@ from moerl.rollout.engines.left_out import left_out
 from moerl.rollout.engines.options import Options
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.vllm import cpu, launch
-from moerl.rollout.vllm.processes import needs_of
+from moerl.rollout.vllm.processes import FAILED, needs_of
 from moerl.types import EngineError, Problem, SamplingParams, WeightError
 
 logger = logging.getLogger(__name__)
@@ -134,9 +134,8 @@ class VLLMCore:
             return _sampled(output.outputs[0])
         except ValueError as error:
             raise EngineError(f"vLLM refuses the request: {error}") from error
-        except EngineDeadError:
-            logger.exception("vLLM's own process ended, and this server with it")
-            os._exit(1)
+        except EngineDeadError as error:
+            _give_up(error)
         finally:
             del self._added[key]
             added.cancel()
@@ -175,7 +174,7 @@ class VLLMCore:
 
     async def begin(self, manifest: Manifest) -> None:
         if not self._session_is_open:
-            await self._explained(self._engine.start_weight_update())
+            await self._done(self._engine.start_weight_update())
             self._session_is_open = True
         await self._update("begin", wire.MANIFEST.dump_json(manifest))
 
@@ -184,7 +183,7 @@ class VLLMCore:
 
     async def finish(self, version: int) -> None:
         await self._update("finish", wire.FINISH.dump_json(wire.FinishBody(version=version)))
-        await self._explained(self._engine.finish_weight_update(weight_version=str(version)))
+        await self._done(self._engine.finish_weight_update(weight_version=str(version)))
         self._session_is_open = False
 
     def close(self) -> None:
@@ -196,15 +195,27 @@ class VLLMCore:
         await self._checked(self._engine.update_weights(WeightTransferUpdateRequest(update_info={"step": step, "body": body.decode()})))
 
     async def _checked(self, step: Awaitable[None]) -> None:
-        await self._explained(step)
-        await self._explained(self._engine.collective_rpc("check_push"))
-
-    async def _explained(self, call: Awaitable[None]) -> None:
-        """Whatever a worker raises comes as an Exception with its text."""
+        await self._done(step)
         try:
-            await call
+            await self._engine.collective_rpc("check_push")
+        except Exception as error:  # whatever a worker raises comes as an Exception with its text
+            _, failed, reason = str(error).partition(FAILED)
+            if not failed:
+                _give_up(error)
+            raise WeightError(reason) from error
+
+    async def _done(self, order: Awaitable[None]) -> None:
+        """Workers refuse a push in `check_push` only."""
+        try:
+            await order
         except Exception as error:
-            raise WeightError(str(error)) from error
+            _give_up(error)
+
+
+def _give_up(error: Exception) -> NoReturn:
+    """A server whose processes ended, or no longer agree on what they were told, must be started anew."""
+    logger.error("vLLM's processes failed, and this server with them", exc_info=error)
+    os._exit(1)
 
 
 def _sampled(output: Any) -> Sampled:

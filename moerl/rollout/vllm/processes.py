@@ -6,6 +6,9 @@ from typing import Any
 from moerl.push_types import Needs
 from moerl.rollout.engines.expert_share import needs_of_processes
 
+FAILED = "a step of the push failed: "
+"""Begins what a worker raises about a push that it refuses. No other error of vLLM's is a verdict on a push."""
+
 
 def process_number(parallel: Any) -> int:
     return parallel.data_parallel_index * parallel.world_size + parallel.rank

@@ -16,7 +16,7 @@ from moerl.rollout.engines.push_steps import run_step
 from moerl.rollout.hf.model import checkpoint_specs
 from moerl.rollout.vllm import sampling
 from moerl.rollout.vllm.installed import LayerwiseBytes
-from moerl.rollout.vllm.processes import needs_of, process_number
+from moerl.rollout.vllm.processes import FAILED, needs_of, process_number
 from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
 from moerl.types import WeightError
 from moerl.weights.receive import WeightSession
@@ -36,7 +36,7 @@ class WorkerExtension:
         order and, after one that is an error, leaves the rest to be taken for answers of the next call (MultiprocExecutor)."""
         failures = self.weight_transfer_engine.failures
         if failures and get_tp_group().is_last_rank:
-            raise WeightError("; ".join(failures))
+            raise WeightError(FAILED + "; ".join(failures))
 
 
 @dataclass
