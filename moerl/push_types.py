@@ -98,6 +98,8 @@ Needs = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushStats:
+    """Of one push that succeeded."""
+
     version: int
     num_tensors: int
     num_bytes: int
@@ -105,6 +107,7 @@ class PushStats:
     num_buckets: int
     num_senders: int
     seconds: float
+    """From the plan, if there was none yet, until every receiver serves the version."""
     num_written: int = 0
     """disk: bytes of its files."""
     num_network: int = 0
