@@ -66,30 +66,28 @@ class Bucket:
     """Model processes of the rollout, counted over all servers. Over a network the first gets it from the sender; the others are on its
     node and then read it in its memory."""
     round: int = 0
-    """Of the schedule (weights/schedule.py), which only a network has."""
-    relay: int | None = None
-    """nccl: the reader in whose memory it lies by now; None: it comes from the sender."""
-    slot: int = 0
-    """nccl: in which of the two memories of a reader that gets it from the sender."""
-    source: str = ""
-    """ipc: what maps the sender's memory (/proc/PID/fd/N; on a GPU a handle). nccl: the sender's rank in the group. disk:
-    the bucket's file."""
-    num_written: int = 0
-    """disk: bytes of that file."""
+    """Of the schedule (weights/schedule.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOffer:
-    """How one server reaches the senders. Of a server with several model processes, numbers are those of the first; the others follow."""
+    """How one server reaches the senders, and what they will send it in every push."""
 
     transport: Transport
-    address: str = ""
-    """nccl: host:port of the store at which all meet. disk: a directory of the senders' files."""
-    reader: int = 0
-    """Its number in Bucket.readers."""
-    rank: int = 0
-    """nccl: in the group of senders and readers."""
-    world_size: int = 1
+    address: str
+    """host:port of the store at which all meet."""
+    server: str
+    """Its name, for errors."""
+    senders: tuple[int, ...]
+    """Ranks of the trainer, ascending."""
+    num_readers: int
+    """Model processes of all servers."""
+    reader: int
+    """Number of the server's first model process in Bucket.readers; the others follow."""
+    buckets: tuple[Bucket, ...]
+    """Those that its processes read, in the order in which all go through them (weights/deliveries.py)."""
+    seconds: float
+    """How long one call may wait for other sides."""
 
 
 Needs = tuple[tuple[str, ...], ...]
@@ -103,7 +101,7 @@ class PushStats:
     version: int
     num_tensors: int
     num_bytes: int
-    """Packed by all ranks, with padding."""
+    """Sent by all ranks, with padding."""
     num_buckets: int
     num_senders: int
     seconds: float

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
 from moerl.cluster.party import Party
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.types import Completion, EngineUnavailable, SamplingParams
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -48,8 +48,9 @@ class WeightReceiver(Protocol):
     async def begin(self, manifest: Manifest) -> None:
         """Refuses a manifest that does not name exactly the model's tensors, shapes and dtypes. From here on the engine is STALE."""
 
-    async def install(self, bucket: Bucket) -> None:
-        """Its processes among bucket.readers fetch, copy into the model, and compare digests of the *installed* bytes."""
+    async def install(self) -> None:
+        """Returns when its processes have fetched the buckets of the offer, copied them into the model, and compared digests of the
+        *installed* bytes."""
 
     async def finish(self, version: int) -> None:
         """Every tensor that a process needs must have been installed once; then the engine serves `version`."""

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 
 from moerl.cluster.party import Party
-from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
+from moerl.push_types import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import PARTS, EngineHealth, EngineRefuses, Part, PauseMode
 from moerl.rollout.limits import Limits
 from moerl.types import Completion, EngineError, EngineUnavailable, FinishReason, SamplingParams, VersionSpan, WeightError
+from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
 
 
@@ -269,7 +270,7 @@ class FakeReceiver:
 
     async def connect(self, offer: TransportOffer) -> None:
         async with self._stale_on_error():
-            await asyncio.to_thread(self._engine._session.connect, offer)
+            await in_thread(self._engine._session.connect, offer)
 
     async def begin(self, manifest: Manifest) -> None:
         engine = self._engine
@@ -280,9 +281,9 @@ class FakeReceiver:
             engine._pushing, engine._version = True, None
             await asyncio.to_thread(engine._session.begin, manifest)
 
-    async def install(self, bucket: Bucket) -> None:
+    async def install(self) -> None:
         async with self._stale_on_error():
-            await asyncio.to_thread(self._engine._session.install, bucket)
+            await in_thread(self._engine._session.install)
 
     async def finish(self, version: int) -> None:
         engine = self._engine

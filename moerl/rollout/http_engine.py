@@ -9,7 +9,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from moerl.cluster.party import Party
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import PARTS, EngineHealth, EngineRefuses, Part, PauseMode
 from moerl.rollout.remote_process import RemoteProcess
@@ -175,13 +175,13 @@ class HTTPReceiver:
     async def begin(self, manifest: Manifest) -> None:
         await self._call("/weights/begin", wire.MANIFEST, manifest)
 
-    async def install(self, bucket: Bucket) -> None:
-        await self._call("/weights/install", wire.BUCKET, bucket)
+    async def install(self) -> None:
+        await self._call("/weights/install")
 
     async def finish(self, version: int) -> None:
         await self._call("/weights/finish", wire.FINISH, wire.FinishBody(version=version))
 
-    async def _call(self, path: str, adapter: TypeAdapter[Any], body: object) -> None:
+    async def _call(self, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> None:
         try:
             await self._engine.call("POST", path, adapter, body)
         except EngineError as error:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from pydantic import NonNegativeInt, TypeAdapter
 
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.types import Completion, FinishReason, SamplingParams, VersionSpan
 
@@ -91,7 +91,6 @@ HEALTH = TypeAdapter(EngineHealth)
 NEEDS = TypeAdapter(Needs)
 OFFER = TypeAdapter(TransportOffer)
 MANIFEST = TypeAdapter(Manifest)
-BUCKET = TypeAdapter(Bucket)
 FINISH = TypeAdapter(FinishBody)
 ERROR = TypeAdapter(ErrorBody)
 READY = TypeAdapter(ReadyLine)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from moerl.cluster.echoes import is_echo
 from moerl.cluster.examine import kill, memory_kills
 from moerl.cluster.hang import HangReports
 from moerl.cluster.on_node import on_node
@@ -21,14 +22,6 @@ from moerl.cluster.stop import KILLED
 from moerl.cluster.tracebacks import headline
 from moerl.config.schema_deadlines import DeadlineConfig, Phase
 from moerl.types import HangError, MoerlError, Origin, TrainError
-
-ECHOES = (
-    "Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed", "Broken pipe", "Connection refused",
-    "recvValue failed", "NCCL communicator was aborted", "Timed out waiting",
-    "Connection closed by remote peer", "Connection was likely closed", "Got completion from peer",
-    "Watchdog caught collective operation timeout", "ncclRemoteError",
-)  # fmt: skip
-"""What gloo, NCCL and their store say on ranks that only lost a peer."""
 
 Calls = dict[int, asyncio.Task[Any]]
 """By rank."""
@@ -222,7 +215,3 @@ def forget(calls: Iterable[asyncio.Task[Any]]) -> None:
 
 def has_failed(task: asyncio.Future[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
-
-
-def is_echo(error: BaseException) -> bool:
-    return any(echo in str(error) for echo in ECHOES)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema import WeightsConfig
-from moerl.push_types import Bucket, Transport
+from moerl.push_types import Transport
 from moerl.weights.deliveries import Job
 from moerl.weights.fleet_plan import Outline
 
@@ -30,11 +30,11 @@ class MegatronSource:
         outline: Outline = await self._one_rank(0, "outline_push", self._weights.bucket_bytes)
         return outline
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
         before, self._senders = self._senders, sorted(jobs)
         on_gpu = transport == "ipc" or not self._shares_gpus
         calls = [
-            self._one_rank(rank, "listen", transport, jobs.get(rank, ()), self._senders, self._weights, self._directory, on_gpu)
+            self._one_rank(rank, "listen", transport, jobs.get(rank, ()), self._senders, seconds, self._weights, self._directory, on_gpu)
             for rank in sorted({*before, *jobs})
         ]
         addresses: list[str] = await asyncio.gather(*calls)
@@ -47,9 +47,8 @@ class MegatronSource:
         found = await self._all_ranks("digest_push")
         return {rank: found[rank] for rank in self._senders}
 
-    async def pack(self, rank: int, index: int) -> Bucket:
-        bucket: Bucket = await self._one_rank(rank, "pack", index)
-        return bucket
+    async def send(self) -> int:
+        return sum(await self._all_ranks("send_push"))
 
     async def finish(self) -> None:
         await self._all_ranks("finish_push")

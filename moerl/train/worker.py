@@ -27,7 +27,7 @@ from moerl.cluster.ray_address import reached_at
 from moerl.cluster.stacks import answer_stack_requests
 from moerl.config.schema import NetworkConfig, WeightsConfig
 from moerl.payloads import InStore, keep
-from moerl.push_types import Bucket, Transport
+from moerl.push_types import Transport
 from moerl.train.balance import Planner
 from moerl.train.calls import RankPlace
 from moerl.train.checkpoint import FileDigests, WrittenShards
@@ -179,11 +179,13 @@ class TrainWorker:
         """Not collective."""
         return self._engine.pushed.outline(bucket_bytes)
 
-    def listen(self, transport: Transport, job: Job, senders: list[int], weights: WeightsConfig, directory: Path, on_gpu: bool) -> str:
+    def listen(
+        self, transport: Transport, job: Job, senders: list[int], seconds: float, weights: WeightsConfig, directory: Path, on_gpu: bool
+    ) -> str:
         """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
 
-        `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but
-        `digest_push`.
+        `seconds`: how long a call may wait for receivers. `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay
+        there, if there is one. Not collective, as all below but `digest_push`.
         """
         if self._sender is not None:
             self._sender.close()
@@ -194,6 +196,7 @@ class TrainWorker:
             transport,
             job,
             self._engine.pushed.read,
+            seconds=seconds,
             device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
@@ -204,17 +207,17 @@ class TrainWorker:
     def connect(self, address: str, world_size: int) -> None:
         if self._sender is not None:
             place = self._senders.index(self._rank)
-            self._sender.connect(address, rank=place, world_size=world_size, num_senders=len(self._senders))
+            self._sender.connect(address, place=place, world_size=world_size, num_senders=len(self._senders))
 
     def digest_push(self) -> list[str]:
         """Begins a push of the present weights. Collective."""
         with self._engine.pushing(begins=True):
             return [] if self._sender is None else self._sender.digests()
 
-    def pack(self, index: int) -> Bucket:
-        assert self._sender is not None, "this rank sends nothing"
+    def send_push(self) -> int:
+        """Everything that this rank sends, until it was read; bytes written (weights.transport=disk)."""
         with self._engine.pushing():
-            return self._sender.pack(index)
+            return 0 if self._sender is None else self._sender.send()
 
     def finish_push(self) -> None:
         if self._sender is not None:

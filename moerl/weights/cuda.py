@@ -5,13 +5,16 @@ Everything else of the transports is the same code on CPU, where memory is a mem
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from moerl.cluster.echoes import LATE
 from moerl.types import WeightError
+from moerl.weights.meeting import Deadline
 
 SOURCE = "cuda:"
 """Begins the `source` of memory on a GPU."""
@@ -71,29 +74,35 @@ def finished(device: torch.device) -> None:
 class NcclGroup:
     """Buckets between any two ranks over one communicator of all: NCCL runs its operations in order, which must be that of the rounds."""
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, device: torch.device, timeout: timedelta):
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, device: torch.device, deadline: Deadline):
         kind: Any = dist.ProcessGroupNCCL  # absent from builds for CPU
         options = kind.Options()
-        options._timeout = timeout
-        self._device, self._timeout = device, timeout
+        options._timeout = timedelta(seconds=deadline.left())
+        self._device = device
         torch.cuda.set_device(device)
         self._only = kind(dist.PrefixStore("moerl/weights", store), rank, world_size, options)
-        # All make the communicator here. Otherwise the first bucket of any two would, and its sender would wait in it for a reader that
-        # is only told to read when the bucket is on its way.
-        self._wait(self._only.allreduce([torch.zeros(1, device=device)]))
+        # All make the communicator here. Otherwise the first bucket of any two would, and wait in it for all others.
+        self.wait(self._only.allreduce([torch.zeros(1, device=device)]), deadline)
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Any:
         """Work that has begun; NCCL knows no tags."""
         return self._coalesced("send", data, rank, tag)
 
-    def receive(self, data: torch.Tensor, rank: int, tag: int) -> None:
-        self._wait(self._coalesced("recv", data, rank, tag))
+    def receive(self, data: torch.Tensor, rank: int, tag: int) -> Any:
+        """Work that has begun."""
+        return self._coalesced("recv", data, rank, tag)
 
-    def wait(self, work: Any) -> None:
-        self._wait(work)
+    def wait(self, work: Any, deadline: Deadline, check: Callable[[], None] | None = None) -> None:
+        """Returns when the GPU has done it. `check` raises when a side is gone, which NCCL would not tell."""
+        while not work.is_completed():
+            if deadline.has_passed():
+                raise WeightError(f"a bucket {LATE} {deadline} over NCCL")
+            if check is not None:
+                check()
+            time.sleep(0.0005)  # wait() would return when the GPU has queued the work, not when it is done
+        work.wait()
 
     def close(self) -> None:
-        """Others learn of it by their timeout alone."""
         self._only.abort()
         del self._only
 
@@ -102,11 +111,3 @@ class NcclGroup:
         self._only._start_coalescing()
         getattr(self._only, verb)([data], rank, tag)
         return self._only._end_coalescing()
-
-    def _wait(self, work: Any) -> None:
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"NCCL: not done after {self._timeout.total_seconds():g} s")
-            time.sleep(0.001)  # wait() would return when the GPU has queued the work, not when it is done
-        work.wait()

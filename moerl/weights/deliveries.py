@@ -2,9 +2,10 @@
 
 A bucket has pieces for the same readers, in the order of their tensors' names, but scales next to their values. On one host, what a plan
 passes on within a node is read by every GPU of the node where the first of them reads it. Over a network (`relays`) a bucket goes to one
-GPU, and from there to others of its node; and every rank sends in the order of the schedule's rounds.
+GPU, and from there to others of its node. Every rank sends, and every reader reads, in the order of the schedule's rounds.
 """
 
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,10 +38,16 @@ def deliveries(plan: Plan, *, bucket_bytes: int, relays: bool = False) -> Delive
         for entries in _buckets(_units(plan, parts), bucket_bytes)
     ]
     jobs: dict[int, list[Bucket]] = {}
-    for bucket in _in_rounds(found) if relays else [bucket for _, bucket in found]:
+    for bucket in _in_rounds(found, relays=relays):
         mine = jobs.setdefault(bucket.sender, [])
         mine.append(replace(bucket, index=len(mine)))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
+
+
+def in_order(jobs: Mapping[int, Job]) -> list[Bucket]:
+    """All buckets in the one order that every rank and every reader keeps to, whatever it has of them: so that none waits for one that
+    waits for it."""
+    return list(heapq.merge(*jobs.values(), key=lambda bucket: (bucket.round, bucket.sender)))
 
 
 def manifest_of(found: Deliveries, digests: Mapping[int, Sequence[str]], *, version: int) -> Manifest:
@@ -71,16 +78,17 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
     return tuple(found.values())
 
 
-def _in_rounds(buckets: Iterable[tuple[bool, Bucket]]) -> list[Bucket]:
-    """By round. Buckets of about one size share a round, or the small ones would wait for the large. Of one size by name, and experts,
-    which seldom come in pieces, before all else: so that a reader soon has all pieces of a tensor, which it keeps until then."""
+def _in_rounds(buckets: Iterable[tuple[bool, Bucket]], *, relays: bool) -> list[Bucket]:
+    """By round, of which every sender and reader is in one bucket; of readers to whom one relays, the first. Buckets of about one size
+    share a round, or the small ones would wait for the large. Of one size by name, and experts, which seldom come in pieces, before all
+    else: so that a reader soon has all pieces of a tensor, which it keeps until then."""
 
     def turn(each: tuple[bool, Bucket]) -> tuple[bool, int, str, tuple[int, ...]]:
         late, bucket = each
         return late, -(bucket.num_bytes - 1).bit_length(), bucket.entries[0].name, bucket.entries[0].start
 
     edges = [bucket for _, bucket in sorted(buckets, key=turn)]
-    rounds = first_fit((bucket.sender, bucket.readers[0]) for bucket in edges)
+    rounds = first_fit((bucket.sender, bucket.readers[:1] if relays else bucket.readers) for bucket in edges)
     placed = [replace(bucket, round=number) for bucket, number in zip(edges, rounds, strict=True)]
     return sorted(placed, key=lambda bucket: bucket.round)
 

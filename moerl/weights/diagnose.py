@@ -73,12 +73,13 @@ def _cause(damage: Damage, manifest: Manifest, last: Installed) -> str:
     if others := [other for other, pieces in manifest.pieces.items() if any(piece.digest == found for piece in pieces)]:
         is_expert = any(_without_expert(other) == _without_expert(name) for other in others)
         kind = "experts exchanged" if is_expert else "tensors exchanged"
-        return f"{kind} {where}: these are the bytes of {describe_absent(others, manifest.pieces)}"
+        left = "" if damage.received == expected else ", which a rank that leaves this tensor out of its bucket finds in the buffer"
+        return f"{kind} {where}: these are the bytes of {describe_absent(others, manifest.pieces)}{left}"
     if last.digests.get((name, damage.piece.start)) == found:
         return f"stale bytes: they are those of version {last.version}, so that a bucket was not filled or not read anew {where}"
     if damage.received == expected:
         return "the engine's loader changed them (cast, transposed, wrong slice, flipped bits)"
-    return f"bytes damaged {where}: bits flipped, or a buffer was overwritten while it was read"
+    return f"bytes damaged {where}: bits flipped, a buffer overwritten while it was read, or a tensor left out of its bucket"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
     payload: blocks of BLOCK_BYTES of the bucket, end to end | index (JSON) | length and xxh3_128 of the index, magic
 
-A file has its name only when it is complete, and is removed when the second after it is written: two buckets of a sender are on disk.
+A file has its name only when it is complete, and is removed before the second after it is written: two buckets of a sender are on disk.
 """
 
 import json
@@ -26,6 +26,8 @@ from moerl.weights.spec import box_of
 BLOCK_BYTES = 2**16
 _TRAILER = struct.Struct("<Q16s8s")
 _MAGIC = b"MOERLWT1"
+DIRECTORY_KEY = "moerl/directory"
+"""In the meeting of a push: a sender's directory."""
 _PRESENCE = "sender"
 """A file by which a receiver knows that it sees the sender's directory."""
 
@@ -49,35 +51,34 @@ class DiskSender:
 
     def __init__(self, directory: Path, *, delta: bool):
         """`directory` is this sender's own: listen empties it."""
-        self._directory, self._delta = directory, delta
+        self.directory, self._delta = directory, delta
         self._push = 0
         self._hashes: list[array[int]] = []
         self._last: list[array[int]] = []
         self._written: list[Path] = []
 
-    def listen(self) -> str:
-        """The directory. The next push is whole."""
+    def listen(self) -> None:
+        """The next push is whole."""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._empty()
-            (self._directory / _PRESENCE).touch()
+            (self.directory / _PRESENCE).touch()
         except OSError as error:
-            raise WeightError(f"weights.transport = disk: {self._directory} cannot be written ({error})") from error
+            raise WeightError(f"weights.transport = disk: {self.directory} cannot be written ({error})") from error
         self._push, self._hashes, self._last = 0, [], []
-        return str(self._directory)
 
     def write(self, index: int, data: torch.Tensor) -> tuple[Path, int]:
-        """The file of bucket `index`, uint8 `data`, and its size. Index 0 begins a push."""
+        """The file of bucket `index`, uint8 `data`, and its size. Index 0 begins a push. All have read the second bucket before it."""
         if index == 0:
             self._push, self._hashes = self._push + 1, []
-        path = self._directory / f"push-{self._push:06d}-bucket-{index:05d}"
+        path = self.directory / f"push-{self._push:06d}-bucket-{index:05d}"
         base = self._last[index] if index < len(self._last) else None
         partial = path.with_suffix(".partial")
         try:
+            self._remove(self._written[:-1])
             with partial.open("wb") as file:
                 num_bytes = self._write(file, data.numpy().data, base)
             os.replace(partial, path)
-            self._remove(self._written[:-1])
         except OSError as error:
             raise WeightError(f"weights.transport = disk: {path} could not be written ({error})") from error
         self._written = [*self._written[-1:], path]
@@ -92,7 +93,7 @@ class DiskSender:
     def close(self) -> None:
         """Safe to call twice."""
         self._empty()
-        (self._directory / _PRESENCE).unlink(missing_ok=True)
+        (self.directory / _PRESENCE).unlink(missing_ok=True)
 
     def _write(self, file: BinaryIO, data: memoryview, base: "array[int] | None") -> int:
         hashes = array("Q", (xxhash.xxh3_64_intdigest(block) for block in _blocks(data)))
@@ -116,7 +117,7 @@ class DiskSender:
 
     def _empty(self) -> None:
         """Also of what a sender left that was killed."""
-        self._remove(list(self._directory.glob("push-*")))
+        self._remove(list(self.directory.glob("push-*")))
         self._written = []
 
 
@@ -133,9 +134,10 @@ class DiskReader:
         self._pushes: dict[int, int] = {}  # by sender, the last that was read
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def fetch(self, bucket: Bucket) -> torch.Tensor:
-        """uint8 [bucket.num_bytes], valid until the next fetch. WeightError names a file that is damaged, truncated or absent."""
-        path = Path(bucket.source)
+    def fetch(self, bucket: Bucket, source: str) -> torch.Tensor:
+        """uint8 [bucket.num_bytes] of the file `source`, valid until the next fetch. WeightError names one that is damaged, truncated or
+        absent."""
+        path = Path(source)
         if bucket.num_bytes > len(self._memory):
             self._memory = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         data = self._memory[: bucket.num_bytes]

@@ -1,14 +1,14 @@
 """A trainer of one process as the source of a push: it holds every tensor, whole."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from moerl.config.layout import Layout
-from moerl.push_types import Bucket, Transport
+from moerl.push_types import Transport
 from moerl.weights.deliveries import Job
 from moerl.weights.fleet_plan import Outline
+from moerl.weights.in_thread import in_thread
 from moerl.weights.plan import PlannedTensor
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import box_of, expert_of, spec_of
@@ -33,20 +33,20 @@ class LocalSource:
         planned = [PlannedTensor(spec=spec_of(*item), stage=0, expert=expert_of(item[0]), cut_dim=None) for item in items]
         return Outline(tensors=planned, layout=Layout(), bucket_bytes=self._bucket_bytes)
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
         self.close()
-        self._sender = WeightSender(transport, jobs[0], self.read, **self._options)  # type: ignore[arg-type]
+        self._sender = WeightSender(transport, jobs[0], self.read, seconds=seconds, **self._options)  # type: ignore[arg-type]
         return self.sender.listen(is_first=True)
 
     async def connect(self, address: str, world_size: int) -> None:
-        await asyncio.to_thread(self.sender.connect, address, rank=0, world_size=world_size, num_senders=1)
+        await in_thread(self.sender.connect, address, place=0, world_size=world_size, num_senders=1)
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         self._held = self._tensors()
         return {0: self.sender.digests()}
 
-    async def pack(self, rank: int, index: int) -> Bucket:
-        return await asyncio.to_thread(self.sender.pack, index)
+    async def send(self) -> int:
+        return await in_thread(self.sender.send)
 
     async def finish(self) -> None:
         self._held = {}

@@ -1,140 +1,156 @@
 """Buckets from trainer ranks to the model processes that read them, point to point in a process group of their own: NCCL's between GPUs,
 gloo's over TCP where the tensors are on CPU.
 
-A bucket crosses once to a node: its first reader gets it into memory that the other readers of the node map (weights/relay.py).
+A bucket crosses once to a node: its first reader gets it into memory that it lends to the other readers of the node (weights/links.py).
+What reaches a first reader does so in the order of the rounds, which is every sender's too: NCCL does what it is given in order, on both
+sides. A reader is told to receive the next bucket before it installs the one that came.
 
-The group is built directly on a TCPStore: the trainer's default process group stays untouched. Whoever meets an error drops its group;
-its closed connections then end the others' waiting at once, and the timeout bounds what a closed connection cannot tell.
+The group is built directly on the TCPStore: the trainer's default process group stays untouched. Whoever meets an error drops its group;
+its closed connections then end the others' waiting at once, and the deadline bounds what a closed connection cannot tell.
 """
 
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from moerl.cluster.echoes import LATE
 from moerl.push_types import Bucket, TransportOffer
 from moerl.types import WeightError
 from moerl.weights.cuda import DeviceBuffer, NcclGroup
-from moerl.weights.relay import NUM_SLOTS
+from moerl.weights.links import Borrower, Lender, describe, rank_key, reader_key
+from moerl.weights.meeting import Deadline, Meeting, explained
 from moerl.weights.shm import SharedBuffer, SharedReader, new_buffer
 from moerl.weights.spec import CPU
 
-TRANSFER_SECONDS = 120.0
-"""Deadline for all to join the group, and for one bucket: 100 MB/s for a bucket of 12 GB."""
+NUM_SLOTS = 2
+"""Buckets that a reader keeps for others of its node: one is filled while they read the other."""
+
+DEVICE_KEY = "moerl/device"
+"""In the meeting of a push: the kind of device from which the trainer sends."""
+
+Check = Callable[[], None]
+"""WeightError if a side that this one may wait for is gone."""
 
 
 class NetworkSender:
-    """One of the first ranks of the group; readers come after the senders."""
+    """One of the first ranks of the group; readers come after the senders. The constructor returns when all have joined."""
 
-    def __init__(self, *, host: str, device: torch.device, timeout_seconds: float):
-        self._host, self._device = host, device
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._store: Store | None = None
-        self._group: GlooGroup | NcclGroup | None = None
-        self._num_senders = 0
-        self._sending: dict[int, Any] = {}
-        self.rank = 0
-
-    def listen(self) -> str:
-        """host:port of a new store on a free port; an earlier group is dropped."""
-        self.close()
-        with _explained(f"weights.transport = nccl: no store at {self._host}"):
-            store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-            store.set(_DEVICE_KEY, self._device.type)
-        self._store = store
-        return f"{self._host}:{store.port}"
-
-    def connect(self, address: str, *, rank: int, world_size: int, num_senders: int) -> None:
-        """`address`: what the first sender's listen returned. Returns when all have joined."""
-        with _explained(f"weights.transport = nccl: not all {world_size - num_senders} readers and {num_senders} senders met at {address}"):
-            if self._store is None:
-                host, port = _split(address)
-                self._store = TCPStore(host, port, is_master=False, timeout=self._timeout)
-            self._group = _group(self._store, self._device, rank=rank, world_size=world_size, host=self._host, timeout=self._timeout)
-        self.rank, self._num_senders = rank, num_senders
+    def __init__(
+        self, meeting: Meeting, lender: Lender, *, device: torch.device, host: str, place: int, num_senders: int, world_size: int,
+        deadline: Deadline,
+    ):  # fmt: skip
+        """`lender` is that of this process: it lends nothing here, but hears when a reader ends. `place`: this sender's rank."""
+        self._lender, self._num_senders = lender, num_senders
+        self._sending: dict[int, tuple[Any, Bucket]] = {}
+        with explained(f"weights.transport = nccl: not all {world_size - num_senders} readers and {num_senders} senders met at {host}"):
+            self._group: GlooGroup | NcclGroup = _group(
+                meeting.store, device, rank=place, world_size=world_size, host=host, deadline=deadline
+            )
 
     def send(self, data: torch.Tensor, bucket: Bucket, *, slot: int) -> None:
         """Begin to send uint8 `data` to the bucket's first reader; `wait(slot)` before it is overwritten."""
-        if self._group is None:
-            raise WeightError("no process group to the readers: it was never connected, or an error dropped it; connect again")
-        with self._dropping():
-            self._sending[slot] = self._group.send(data, self._num_senders + bucket.readers[0], bucket.index)
+        with explained(f"weights.transport = nccl: {describe(bucket)} could not be sent"):
+            self._sending[slot] = (self._group.send(data, self._num_senders + bucket.readers[0], bucket.index), bucket)
 
-    def wait(self, slot: int) -> None:
+    def wait(self, slot: int, deadline: Deadline) -> None:
         """What was sent from it last has arrived."""
-        with self._dropping():
-            if (work := self._sending.pop(slot, None)) is not None and self._group is not None:
-                self._group.wait(work)
+        if (sending := self._sending.pop(slot, None)) is not None:
+            with explained(f"weights.transport = nccl: {describe(sending[1])} could not be sent"):
+                self._group.wait(sending[0], deadline, self._lender.check)
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Once."""
         self._sending = {}
-        if self._group is not None:
-            self._group.close()
-        self._group, self._store = None, None
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        try:
-            with _explained("weights.transport = nccl: a bucket could not be sent"):
-                yield
-        except WeightError:
-            self.close()
-            raise
+        self._group.close()
 
 
 class NetworkReader:
     """A rank behind the senders. The constructor returns when all have joined."""
 
-    def __init__(self, offer: TransportOffer, *, device: torch.device, timeout_seconds: float):
-        """`device` of this server's model. Buckets are there or on CPU, as the trainer's are."""
-        host, port = _split(offer.address)
-        timeout = timedelta(seconds=timeout_seconds)
-        self._number = offer.reader
+    def __init__(self, meeting: Meeting, offer: TransportOffer, buckets: Sequence[Bucket], *, device: torch.device, deadline: Deadline):
+        """`buckets`: those that this process reads. `device` of its model; buckets are there or on CPU, as the trainer's are."""
+        self._number, self._name = offer.reader, offer.server
+        self._ranks = {sender: rank for rank, sender in enumerate(offer.senders)}
+        self._own = [bucket for bucket in buckets if bucket.readers[0] == self._number]
+        self._places = {(bucket.sender, bucket.index): place for place, bucket in enumerate(self._own)}
+        self._arriving: dict[int, tuple[torch.Tensor, Any]] = {}
+        """By place in `_own`."""
         self._slots: list[SharedBuffer | DeviceBuffer] = []
-        self._of_others = SharedReader()
+        self._borrower = Borrower(SharedReader(), lambda bucket: reader_key(bucket.readers[0]))
+        self._lender: Lender | None = None
         self._group: GlooGroup | NcclGroup | None = None
         try:
-            with _explained(f"weights.transport = nccl: could not join the trainer at {offer.address!r}"):
-                self._store = TCPStore(host, port, is_master=False, timeout=timeout)
-                device = _as_trainer(self._store.get(_DEVICE_KEY).decode(), device)
-                self._slots = [new_buffer(device) for _ in range(NUM_SLOTS)]
-                own_host = _address_towards(host, port)
-                self._group = _group(self._store, device, rank=offer.rank, world_size=offer.world_size, host=own_host, timeout=timeout)
+            device = _as_trainer(meeting.ask(DEVICE_KEY, deadline), device)
+            self._slots = [new_buffer(device) for _ in range(NUM_SLOTS)]
+            self._join(meeting, offer, buckets, device, deadline)
         except WeightError:
             self.close()
             raise
 
-    def fetch(self, bucket: Bucket) -> torch.Tensor:
-        """uint8 [bucket.num_bytes], valid until the slot's next bucket."""
-        if self._group is None:
-            raise WeightError("no process group to the trainer: an error dropped it; the next push must connect again")
-        if bucket.relay is not None:
-            return self._of_others.fetch(replace(bucket, source=self._memory_of(bucket.relay, bucket.slot)))
-        memory = self._slots[bucket.slot]
-        data = memory.reserve(bucket.num_bytes)[: bucket.num_bytes]
-        with _explained(f"weights.transport = nccl: bucket {bucket.index} of trainer rank {bucket.sender} did not arrive"):
-            self._group.receive(data, int(bucket.source), bucket.index)
-            self._store.set(_memory_key(self._number, bucket.slot), memory.source)  # on a GPU another one when it has grown
+    def _join(self, meeting: Meeting, offer: TransportOffer, buckets: Sequence[Bucket], device: torch.device, deadline: Deadline) -> None:
+        host = meeting.own_host()
+        others = {reader for bucket in self._own for reader in bucket.readers[1:]}
+        if others:
+            self._lender = Lender(reader_key(self._number), self._name, host, meeting)
+        lenders = [rank_key(bucket.sender) if bucket.readers[0] == self._number else reader_key(bucket.readers[0]) for bucket in buckets]
+        self._borrower.join(meeting, lenders, reader=self._number, name=self._name, deadline=deadline)
+        if self._lender is not None:
+            self._lender.accept(others, deadline)
+        rank, world_size = len(offer.senders) + self._number, len(offer.senders) + offer.num_readers
+        with explained(f"weights.transport = nccl: could not join the trainer at {offer.address!r}"):
+            self._group = _group(meeting.store, device, rank=rank, world_size=world_size, host=host, deadline=deadline)
+
+    def fetch(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
+        """uint8 [bucket.num_bytes], valid until `done`. In every push all buckets must be fetched, in the order of the constructor's."""
+        if bucket.readers[0] != self._number:
+            return self._borrower.fetch(bucket, deadline)
+        place = self._places[bucket.sender, bucket.index]
+        if place == 0:
+            self._receive(place, deadline)
+        data, work = self._arriving.pop(place)
+        with explained(f"weights.transport = nccl: {describe(bucket)} did not arrive"):
+            assert self._group is not None, "a receive has begun"
+            self._group.wait(work, deadline, self._check)
+        if self._lender is not None:
+            self._lender.lend(bucket, self._slots[place % NUM_SLOTS].source, bucket.readers[1:], slot=place % NUM_SLOTS)
+        if place + 1 < len(self._own):
+            self._receive(place + 1, deadline)
         return data
+
+    def done(self, bucket: Bucket) -> None:
+        """It is installed here."""
+        if bucket.readers[0] != self._number:
+            self._borrower.done(bucket)
 
     def close(self) -> None:
         """Safe to call twice."""
+        self._arriving.clear()
         if self._group is not None:
             self._group.close()
         self._group = None
-        self._of_others.close()
+        self._borrower.close()
+        if self._lender is not None:
+            self._lender.close()
         for memory in self._slots:
             memory.close()
 
-    def _memory_of(self, reader: int, slot: int) -> str:
-        with _explained(f"weights.transport = nccl: the memory of reader {reader} on this node is not known"):
-            return self._store.get(_memory_key(reader, slot)).decode()
+    def _receive(self, place: int, deadline: Deadline) -> None:
+        """Begin to receive that bucket, in memory that nobody reads any more."""
+        bucket, slot = self._own[place], place % NUM_SLOTS
+        if self._lender is not None:
+            self._lender.wait(slot, deadline)
+        data = self._slots[slot].reserve(bucket.num_bytes)[: bucket.num_bytes]
+        with explained(f"weights.transport = nccl: {describe(bucket)} did not arrive"):
+            assert self._group is not None, "an error ends the push"
+            self._arriving[place] = (data, self._group.receive(data, self._ranks[bucket.sender], bucket.index))
+
+    def _check(self) -> None:
+        self._borrower.check()
+        if self._lender is not None:
+            self._lender.check()
 
 
 def _as_trainer(kind: str, device: torch.device) -> torch.device:
@@ -147,63 +163,39 @@ def _as_trainer(kind: str, device: torch.device) -> torch.device:
     return device
 
 
-def _group(store: Store, device: torch.device, *, rank: int, world_size: int, host: str, timeout: timedelta) -> "GlooGroup | NcclGroup":
+def _group(store: Store, device: torch.device, *, rank: int, world_size: int, host: str, deadline: Deadline) -> "GlooGroup | NcclGroup":
     if device.type == "cuda":
-        return NcclGroup(store, rank=rank, world_size=world_size, device=device, timeout=timeout)
-    return GlooGroup(store, rank=rank, world_size=world_size, host=host, timeout=timeout)
+        return NcclGroup(store, rank=rank, world_size=world_size, device=device, deadline=deadline)
+    return GlooGroup(store, rank=rank, world_size=world_size, host=host, deadline=deadline)
 
 
 class GlooGroup:
     """Holds the only reference to a process group. Connections close when the group is destroyed and not before (abort leaves them
     open), and a second reference, be it in the frames of a traceback, would keep the other ranks waiting."""
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, host: str, timeout: timedelta):
+    def __init__(self, store: Store, *, rank: int, world_size: int, host: str, deadline: Deadline):
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
         # The default device listens on what the host name resolves to, which on many systems is a loopback address.
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=deadline.left())
         self._only = ProcessGroupGloo(PrefixStore("moerl/weights", store), rank, world_size, options)
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Any:
         """Work that has begun."""
         return self._only.send([data], rank, tag)  # type: ignore[attr-defined]  # absent from torch's stubs
 
-    def receive(self, data: torch.Tensor, rank: int, tag: int) -> None:
-        self._only.recv([data], rank, tag).wait()  # type: ignore[attr-defined]  # absent from torch's stubs
+    def receive(self, data: torch.Tensor, rank: int, tag: int) -> Any:
+        """Work that has begun."""
+        return self._only.recv([data], rank, tag)  # type: ignore[attr-defined]  # absent from torch's stubs
 
-    def wait(self, work: Any) -> None:
-        work.wait()
+    def wait(self, work: Any, deadline: Deadline, check: Check) -> None:
+        """`check` is not needed: a connection that closes ends the wait."""
+        try:
+            work.wait(timedelta(seconds=deadline.left()))
+        except RuntimeError as error:
+            if "Timed out" not in str(error):
+                raise
+            raise WeightError(f"a bucket {LATE} {deadline} ({error})") from error
 
     def close(self) -> None:
         del self._only
-
-
-_DEVICE_KEY = "moerl/device"
-
-
-def _memory_key(reader: int, slot: int) -> str:
-    return f"moerl/memory/{reader}/{slot}"
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This host's own address on the route to `host`. A connected UDP socket sends nothing."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Errors of torch.distributed (RuntimeError) and of sockets as WeightError."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, WeightError):
-            raise
-        raise WeightError(f"{what} ({error}); see that every rollout server is alive and reaches the trainer's host") from error

@@ -1,8 +1,8 @@
 """The engine's side of a weight push: fetches buckets, installs their tensors and verifies the *installed* bytes. Blocking.
 
-connect -> [begin -> install, install, ... -> finish] per push. After any error everything is refused until the next begin, and a network
-group is dropped, so that senders stop waiting for this one; the next push then begins with connect. One session for each process that
-holds a part of the model.
+connect -> [begin -> install -> finish] per push. After any error everything is refused until the next begin, and connections are dropped,
+so that others stop waiting for this one; the next push then begins with connect. One session for each process that holds a part of the
+model.
 """
 
 import threading
@@ -13,14 +13,13 @@ from math import prod
 
 import torch
 
-from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
+from moerl.push_types import BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
 from moerl.types import WeightError
 from moerl.weights.assembly import Assembly
 from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.digest import tensor_digest
-from moerl.weights.disk import DiskReader, Read
-from moerl.weights.network import TRANSFER_SECONDS, NetworkReader
-from moerl.weights.shm import SharedReader
+from moerl.weights.disk import Read
+from moerl.weights.incoming import Incoming
 from moerl.weights.spec import CPU, box_of, manifest_difference, torch_dtype, view_as
 
 Load = Callable[[str, torch.Tensor], torch.Tensor]
@@ -51,20 +50,16 @@ class WeightSession:
         needs: Collection[str] | None = None,
         read: Read | None = None,
         device: torch.device = CPU,
-        timeout_seconds: float = TRANSFER_SECONDS,
     ):
         """`expected`: every tensor of the model, by name. `needs`: those of which this process holds something; None: all.
 
         `read`: gives back what was loaded, for deltas on disk; None: cannot. `device`: on which buckets arrive over a network.
-        `timeout_seconds`: the network's, to join and for one bucket.
         """
         self._expected = dict(expected)
         self.needs: tuple[str, ...] = tuple(expected if needs is None else needs)
         self._load, self._read, self._device = load, read, device
-        self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
-        self._reader: SharedReader | NetworkReader | DiskReader | None = None
-        self._number = 0
+        self._incoming: Incoming | None = None
         self._manifest: Manifest | None = None
         self._waiting: dict[str, _Waiting] = {}
         self._assembly = Assembly()
@@ -78,17 +73,10 @@ class WeightSession:
         return self._version
 
     def connect(self, offer: TransportOffer) -> None:
-        """nccl: returns when all senders and readers have joined."""
+        """Returns when this process has met those that it gets buckets from; nccl: when all senders and readers have joined."""
         with self._exclusive():
-            if self._reader is not None:
-                self._reader.close()
-            self._reader, self._number = None, offer.reader
-            if offer.transport == "ipc":
-                self._reader = SharedReader()
-            elif offer.transport == "disk":
-                self._reader = DiskReader(offer.address, read=self._read)
-            else:
-                self._reader = NetworkReader(offer, device=self._device, timeout_seconds=self._timeout_seconds)
+            self._disconnect()
+            self._incoming = Incoming(offer, device=self._device, read=self._read)
 
     def begin(self, manifest: Manifest) -> None:
         """Refuses a manifest that does not name exactly the expected tensors with their shapes and dtypes, each with all of its pieces."""
@@ -100,20 +88,17 @@ class WeightSession:
             self._manifest, self._digests, self._assembly = manifest, {}, Assembly()
 
     @torch.no_grad()
-    def install(self, bucket: Bucket) -> None:
-        """Returns when every tensor that the bucket completes lies in the model, and its installed bytes have the senders' digests.
-
-        Nothing for a bucket of other readers. Buckets may come in any order.
-        """
+    def install(self) -> None:
+        """Returns when every bucket of the offer that is this process's has come, its tensors lie in the model, and their installed bytes
+        have the senders' digests."""
         with self._exclusive():
             manifest = self._require_push("install")
-            if self._reader is None:
+            if self._incoming is None:
                 raise WeightError("install before connect: this engine does not know how to reach the trainer; connect it first")
-            if self._number not in bucket.readers:
-                return
-            data = self._reader.fetch(bucket)
-            for entry in bucket.entries:
-                self._take(entry, data, manifest)
+            for bucket, data in self._incoming.buckets():
+                for entry in bucket.entries:
+                    self._take(entry, data, manifest)
+                del data
 
     def finish(self, version: int) -> None:
         """Every tensor must have been installed once, and `version` must be the manifest's."""
@@ -133,9 +118,8 @@ class WeightSession:
     def close(self) -> None:
         """Forget the transport. Safe to call twice; waits for a call in progress."""
         with self._lock:
-            if self._reader is not None:
-                self._reader.close()
-            self._reader, self._manifest = None, None
+            self._disconnect()
+            self._manifest = None
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -144,9 +128,13 @@ class WeightSession:
                 yield
             except BaseException:
                 self._manifest, self._version, self._waiting = None, None, {}
-                if self._reader is not None:
-                    self._reader.close()
+                self._disconnect()
                 raise
+
+    def _disconnect(self) -> None:
+        if self._incoming is not None:
+            self._incoming.close()
+        self._incoming = None
 
     def _require_push(self, step: str) -> Manifest:
         if self._manifest is None:

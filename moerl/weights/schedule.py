@@ -1,24 +1,28 @@
-"""When each bucket of a push over a network travels: rounds in which every card sends at most one and receives at most one.
+"""When each bucket of a push travels: rounds in which every rank sends at most one and every reader receives at most one.
 
-Coloring the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first fit.
+Over a network this is a coloring of the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first
+fit. On one host a bucket may have several readers.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
 
 from moerl.push_types import Bucket
 from moerl.weights.plan import Plan
 
 
-def first_fit(edges: Iterable[tuple[int, int]]) -> list[int]:
-    """The first round in which neither (source, target) is busy with an edge before."""
+def first_fit(edges: Iterable[tuple[int, Sequence[int]]]) -> list[int]:
+    """The first round in which the source and none of the targets is busy with an edge before."""
     sending, receiving = Counter[int](), Counter[int]()  # bit r: busy in round r
     rounds = []
-    for source, target in edges:
-        busy = sending[source] | receiving[target]
+    for source, targets in edges:
+        busy = reduce(or_, (receiving[target] for target in targets), sending[source])
         free = ~busy & (busy + 1)  # the lowest bit that is not set
         sending[source] |= free
-        receiving[target] |= free
+        for target in targets:
+            receiving[target] |= free
         rounds.append(free.bit_length() - 1)
     return rounds
 

@@ -1,21 +1,25 @@
-"""One trainer rank's side of a weight push: it fills its own buckets from what it holds, and offers them. Blocking, and never collective.
+"""One trainer rank's side of a weight push: it fills its own buckets from what it holds, and readers get them. Blocking, and never
+collective.
 
-Two buffers take turns: one is filled while the other is read. So bucket n may be packed when bucket n - 2 is installed everywhere.
+Two buffers take turns: one is filled while the other is read. So bucket n is filled when bucket n - 2 is installed by all its readers, or,
+over a network, has arrived.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from moerl.push_types import Bucket, BucketEntry, Transport
+from moerl.push_types import BucketEntry, Transport
 from moerl.types import WeightError
 from moerl.weights.cuda import finished
 from moerl.weights.deliveries import Job
 from moerl.weights.digest import tensor_digest
-from moerl.weights.disk import DiskSender
-from moerl.weights.network import TRANSFER_SECONDS, NetworkSender
+from moerl.weights.disk import DIRECTORY_KEY, DiskSender
+from moerl.weights.links import Lender, rank_key
+from moerl.weights.meeting import Deadline, Meeting
+from moerl.weights.network import DEVICE_KEY, NetworkSender
 from moerl.weights.shm import new_buffer
 from moerl.weights.spec import CPU
 
@@ -26,7 +30,7 @@ ReadPiece = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 
 class WeightSender:
-    """Order of calls: listen, connect, then per push digests, pack, pack, ..., finish. After an error start again at listen."""
+    """Order of calls: listen, connect, then per push digests, send, finish. After an error start again with a new one."""
 
     def __init__(
         self,
@@ -34,19 +38,22 @@ class WeightSender:
         job: Job,
         read: ReadPiece,
         *,
+        seconds: float,
         device: torch.device = CPU,
         host: str = "127.0.0.1",
-        timeout_seconds: float = TRANSFER_SECONDS,
         directory: Path | None = None,
         delta: bool = False,
     ):
-        """`device` is where the tensors are, and buckets stay; files are written from host memory (disk). `host` is the address at which
-        others reach this process (nccl). `directory`, which is this sender's alone, is where its files lie; `delta`: they hold only what
-        changed (disk)."""
-        self._job, self._read = job, read
+        """`job` is not empty. `seconds` bounds each call. `device` is where the tensors are, and buckets stay; files are written from host
+        memory (disk). `host` is the address at which others reach this process. `directory`, which is this sender's alone, is where its
+        files lie; `delta`: they hold only what changed (disk)."""
+        self._transport: Transport = transport
+        self._job, self._read, self._seconds, self._host = job, read, seconds, host
         self._device = CPU if transport == "disk" else device
         self._buffers = [new_buffer(self._device) for _ in range(NUM_BUFFERS)]
-        self._network = NetworkSender(host=host, device=device, timeout_seconds=timeout_seconds) if transport == "nccl" else None
+        self._meeting: Meeting | None = None
+        self._lender: Lender | None = None
+        self._network: NetworkSender | None = None
         self._disk: DiskSender | None = None
         if transport == "disk":
             if directory is None:
@@ -54,18 +61,36 @@ class WeightSender:
             self._disk = DiskSender(directory, delta=delta)
 
     def listen(self, *, is_first: bool) -> str:
-        """The first sender's is the address for TransportOffer: host:port of a new store (nccl), its directory (disk), empty (ipc)."""
+        """The first sender's is the address for TransportOffer: host:port of a new store."""
         if self._disk is not None:
-            return self._disk.listen()
-        return self._network.listen() if self._network is not None and is_first else ""
+            self._disk.listen()
+        if not is_first:
+            return ""
+        self._meeting = Meeting.open(self._host, Deadline(self._seconds))
+        if self._disk is not None:
+            self._meeting.tell(DIRECTORY_KEY, str(self._disk.directory))
+        self._meeting.tell(DEVICE_KEY, self._device.type)
+        return self._meeting.address
 
-    def connect(self, address: str, *, rank: int, world_size: int, num_senders: int) -> None:
-        """nccl: returns when all senders and readers have joined, which are ranks in this order; WeightError at the timeout."""
-        if self._network is not None:
-            self._network.connect(address, rank=rank, world_size=world_size, num_senders=num_senders)
+    def connect(self, address: str, *, place: int, num_senders: int, world_size: int) -> None:
+        """Returns when all readers of this sender have come. `address`: what the first sender's listen returned. `place` among the
+        `num_senders`, which with all readers are `world_size`."""
+        deadline = Deadline(self._seconds)
+        with self._closing_on_error():
+            if self._meeting is None:
+                self._meeting = Meeting.join(address, deadline)
+            rank = self._job[0].sender
+            self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._meeting)
+            is_network = self._transport == "nccl"
+            self._lender.accept({reader for bucket in self._job for reader in bucket.readers[: 1 if is_network else None]}, deadline)
+            if is_network:
+                self._network = NetworkSender(
+                    self._meeting, self._lender, device=self._device, host=self._host, place=place, num_senders=num_senders,
+                    world_size=world_size, deadline=deadline,
+                )  # fmt: skip
 
     def digests(self) -> list[str]:
-        """Of every entry of the job, made from what is held, not from what is packed; once of what goes to several nodes."""
+        """Of every entry of the job, made from what is held, not from what is sent; once of what goes to several nodes."""
         found: dict[tuple[str, tuple[int, ...]], str] = {}
         entries = [entry for bucket in self._job for entry in bucket.entries]
         for entry in entries:
@@ -73,22 +98,25 @@ class WeightSender:
                 found[entry.name, entry.start] = tensor_digest(self._read(entry.name, entry.start, entry.shape))
         return [found[entry.name, entry.start] for entry in entries]
 
-    def pack(self, index: int) -> Bucket:
-        """Fill bucket `index`, and say where its readers find it. nccl: it is on its way when this returns."""
-        bucket, buffer = self._job[index], self._buffers[index % NUM_BUFFERS]
-        if self._network is not None:
-            self._network.wait(index % NUM_BUFFERS)
-        data = buffer.reserve(bucket.num_bytes)[: bucket.num_bytes]
+    def send(self) -> int:
+        """All buckets, in order; returns when they have been read. Bytes written (disk)."""
+        deadline, num_written = Deadline(self._seconds), 0
+        with self._closing_on_error():
+            for index in range(len(self._job)):
+                self._wait(index % NUM_BUFFERS, deadline)
+                num_written += self._send(index)
+            for slot in range(NUM_BUFFERS):
+                self._wait(slot, deadline)
+        return num_written
+
+    def pack(self, index: int) -> torch.Tensor:
+        """Fill the buffer of bucket `index`: its bytes, uint8 [bucket.num_bytes]."""
+        bucket = self._job[index]
+        data = self._buffers[index % NUM_BUFFERS].reserve(bucket.num_bytes)[: bucket.num_bytes]
         for entry in bucket.entries:
             self._place(entry, data)
         finished(self._device)
-        if self._disk is not None:
-            path, num_written = self._disk.write(index, data)
-            return replace(bucket, source=str(path), num_written=num_written)
-        if self._network is None:
-            return replace(bucket, source=buffer.source)
-        self._network.send(data, bucket, slot=index % NUM_BUFFERS)
-        return replace(bucket, source=str(self._network.rank))
+        return data
 
     def finish(self) -> None:
         """Every bucket of the push was installed everywhere."""
@@ -97,12 +125,33 @@ class WeightSender:
 
     def close(self) -> None:
         """Safe to call twice."""
-        if self._network is not None:
-            self._network.close()
+        self._disconnect()
         if self._disk is not None:
             self._disk.close()
         for buffer in self._buffers:
             buffer.close()
+
+    def _wait(self, slot: int, deadline: Deadline) -> None:
+        """Until nobody needs what is in the buffer."""
+        if self._lender is None:
+            raise WeightError("this rank has no connection to readers: it was never connected, or an error ended it; connect again")
+        if self._network is not None:
+            self._network.wait(slot, deadline)
+        else:
+            self._lender.wait(slot, deadline)
+
+    def _send(self, index: int) -> int:
+        bucket, data, slot, num_written = self._job[index], self.pack(index), index % NUM_BUFFERS, 0
+        if self._network is not None:
+            self._network.send(data, bucket, slot=slot)
+            return 0
+        source = self._buffers[slot].source
+        if self._disk is not None:
+            path, num_written = self._disk.write(index, data)
+            source = str(path)
+        assert self._lender is not None, "_wait comes first"
+        self._lender.lend(bucket, source, bucket.readers, slot=slot)
+        return num_written
 
     def _place(self, entry: BucketEntry, data: torch.Tensor) -> None:
         piece = self._read(entry.name, entry.start, entry.shape).detach()
@@ -112,3 +161,19 @@ class WeightSender:
                 f"{entry.num_bytes}; the plan was made for another layout"
             )
         data[entry.offset : entry.offset + entry.num_bytes].view(piece.dtype).view(piece.shape).copy_(piece)
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        """So that nobody waits for this rank any more."""
+        try:
+            yield
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _disconnect(self) -> None:
+        if self._network is not None:
+            self._network.close()
+        if self._lender is not None:
+            self._lender.close()
+        self._network, self._lender, self._meeting = None, None, None

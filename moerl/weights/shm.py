@@ -55,11 +55,11 @@ class SharedReader:
     def __init__(self) -> None:
         self._mapped: dict[str, torch.Tensor] = {}
 
-    def fetch(self, bucket: Bucket) -> torch.Tensor:
-        """uint8 [bucket.num_bytes] in the sender's own memory: read it before the sender packs its next bucket there."""
-        memory = self._mapped.get(bucket.source)
+    def fetch(self, bucket: Bucket, source: str) -> torch.Tensor:
+        """uint8 [bucket.num_bytes] in the own memory of who has it, a SharedBuffer's `source`: until that one fills it again."""
+        memory = self._mapped.get(source)
         if memory is None or bucket.num_bytes > len(memory):
-            memory = self._mapped[bucket.source] = _map(bucket)
+            memory = self._mapped[source] = _map(source, bucket.num_bytes)
         return memory[: bucket.num_bytes]
 
     def close(self) -> None:
@@ -68,10 +68,10 @@ class SharedReader:
         self._mapped = {}
 
 
-def _map(bucket: Bucket) -> torch.Tensor:
-    if bucket.source.startswith(ON_GPU):
-        return map_device(bucket.source)
-    return _as_tensor(_map_foreign(bucket.source, bucket.num_bytes))
+def _map(source: str, num_bytes: int) -> torch.Tensor:
+    if source.startswith(ON_GPU):
+        return map_device(source)
+    return _as_tensor(_map_foreign(source, num_bytes))
 
 
 def _as_tensor(memory: mmap.mmap) -> torch.Tensor:

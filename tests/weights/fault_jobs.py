@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from push_ranks import Ranks, Tensors, follow, new_worker
 
 from moerl.config.scratch import VOCAB_SIZE
 from moerl.payloads import Here
-from moerl.push_types import Bucket
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.train.settings import EngineSettings
 from moerl.train.worker import TrainWorker
@@ -59,15 +57,15 @@ class FaultyWorker(TrainWorker):
         if hidden:
             bridge.parts = lambda dtype: [part for part in parts(dtype) if part.name != hidden]
 
-    def pack(self, index: int) -> Bucket:
+    def send_push(self) -> int:
         assert self._sender is not None
-        read = self._sender._read
+        read, place = self._sender._read, self._sender._place
         self._sender._read = self._read_with_fault
+        self._sender._place = lambda entry, data: None if self._packed(entry.name) is None else place(entry, data)
         try:
-            bucket = super().pack(index)
+            return super().send_push()
         finally:
-            self._sender._read = read
-        return replace(bucket, entries=tuple(entry for entry in bucket.entries if self._packed(entry.name) is not None))
+            self._sender._read, self._sender._place = read, place
 
     def _packed(self, name: str) -> torch.Tensor | None:
         return self.faults[self.fault](name, self.values, self.last) if self.fault else self.values[name]

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from moerl.config.schema import WeightsConfig
 from moerl.convert.fp8 import quantized
-from moerl.push_types import Bucket, TensorSpec
+from moerl.push_types import Bucket, TensorSpec, Transport
 from moerl.train.push_source import MegatronSource
 from moerl.train.settings import EngineSettings
-from moerl.weights.deliveries import stored_specs
+from moerl.weights.deliveries import Job, stored_specs
 from moerl.weights.digest import tensor_digest
 from moerl.weights.fp8_pairs import fp8_specs, with_scales
+from moerl.weights.in_thread import in_thread
 from moerl.weights.spec import num_bytes, spec_of
 from moerl.weights.sync import WeightSync
 
@@ -27,16 +28,19 @@ class Ranks:
 
     def __init__(self, worker: Any):
         self.worker = worker
+        self._one_at_a_time = asyncio.Lock()
 
     def source(self, *, bucket_bytes: int = 2**14, directory: Path = Path()) -> MegatronSource:
         weights = WeightsConfig(bucket_bytes=bucket_bytes)
         return MegatronSource(weights, directory=directory, all_ranks=self.everywhere, one_rank=self.one)
 
     async def everywhere(self, verb: str, *arguments: Any) -> list[Any]:
-        return self.ask(None, verb, *arguments)
+        async with self._one_at_a_time:
+            return await in_thread(self.ask, None, verb, *arguments)
 
     async def one(self, rank: int, verb: str, *arguments: Any) -> Any:
-        return self.ask(rank, verb, *arguments)[rank]
+        async with self._one_at_a_time:
+            return (await in_thread(self.ask, rank, verb, *arguments))[rank]
 
     def ask(self, rank: int | None, verb: str, *arguments: Any) -> list[Any]:
         """What the ranks that run it return; raises the first error of one."""
@@ -145,16 +149,16 @@ def _in_fp8(name: str, tensor: torch.Tensor) -> Tensors:
 
 
 class Watched(MegatronSource):
-    """Keeps the buckets that were packed."""
+    """Keeps the buckets that it is to send."""
 
     def __init__(self, ranks: Ranks, bucket_bytes: int):
         weights = WeightsConfig(bucket_bytes=bucket_bytes)
         super().__init__(weights, directory=Path(), all_ranks=ranks.everywhere, one_rank=ranks.one)
         self.buckets: list[Bucket] = []
 
-    async def pack(self, rank: int, index: int) -> Bucket:
-        self.buckets.append(await super().pack(rank, index))
-        return self.buckets[-1]
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
+        self.buckets = [bucket for job in jobs.values() for bucket in job]
+        return await super().listen(transport, jobs, seconds)
 
 
 def specs_of(source: MegatronSource) -> Mapping[str, TensorSpec]:

@@ -3,17 +3,18 @@
 import asyncio
 import multiprocessing
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, Transport, TransportOffer
+from moerl.push_types import Manifest, Needs, TensorSpec, Transport, TransportOffer
 from moerl.types import EngineError, WeightError
 from moerl.weights.deliveries import Job, manifest_of
 from moerl.weights.digest import tensor_digest
 from moerl.weights.fleet_plan import plan_deliveries
+from moerl.weights.in_thread import in_thread
 from moerl.weights.local import LocalSource
 from moerl.weights.receive import WeightSession
 from moerl.weights.spec import spec_of, torch_dtype
@@ -43,11 +44,10 @@ class Engine:
         needs: Collection[str] | None = None,
         damages: str = "",
         fails_on: str = "",
-        timeout_seconds: float = 10.0,
     ):
         held = specs if needs is None else needs
         self.tensors = {name: torch.zeros(specs[name].shape).to(torch_dtype(specs[name])) for name in held}
-        self.session = WeightSession(specs, self.load, needs=needs, read=self.tensors.__getitem__, timeout_seconds=timeout_seconds)
+        self.session = WeightSession(specs, self.load, needs=needs, read=self.tensors.__getitem__)
         self.damages, self.fails_on = damages, fails_on
 
     def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -71,13 +71,13 @@ class Engine:
         return (self.session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:
-        await asyncio.to_thread(self.session.connect, offer)
+        await in_thread(self.session.connect, offer)
 
     async def begin(self, manifest: Manifest) -> None:
         await asyncio.to_thread(self.session.begin, manifest)
 
-    async def install(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.session.install, bucket)
+    async def install(self) -> None:
+        await in_thread(self.session.install)
 
     async def finish(self, version: int) -> None:
         await asyncio.to_thread(self.session.finish, version)
@@ -108,13 +108,13 @@ class EngineProcess:
         return (await asyncio.to_thread(self.call, "names"),)
 
     async def connect(self, offer: TransportOffer) -> None:
-        await asyncio.to_thread(self.call, "connect", offer)
+        await in_thread(self.call, "connect", offer)
 
     async def begin(self, manifest: Manifest) -> None:
         await asyncio.to_thread(self.call, "begin", manifest)
 
-    async def install(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.call, "install", bucket)
+    async def install(self) -> None:
+        await in_thread(self.call, "install")
 
     async def finish(self, version: int) -> None:
         await asyncio.to_thread(self.call, "finish", version)
@@ -144,35 +144,48 @@ class Source(LocalSource):
     """The trainer's side, whose `model` may be changed between pushes."""
 
     def __init__(
-        self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, timeout_seconds: float = 10.0, **sender: object
-    ):
+        self, model: Mapping[str, torch.Tensor] = MODEL, *, bucket_bytes: int = 8192, before: Callable[[int], None] | None = None,
+        **sender: object,
+    ):  # fmt: skip
+        """`before`: called ahead of every bucket with its index."""
         self.model = dict(model)
         self.num_listens = 0
-        super().__init__(lambda: self.model, bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds, **sender)
+        self._before = before
+        super().__init__(lambda: self.model, bucket_bytes=bucket_bytes, **sender)
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job]) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
         self.num_listens += 1
-        return await super().listen(transport, jobs)
+        address = await super().listen(transport, jobs, seconds)
+        if self._before is not None:
+            pack, before = self.sender.pack, self._before
+            self.sender.pack = lambda index: before(index) or pack(index)  # type: ignore[method-assign,func-returns-value]
+        return address
 
 
-def first_push(source: Source, transport: Transport = "ipc", *, version: int = 1, readers: int = 1) -> tuple[Manifest, list[Bucket], str]:
-    """The manifest, the job of its sender, and its address, for readers that need everything."""
+def first_push(source: Source, transport: Transport = "ipc", *, version: int = 1, readers: int = 1) -> tuple[Manifest, TransportOffer]:
+    """The manifest, and the offer to the first of `readers`, who need everything. Nobody has connected yet."""
 
-    async def prepare() -> tuple[Manifest, list[Bucket], str]:
+    async def prepare() -> tuple[Manifest, TransportOffer]:
         outline = await source.outline()
         names = tuple(tensor.name for tensor in outline.tensors)
         found = plan_deliveries(outline, {f"server{i}": (names,) for i in range(readers)})
-        address = await source.listen(transport, found.jobs)
-        return manifest_of(found, await source.digests(), version=version), list(found.jobs[0]), address
+        address = await source.listen(transport, found.jobs, 10.0)
+        offer = TransportOffer(
+            transport=transport, address=address, server="server0", senders=(0,), num_readers=readers, reader=0, buckets=found.jobs[0],
+            seconds=10.0,
+        )  # fmt: skip
+        return manifest_of(found, await source.digests(), version=version), offer
 
     return asyncio.run(prepare())
 
 
 def serve_sender(pipe: Connection) -> None:
-    """Packs MODEL into one bucket, sends it over the pipe and waits to be ended."""
+    """Sends MODEL in one bucket, and waits to be ended."""
     source = Source(bucket_bytes=2**20)
-    manifest, _, _ = first_push(source)
-    pipe.send((manifest, source.sender.pack(0)))
+    manifest, offer = first_push(source)
+    pipe.send((manifest, offer))
+    asyncio.run(source.connect(offer.address, 2))
+    asyncio.run(source.send())
     pipe.recv()
 
 
@@ -186,14 +199,14 @@ class Halves:
         return tuple([(await process.needs())[0] for process in self.processes])
 
     async def connect(self, offer):
-        offers = [replace(offer, reader=offer.reader + i, rank=offer.rank + i) for i in range(2)]
+        offers = [replace(offer, reader=offer.reader + i) for i in range(2)]
         await asyncio.gather(*(process.connect(mine) for process, mine in zip(self.processes, offers, strict=True)))
 
     async def begin(self, manifest):
         await asyncio.gather(*(process.begin(manifest) for process in self.processes))
 
-    async def install(self, bucket):
-        await asyncio.gather(*(process.install(bucket) for process in self.processes))
+    async def install(self):
+        await asyncio.gather(*(process.install() for process in self.processes))
 
     async def finish(self, version):
         await asyncio.gather(*(process.finish(version) for process in self.processes))

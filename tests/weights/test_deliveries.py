@@ -13,12 +13,11 @@ from moerl.config.layout import Layout
 from moerl.models.stacks import stored_name
 from moerl.push_types import TensorSpec
 from moerl.types import WeightError
-from moerl.weights.deliveries import ALIGNMENT, deliveries, manifest_of
+from moerl.weights.deliveries import ALIGNMENT, deliveries, in_order, manifest_of
 from moerl.weights.digest import tensor_digest
 from moerl.weights.fleet_plan import Outline, plan_deliveries, plan_of_run
 from moerl.weights.plan import PlannedTensor, holders, plan_transfers, readers
 from moerl.weights.send import WeightSender
-from moerl.weights.shm import SharedReader
 from moerl.weights.spec import box_of
 
 SPECS = {
@@ -54,7 +53,8 @@ def values_of(specs):
 
 def senders(found, values):
     return {
-        rank: WeightSender("ipc", job, lambda name, start, shape: box_of(values[name], start, shape)) for rank, job in found.jobs.items()
+        rank: WeightSender("ipc", job, lambda name, start, shape: box_of(values[name], start, shape), seconds=1)
+        for rank, job in found.jobs.items()
     }
 
 
@@ -70,9 +70,8 @@ def test_every_reader_gets_every_byte_of_its_share_once_from_ranks_that_hold_it(
     sending = senders(found, values)
     try:
         for rank, job in found.jobs.items():
-            for index in range(len(job)):
-                bucket = sending[rank].pack(index)
-                data = SharedReader().fetch(bucket)
+            for bucket in job:
+                data = sending[rank].pack(bucket.index)
                 for gpu in bucket.readers:
                     num_bytes[gpu] += sum(entry.num_bytes for entry in bucket.entries)
                     for entry in bucket.entries:
@@ -110,10 +109,24 @@ def test_buckets_are_full_aligned_and_in_order(case, bucket_bytes):
             assert [entry.name for entry in bucket.entries] == sorted(entry.name for entry in bucket.entries)
 
 
+@given(case=cases(), relays=st.booleans())
+def test_all_keep_to_one_order_in_which_nobody_has_two_buckets_of_a_round(case, relays):
+    layout, rollout, _, _ = case
+    plan = plan_transfers(tensors_of(layout.pp), layout, rollout, num_experts=EXPERTS, part_bytes=64)
+    jobs = deliveries(plan, bucket_bytes=200, relays=relays).jobs
+    found = in_order(jobs)
+    assert {rank: tuple(bucket for bucket in found if bucket.sender == rank) for rank in jobs} == jobs
+    assert [bucket.round for bucket in found] == sorted(bucket.round for bucket in found)
+    sending = [(bucket.round, bucket.sender) for bucket in found]
+    reading = [(bucket.round, reader) for bucket in found for reader in (bucket.readers[:1] if relays else bucket.readers)]
+    assert len(set(sending)) == len(sending)
+    assert len(set(reading)) == len(reading)
+
+
 def test_a_bucket_is_closed_only_when_the_next_piece_does_not_fit():
     outline = Outline(tensors=tensors_of(1), layout=Layout(), bucket_bytes=400)
     (job,) = plan_deliveries(outline, {"a": (tuple(values_of(deliveries_of(outline).tensors)),)}).jobs.values()
-    for bucket, following in pairwise(job):
+    for bucket, following in pairwise(sorted(job, key=lambda bucket: bucket.entries[0].name)):
         start = -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
         assert start + following.entries[0].num_bytes > 400
 

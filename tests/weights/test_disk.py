@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from session_process import SPECS, Engine, EngineProcess, Source
 
 from moerl.push_types import Bucket as BucketOf
-from moerl.push_types import BucketEntry, TransportOffer
+from moerl.push_types import BucketEntry
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import BLOCK_BYTES, DiskReader, DiskSender
@@ -80,9 +80,9 @@ def test_two_buckets_are_on_disk_at_any_time_and_none_after_a_push(make_source, 
     source, seen = make_source(), []
 
     class Watching(Engine):
-        async def install(self, bucket):
+        def load(self, name, tensor):
             seen.append(len(list((tmp_path / "push").glob("push-*"))))
-            await super().install(bucket)
+            return super().load(name, tensor)
 
     asyncio.run(WeightSync(source, {"a": Watching(specs=LARGE_SPECS)}, transport="disk").push(1))
     assert len(seen) > 3
@@ -122,46 +122,48 @@ def removed(path):
     ],
 )
 @pytest.mark.parametrize("push", [1, 2])
-def test_a_file_that_is_damaged_is_named_and_the_next_push_is_whole(push, damage, said, make_source, tmp_path):
+def test_a_file_that_is_damaged_is_named_and_the_next_push_is_whole(push, damage, said, make_source, tmp_path, monkeypatch):
     source, damages = make_source(), []
+    fetch = DiskReader.fetch
 
-    class Damaging(Engine):
-        async def install(self, bucket):
-            if damages and bucket.index == 2:
-                damages.pop()(tmp_path / "push" / f"push-{push:06d}-bucket-00002")
-            await super().install(bucket)
+    def damaging_fetch(reader, bucket, source):
+        if damages and bucket.index == 2:
+            damages.pop()(tmp_path / "push" / f"push-{push:06d}-bucket-00002")
+        return fetch(reader, bucket, source)
 
-    engines = {"good": Engine(specs=LARGE_SPECS), "b": Damaging(specs=LARGE_SPECS)}
-    sync = WeightSync(source, {"b": engines["b"]}, transport="disk")
+    monkeypatch.setattr(DiskReader, "fetch", damaging_fetch)
+    engine = Engine(specs=LARGE_SPECS)
+    sync = WeightSync(source, {"b": engine}, transport="disk")
     for version in range(1, push):
         asyncio.run(sync.push(version))
     changed(source)
     damages.append(damage)
-    with pytest.raises(WeightError, match=rf"(?s)at bucket 2.*\* b: .*push-{push:06d}-bucket-00002.*{said}.*next push will be whole"):
+    with pytest.raises(WeightError, match=rf"(?s)at the transfer.*\* b: .*push-{push:06d}-bucket-00002.*{said}.*next push will be whole"):
         asyncio.run(sync.push(push))
     assert asyncio.run(sync.push(push + 1)).num_written > WHOLE
-    assert engines["b"].digests() == digests(source.model)
+    assert engine.digests() == digests(source.model)
 
 
 def test_a_server_that_does_not_see_the_directory_refuses_before_any_byte_moves(tmp_path):
     with pytest.raises(WeightError, match=r"does not see .*elsewhere.*weights\.transport=nccl"):
-        Engine().session.connect(TransportOffer(transport="disk", address=str(tmp_path / "elsewhere")))
+        DiskReader(str(tmp_path / "elsewhere"), read=None)
 
 
-def test_one_server_that_does_not_see_it_stops_the_push_before_any_server_gets_a_bucket(make_source):
+def test_one_server_that_does_not_see_it_stops_the_push_before_any_server_gets_a_bucket(make_source, tmp_path):
     installed = []
 
     class Counting(Engine):
-        async def install(self, bucket):
-            installed.append(bucket.index)
+        async def install(self):
+            installed.append(self)
 
     class Elsewhere(Counting):
         async def connect(self, offer):
-            await super().connect(TransportOffer(transport="disk", address=offer.address + "-of-another-host"))
+            (tmp_path / "push" / "sender").unlink()
+            await super().connect(offer)
 
-    engines = {"good": Counting(specs=LARGE_SPECS), "far": Elsewhere(specs=LARGE_SPECS)}
+    engines = {"far": Elsewhere(specs=LARGE_SPECS), "good": Counting(specs=LARGE_SPECS)}
     with pytest.raises(WeightError, match=r"(?s)at connecting by disk.*\* far: WeightError: .*does not see"):
-        asyncio.run(WeightSync(make_source(), engines, transport="disk").push(1))
+        asyncio.run(WeightSync(make_source(), engines, transport="disk", deadline_seconds=2, settle_seconds=1).push(1))
     assert installed == []
 
 
@@ -182,14 +184,15 @@ def test_an_engine_that_cannot_give_back_its_weights_refuses_a_delta(make_source
 
 def test_a_reader_that_missed_a_push_refuses_its_delta(tmp_path):
     sender, data = DiskSender(tmp_path / "push", delta=True), torch.arange(100, dtype=torch.uint8)
-    reader = DiskReader(sender.listen(), read=lambda name: data)
+    sender.listen()
+    reader = DiskReader(str(sender.directory), read=lambda name: data)
     for _ in range(2):
         sender.write(0, data)
         sender.end()
     path, _ = sender.write(0, data)
-    bucket = BucketOf(sender=0, readers=(0,), index=0, num_bytes=100, entries=(entry_of("a", 100),), source=str(path))
+    bucket = BucketOf(sender=0, readers=(0,), index=0, num_bytes=100, entries=(entry_of("a", 100),))
     with pytest.raises(WeightError, match="changed since push 2, and the last one read here is 0"):
-        reader.fetch(bucket)
+        reader.fetch(bucket, str(path))
 
 
 @given(
@@ -199,14 +202,15 @@ def test_a_reader_that_missed_a_push_refuses_its_delta(tmp_path):
 def test_any_sequence_of_changes_arrives(tmp_path_factory, size, changes):
     sender = DiskSender(tmp_path_factory.mktemp("delta") / "push", delta=True)
     held = torch.zeros(size, dtype=torch.uint8)
-    reader, data = DiskReader(sender.listen(), read=lambda name: held), torch.randint(0, 256, (size,)).to(torch.uint8)
-    entry = entry_of("a", size)
+    sender.listen()
+    reader, data = DiskReader(str(sender.directory), read=lambda name: held), torch.randint(0, 256, (size,)).to(torch.uint8)
+    bucket = BucketOf(sender=0, readers=(0,), index=0, num_bytes=size, entries=(entry_of("a", size),))
     for positions in changes:
         for position in positions:
             data[position % size] += 1
         path, num_written = sender.write(0, data)
         assert path.stat().st_size == num_written
-        held.copy_(reader.fetch(BucketOf(sender=0, readers=(0,), index=0, num_bytes=size, entries=(entry,), source=str(path))))
+        held.copy_(reader.fetch(bucket, str(path)))
         sender.end()
         assert torch.equal(held, data)
     sender.close()

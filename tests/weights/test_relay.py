@@ -5,8 +5,6 @@ import os
 import socket
 import stat
 import struct
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +14,9 @@ from session_process import EngineProcess, Halves, Source
 from test_deliveries import an_outline, shares
 
 from moerl.config.layout import Layout
-from moerl.push_types import Bucket
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
 from moerl.weights.fleet_plan import Outline, plan_deliveries, plan_of_run
-from moerl.weights.relay import NUM_SLOTS, Relays
 from moerl.weights.spec import expert_of, spec_of
 from moerl.weights.sync import WeightSync
 
@@ -33,77 +29,6 @@ def needs_of(process: int, num_processes: int) -> list[str]:
     """The experts of a process are every `num_processes`-th half."""
     size = 4 // num_processes
     return [name for name in MODEL if (expert := expert_of(name)) is None or expert // size == process]
-
-
-def bucket(number: int, *readers: int) -> Bucket:
-    return Bucket(sender=number, index=0, num_bytes=1, entries=(), readers=readers)
-
-
-async def install_all(install, buckets):
-    """What came of each; all at once."""
-    relays = Relays({found.sender: (found,) for found in buckets}, install)
-    installing = asyncio.gather(*map(relays.install, buckets), return_exceptions=True)
-    outcomes = await asyncio.wait_for(installing, timeout=60)
-    assert all(outcome is None or isinstance(outcome, WeightError) for outcome in outcomes), outcomes
-    return outcomes
-
-
-def test_a_bucket_goes_to_its_first_reader_and_from_there_to_the_others():
-    calls = []
-
-    async def install(given):
-        calls.append((given.readers, given.relay, given.slot))
-
-    asyncio.run(install_all(install, [bucket(0, 5, 3, 4)]))
-    asyncio.run(install_all(install, [bucket(0, 7)]))
-    assert calls == [((5,), None, 0), ((3, 4), 5, 0), ((7,), None, 0)]
-
-
-def test_what_a_reader_gets_from_senders_comes_one_by_one_in_the_order_of_the_rounds():
-    arrived, arriving = [], Counter[int]()
-
-    async def install(given):
-        if given.relay is None:
-            (first,) = given.readers
-            arriving[first] += 1
-            assert arriving[first] == 1
-            await asyncio.sleep(0)
-            arriving[first] -= 1
-            arrived.append((first, given.round))
-
-    buckets = [replace(bucket(number, number % 2, 2), round=-number) for number in range(8)]
-    asyncio.run(install_all(install, buckets))
-    assert [number for first, number in arrived if first == 0] == [-6, -4, -2, 0]
-    assert [number for first, number in arrived if first == 1] == [-7, -5, -3, -1]
-
-
-def test_memory_is_filled_again_only_when_all_its_readers_have_installed():
-    held: dict[tuple[int, int], int] = {}
-    most = Counter[int]()
-
-    async def install(given):
-        relay = given.readers[0] if given.relay is None else given.relay
-        if given.relay is None:
-            assert (relay, given.slot) not in held
-            held[relay, given.slot] = given.sender
-        most[relay] = max(most[relay], sum(key[0] == relay for key in held))
-        for _ in range(given.sender % 4):
-            await asyncio.sleep(0)
-        assert held[relay, given.slot] == given.sender
-        if given.relay is not None:
-            del held[relay, given.slot]
-
-    asyncio.run(install_all(install, [bucket(number, number % 2, 2, 3) for number in range(20)]))
-    assert held == {}
-    assert most == {0: NUM_SLOTS, 1: NUM_SLOTS}
-
-
-def test_memory_of_a_bucket_that_failed_is_free_again():
-    async def install(given):
-        raise WeightError("no")
-
-    outcomes = asyncio.run(install_all(install, [bucket(number, 0, 1) for number in range(NUM_SLOTS + 1)]))
-    assert [type(outcome) for outcome in outcomes] == [WeightError] * (NUM_SLOTS + 1)
 
 
 # -- the plan of a run -----------------------------------------------------------------------------------------
@@ -167,12 +92,11 @@ def sent_by_sockets() -> int:
 def test_the_network_carries_to_every_node_what_it_reads_once():
     servers = {name: two_processes() for name in "abc"}
     nodes = {"a": ["x"], "b": ["x"], "c": ["y"]}
-    source = Source(model=MODEL, bucket_bytes=BUCKET_BYTES, timeout_seconds=60)
+    source = Source(model=MODEL, bucket_bytes=BUCKET_BYTES)
     try:
         sync = WeightSync(source, servers, transport="nccl", nodes=nodes)
 
         async def push_and_count():
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))  # all wait for each other in connect
             await sync.push(1)  # connections, and what they say to each other first
             before = sent_by_sockets()
             source.model = {name: tensor * 2 for name, tensor in MODEL.items()}

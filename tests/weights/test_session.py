@@ -5,9 +5,10 @@ import pytest
 import torch
 from session_process import MODEL, SPECS, Engine, Source, first_push
 
-from moerl.push_types import Manifest, Piece, TensorSpec, TransportOffer
+from moerl.push_types import Manifest, Piece, TensorSpec
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
+from moerl.weights.shm import SharedReader
 
 PIECES = {
     name: (Piece(start=(0,) * tensor.dim(), shape=tuple(tensor.shape), ranks=(0,), digest=tensor_digest(tensor)),)
@@ -26,26 +27,45 @@ def source():
 @pytest.fixture
 def bucket(source):
     """All tensors."""
-    manifest, _, _ = first_push(source, version=4)
+    manifest, offer = first_push(source, version=4)
     assert manifest.pieces == PIECES
-    return source.sender.pack(0)
+    source.sender.pack(0)
+    return offer.buckets[0]
 
 
 def without(bucket, name):
     return replace(bucket, entries=tuple(entry for entry in bucket.entries if entry.name != name))
 
 
-def connected(**arguments):
-    engine = Engine(**arguments)
-    engine.session.connect(TransportOffer(transport="ipc"))
-    return engine
+class Given:
+    """Buckets that have come, with the memory that a sender packed them into."""
+
+    def __init__(self, source, *buckets):
+        self.source, self.given = source, buckets
+
+    def buckets(self):
+        return ((bucket, self.source.sender._buffers[bucket.index % 2].reserve(0)[: bucket.num_bytes]) for bucket in self.given)
+
+    def close(self):
+        pass
 
 
-def test_a_push_installs_every_tensor_and_its_version(bucket):
-    engine = connected()
+@pytest.fixture
+def install(source):
+    """Makes a session install these buckets."""
+
+    def install_those(engine, *buckets):
+        engine.session._incoming = Given(source, *buckets)
+        engine.session.install()
+
+    return install_those
+
+
+def test_a_push_installs_every_tensor_and_its_version(install, bucket):
+    engine = Engine()
     assert engine.session.version is None
     engine.session.begin(MANIFEST)
-    engine.session.install(bucket)
+    install(engine, bucket)
     assert engine.session.version is None
     engine.session.finish(4)
     assert engine.session.version == 4
@@ -68,37 +88,37 @@ def changed(**fields):
     ],
 )
 def test_a_manifest_of_another_model_is_refused(tensors, said):
-    engine = connected()
+    engine = Engine()
     with pytest.raises(WeightError, match=said):
         engine.session.begin(Manifest(version=1, tensors=tensors, pieces=PIECES))
 
 
-def test_a_loader_that_changes_one_bit_is_found(bucket):
-    engine = connected(damages="layers.1.proj.weight")
+def test_a_loader_that_changes_one_bit_is_found(install, bucket):
+    engine = Engine(damages="layers.1.proj.weight")
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="layers.1.proj.weight.*installed bytes have digest"):
-        engine.session.install(bucket)
+        install(engine, bucket)
 
 
-def test_bytes_damaged_on_the_way_are_found(source, bucket):
-    engine = connected()
+def test_bytes_damaged_on_the_way_are_found(install, source, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
     source.sender._buffers[0].reserve(bucket.num_bytes)[bucket.entries[1].offset] ^= 1
     with pytest.raises(WeightError, match=bucket.entries[1].name):
-        engine.session.install(bucket)
+        install(engine, bucket)
 
 
-def test_a_loader_that_keeps_the_bucket_s_memory_is_refused(bucket):
-    engine = connected()
+def test_a_loader_that_keeps_the_bucket_s_memory_is_refused(install, bucket):
+    engine = Engine()
     engine.session._load = lambda name, tensor: tensor
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="kept the bucket's memory"):
-        engine.session.install(bucket)
+        install(engine, bucket)
 
 
-def test_a_view_into_a_fused_parameter_is_verified(bucket):
+def test_a_view_into_a_fused_parameter_is_verified(install, bucket):
     fused = torch.zeros(100, 60, dtype=torch.bfloat16)
-    engine = connected()
+    engine = Engine()
 
     def load(name, tensor):
         if name != "layers.0.mlp.experts.0.up_proj.weight":
@@ -107,79 +127,71 @@ def test_a_view_into_a_fused_parameter_is_verified(bucket):
 
     engine.session._load = load
     engine.session.begin(MANIFEST)
-    engine.session.install(bucket)
+    install(engine, bucket)
     engine.session.finish(4)
     assert torch.equal(fused[:, 10:40].T, MODEL["layers.0.mlp.experts.0.up_proj.weight"])
 
 
-def test_the_loader_s_own_error_names_the_tensor(bucket):
-    engine = connected(fails_on="steps")
+def test_the_loader_s_own_error_names_the_tensor(install, bucket):
+    engine = Engine(fails_on="steps")
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="'steps': the engine could not load it: KeyError"):
-        engine.session.install(bucket)
+        install(engine, bucket)
 
 
-def test_a_tensor_may_arrive_only_once(bucket):
-    engine = connected()
+def test_a_tensor_may_arrive_only_once(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
-    engine.session.install(bucket)
     with pytest.raises(WeightError, match=f"'{bucket.entries[0].name}' arrived twice"):
-        engine.session.install(replace(bucket, index=1))
+        install(engine, bucket, bucket)
 
 
-def test_an_unknown_tensor_is_refused(bucket):
-    engine = connected()
+def test_an_unknown_tensor_is_refused(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
     entry = replace(bucket.entries[0], name="lm_head.weight")
     with pytest.raises(WeightError, match="'lm_head.weight' is not a tensor of this model"):
-        engine.session.install(replace(bucket, entries=(entry,)))
+        install(engine, replace(bucket, entries=(entry,)))
 
 
-def test_an_entry_of_another_size_is_refused(bucket):
-    engine = connected()
+def test_an_entry_of_another_size_is_refused(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
     entry = replace(bucket.entries[0], num_bytes=bucket.entries[0].num_bytes - 4)
     with pytest.raises(WeightError, match="same version of moerl"):
-        engine.session.install(replace(bucket, entries=(entry,)))
+        install(engine, replace(bucket, entries=(entry,)))
 
 
-def test_an_incomplete_push_cannot_finish(bucket):
-    engine = connected()
+def test_an_incomplete_push_cannot_finish(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
-    engine.session.install(without(bucket, "nothing"))
+    install(engine, without(bucket, "nothing"))
     with pytest.raises(WeightError, match="1 of 7 tensors never arrived: nothing, trainer rank 0"):
         engine.session.finish(4)
     assert engine.session.version is None
 
 
-def test_the_version_must_be_the_manifest_s(bucket):
-    engine = connected()
+def test_the_version_must_be_the_manifest_s(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
-    engine.session.install(bucket)
+    install(engine, bucket)
     with pytest.raises(WeightError, match="began as version 4"):
         engine.session.finish(5)
     assert engine.session.version is None
 
 
-def test_a_bucket_of_other_readers_is_left_alone(bucket):
-    engine = connected()
-    engine.session.begin(MANIFEST)
-    engine.session.install(replace(bucket, readers=(1, 2), source="/proc/self/nothing"))
-    engine.session.install(bucket)
-    engine.session.finish(4)
-
-
-def test_a_tensor_comes_in_pieces_and_is_loaded_when_it_is_whole(source):
+def test_a_tensor_comes_in_pieces_and_is_loaded_when_it_is_whole(install, source):
     source.model = {"embed.weight": MODEL["embed.weight"]}
     source._bucket_bytes = 3000  # of 8448
-    manifest, job, _ = first_push(source)
-    assert [piece.start for piece in manifest.pieces["embed.weight"]] == [(0, 0), (22, 0), (43, 0)]
-    engine, loaded = connected(specs={"embed.weight": SPECS["embed.weight"]}), []
+    manifest, offer = first_push(source)
+    assert sorted(piece.start for piece in manifest.pieces["embed.weight"]) == [(0, 0), (22, 0), (43, 0)]
+    engine, loaded = Engine(specs={"embed.weight": SPECS["embed.weight"]}), []
     engine.session._load = lambda name, tensor: loaded.append(name) or engine.load(name, tensor)
     engine.session.begin(manifest)
-    for index in range(len(job)):
+    for bucket in offer.buckets:
         assert loaded == []
-        engine.session.install(source.sender.pack(index))
+        source.sender.pack(bucket.index)
+        install(engine, bucket)
     engine.session.finish(1)
     assert loaded == ["embed.weight"]
     assert torch.equal(engine.tensors["embed.weight"], MODEL["embed.weight"])
@@ -188,73 +200,69 @@ def test_a_tensor_comes_in_pieces_and_is_loaded_when_it_is_whole(source):
 def test_a_manifest_whose_pieces_do_not_make_up_a_tensor_is_refused():
     half = replace(PIECES["embed.weight"][0], shape=(32, 33))
     with pytest.raises(WeightError, match=r"'embed.weight' \[64, 33\]: its pieces \(\[32, 33\] at \[0, 0\]\) do not make it up"):
-        connected().session.begin(replace(MANIFEST, pieces=PIECES | {"embed.weight": (half,)}))
+        Engine().session.begin(replace(MANIFEST, pieces=PIECES | {"embed.weight": (half,)}))
 
 
-def test_a_process_installs_what_it_needs_and_no_more(bucket):
+def test_a_process_installs_what_it_needs_and_no_more(install, bucket):
     needs = ["embed.weight", "steps"]
-    engine = connected(needs=needs)
+    engine = Engine(needs=needs)
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="arrived twice in one push, or where nobody needs it"):
-        engine.session.install(bucket)
+        install(engine, bucket)
     engine.session.begin(MANIFEST)
     entries = tuple(entry for entry in bucket.entries if entry.name in needs)
-    engine.session.install(replace(bucket, entries=entries))
+    install(engine, replace(bucket, entries=entries))
     engine.session.finish(4)
     assert engine.digests() == {name: PIECES[name][0].digest for name in needs}
 
 
-def test_after_an_error_everything_is_refused_until_the_next_begin(bucket):
-    engine = connected(damages="steps")
+def test_after_an_error_everything_is_refused_until_the_next_begin(install, bucket):
+    engine = Engine(damages="steps")
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="digest"):
-        engine.session.install(bucket)
-    for refused in (lambda: engine.session.install(bucket), lambda: engine.session.finish(4)):
+        install(engine, bucket)
+    for refused in (lambda: install(engine, bucket), lambda: engine.session.finish(4)):
         with pytest.raises(WeightError, match="without a push in progress"):
             refused()
     engine.damages = ""
     engine.session.begin(MANIFEST)
-    engine.session.install(bucket)
+    install(engine, bucket)
     engine.session.finish(4)
     assert engine.session.version == 4
 
 
-def test_a_refused_manifest_ends_the_served_version(bucket):
-    engine = connected()
+def test_a_refused_manifest_ends_the_served_version(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
-    engine.session.install(bucket)
+    install(engine, bucket)
     engine.session.finish(4)
     with pytest.raises(WeightError, match="missing"):
         engine.session.begin(Manifest(version=5, tensors=(), pieces={}))
     assert engine.session.version is None
 
 
-def test_install_before_connect_is_refused(bucket):
+def test_install_before_connect_is_refused():
     engine = Engine()
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="connect it first"):
-        engine.session.install(bucket)
+        engine.session.install()
 
 
-def test_close_is_safe_to_repeat_and_ends_the_push(bucket):
-    engine = connected()
+def test_close_is_safe_to_repeat_and_ends_the_push(install, bucket):
+    engine = Engine()
     engine.session.begin(MANIFEST)
     engine.session.close()
     engine.session.close()
     with pytest.raises(WeightError, match="without a push in progress"):
-        engine.session.install(bucket)
+        install(engine, bucket)
 
 
 @pytest.mark.parametrize("path", ["/proc/0/fd/3", f"/proc/{os.getpid()}/fd/0"])
 def test_memory_that_cannot_be_mapped_names_the_remedy(bucket, path):
-    engine = connected()
-    engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="weights.transport=nccl"):
-        engine.session.install(replace(bucket, source=path))
+        SharedReader().fetch(bucket, path)
 
 
-def test_a_bucket_larger_than_its_memory_is_refused(bucket):
-    engine = connected()
-    engine.session.begin(MANIFEST)
+def test_a_bucket_larger_than_its_memory_is_refused(source, bucket):
     with pytest.raises(WeightError, match=rf"holds {bucket.num_bytes} bytes, but the bucket has {bucket.num_bytes + 1}"):
-        engine.session.install(replace(bucket, num_bytes=bucket.num_bytes + 1))
+        SharedReader().fetch(replace(bucket, num_bytes=bucket.num_bytes + 1), source.sender._buffers[0].source)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from session_process import MODEL, SPECS, Engine, Source
 
-from moerl.types import EngineError, TrainError, WeightError
+from moerl.cluster.echoes import LEFT
+from moerl.types import EngineError, HangError, TrainError, WeightError
 from moerl.weights.sync import WeightSync, resolve_transport
 
 
@@ -20,27 +21,28 @@ def source():
 
 
 class Recorded(Engine):
-    """Counts the buckets that reached it."""
+    """Counts its installs."""
 
     def __init__(self, **arguments):
         super().__init__(**arguments)
         self.num_installs = 0
 
-    async def install(self, bucket):
+    async def install(self):
         self.num_installs += 1
-        await super().install(bucket)
+        await super().install()
 
 
 class Silent(Recorded):
     """Never answers an install."""
 
-    async def install(self, bucket):
+    async def install(self):
         await asyncio.Event().wait()
 
 
 class Unreachable(Recorded):
-    async def install(self, bucket):
-        raise EngineError("127.0.0.1:1: connection refused")
+    async def install(self):
+        self.session.close()
+        raise EngineError("127.0.0.1:1: it is not there")
 
 
 def test_a_push_brings_all_receivers_to_the_version(source):
@@ -65,31 +67,31 @@ def test_all_refusals_are_named_before_any_byte_moves(source):
 
 def test_every_failing_receiver_is_named_with_its_cause(source):
     engines = {"good": Recorded(), "damaging": Recorded(damages="embed.weight"), "gone": Unreachable()}
-    with pytest.raises(WeightError, match=r"at bucket \d of trainer rank 0") as caught:
+    with pytest.raises(WeightError, match="at the transfer;") as caught:
         asyncio.run(WeightSync(source, engines, transport="ipc").push(1))
     assert "* damaging: WeightError: tensor 'embed.weight'" in str(caught.value)
-    assert "* gone: EngineError: 127.0.0.1:1: connection refused" in str(caught.value)
+    assert "* gone: EngineError: 127.0.0.1:1: it is not there" in str(caught.value)
     assert isinstance(caught.value.__cause__, EngineError)
     assert [engine.session.version for engine in engines.values()] == [None, None, None]
 
 
 def test_a_silent_receiver_is_named_after_the_deadline(source):
     engines = {"good": Recorded(), "silent": Silent()}
-    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=0.2, settle_seconds=0.1)
-    with pytest.raises(WeightError, match=r"\* silent: did not end in time and was cancelled"):
+    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=1, settle_seconds=0.1)
+    with pytest.raises(WeightError, match=r"\* silent: did not end in time and was cancelled\nwaited for these in vain: trainer, good$"):
         asyncio.run(sync.push(1))
 
 
 def test_a_silent_receiver_does_not_hide_another_s_failure(source):
     engines = {"silent": Silent(), "gone": Unreachable()}
-    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=60, settle_seconds=0.1)
+    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=60, settle_seconds=0.5)
     with pytest.raises(WeightError, match="(?s)gone: EngineError.*silent: did not end in time"):
         asyncio.run(sync.push(1))
 
 
 def test_a_cancelled_push_leaves_no_call_behind(source):
     async def cancel_while_waiting():
-        push = asyncio.create_task(WeightSync(source, {"silent": Silent()}, transport="ipc").push(1))
+        push = asyncio.create_task(WeightSync(source, {"silent": Silent()}, transport="ipc", deadline_seconds=2).push(1))
         await asyncio.wait([push], timeout=0.3)
         push.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -102,7 +104,7 @@ def test_a_cancelled_push_leaves_no_call_behind(source):
 def test_a_push_after_a_failed_one_succeeds(source):
     engines = {"good": Recorded(), "damaging": Recorded(damages="steps")}
     sync = WeightSync(source, engines, transport="ipc")
-    with pytest.raises(WeightError, match="at bucket"):
+    with pytest.raises(WeightError, match="at the transfer"):
         asyncio.run(sync.push(1))
     engines["damaging"].damages = ""
     asyncio.run(sync.push(2))
@@ -111,39 +113,49 @@ def test_a_push_after_a_failed_one_succeeds(source):
     assert engines["damaging"].digests() == engines["good"].digests()
 
 
-class Dropping(Source):
-    """A sender that leaves one entry out of its buckets."""
+class Forgetful(Engine):
+    """Is told of all buckets but the first."""
 
-    async def pack(self, rank, index):
-        bucket = await super().pack(rank, index)
-        return replace(bucket, entries=tuple(entry for entry in bucket.entries if entry.name != "layers.0.norm.weight"))
-
-
-def test_a_sender_that_drops_a_tensor_of_its_share_is_found():
-    source = Dropping()
-    try:
-        with pytest.raises(WeightError, match=r"at finish.*\n.*a: WeightError: .*1 of 7 tensors never arrived: layers.0.norm.weight"):
-            asyncio.run(WeightSync(source, {"a": Engine()}, transport="ipc").push(1))
-    finally:
-        source.close()
+    async def connect(self, offer):
+        await super().connect(replace(offer, buckets=offer.buckets[1:]))
 
 
-class Failing(Source):
-    """A trainer that fails in the middle."""
+def test_a_bucket_that_a_side_leaves_out_is_found(source):
+    with pytest.raises(WeightError, match="came from trainer rank 0 in place of bucket 1 of trainer rank 0: a sender drops buckets"):
+        asyncio.run(WeightSync(source, {"a": Forgetful()}, transport="ipc").push(1))
 
-    async def pack(self, rank, index):
-        if index == 1:
-            raise TrainError("rank 0 failed in pack")
-        return await super().pack(rank, index)
+
+def failing(index):
+    if index == 1:
+        raise TrainError("rank 0 failed in pack")
 
 
 def test_a_failure_of_the_trainer_is_told_as_it_is():
-    source = Failing()
+    source = Source(before=failing)
     try:
         with pytest.raises(TrainError, match="^rank 0 failed in pack$"):
             asyncio.run(WeightSync(source, {"a": Engine(), "b": Silent()}, transport="ipc", settle_seconds=0.2).push(1))
     finally:
         source.close()
+
+
+def test_when_each_side_only_lost_or_awaited_another_all_are_looked_at(source):
+    """No side knows more: somebody ended a connection, or hangs where its call cannot tell."""
+    asked = []
+
+    async def look(step, names):
+        asked.append((step, names))
+        return HangError("transfer: nobody did it")
+
+    class Quitting(Engine):
+        async def install(self):
+            self.session.close()
+            raise WeightError(f"trainer rank 0 {LEFT}")
+
+    with pytest.raises(WeightError, match=r"(?s)at the transfer.*transfer: nobody did it$") as caught:
+        asyncio.run(WeightSync(source, {"a": Quitting()}, transport="ipc", on_late=look).push(1))
+    assert isinstance(caught.value.__cause__, HangError)
+    assert asked == [("the transfer", ["trainer", "a"])]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,10 @@ import pytest
 import torch
 from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first_push, serve_sender
 
-from moerl.push_types import TransportOffer
 from moerl.rollout.engines.expert_share import needed_names
-from moerl.types import WeightError
+from moerl.types import HangError, WeightError
 from moerl.weights.digest import tensor_digest
-from moerl.weights.network import NetworkSender
+from moerl.weights.network import DEVICE_KEY
 from moerl.weights.spec import spec_of
 from moerl.weights.sync import WeightSync
 
@@ -90,57 +90,49 @@ def test_processes_of_a_server_get_the_experts_they_serve_and_no_others(transpor
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_receiver_that_fails_mid_bucket_stops_nobody_for_long(transport, start, make_source):
     engines = named(start(), start(damages="layers.0.norm.weight"), start())
-    sync = WeightSync(make_source(timeout_seconds=60), engines, transport=transport)
+    sync = WeightSync(make_source(), engines, transport=transport)
     started = time.monotonic()
-    with pytest.raises(WeightError, match="(?s)at bucket .*server1: WeightError: tensor 'layers.0.norm.weight'.*digest"):
+    with pytest.raises(WeightError, match="(?s)at the transfer.*server1: WeightError: tensor 'layers.0.norm.weight'.*digest"):
         asyncio.run(sync.push(1))
     assert time.monotonic() - started < 40
     with pytest.raises(WeightError, match="without a push"):
         engines["server1"].call("finish", 1)
 
 
-class Slow(Source):
-    """Lets `before` happen ahead of bucket 1."""
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_a_receiver_that_is_killed_in_a_push_ends_the_wait_of_all_others(transport, start, make_source):
+    engines = named(start(), start(), start())
 
-    def __init__(self, before, **arguments):
-        super().__init__(timeout_seconds=60, **arguments)
-        self._before = before
-
-    async def pack(self, rank, index):
+    def kill(index):
         if index == 1:
-            self._before()
-        return await super().pack(rank, index)
+            engines["server1"].process.kill()
+            engines["server1"].process.join()
+
+    started = time.monotonic()
+    with pytest.raises(WeightError, match="server1: EngineError: server process [0-9]+ died\nwaited for these in vain: ") as caught:
+        asyncio.run(WeightSync(make_source(before=kill), engines, transport=transport).push(1))
+    assert "trainer" in str(caught.value).splitlines()[-1]
+    assert time.monotonic() - started < 40
 
 
-def test_nccl_a_receiver_that_is_killed_in_a_push_ends_the_wait_of_all_others(start):
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_a_receiver_that_hangs_in_a_push_is_the_one_that_is_silent_at_the_deadline(transport, start, make_source):
     engines = named(start(), start(), start())
+    found = []
 
-    def kill():
+    def freeze(index):
+        if index == 1:
+            os.kill(engines["server1"].process.pid, signal.SIGSTOP)
+
+    async def look(step, names):
+        found.append((step, names))
         engines["server1"].process.kill()
-        engines["server1"].process.join()
+        return HangError("it hangs")
 
-    source = Slow(kill)
-    try:
-        started = time.monotonic()
-        with pytest.raises(WeightError, match="server1: EngineError: server process [0-9]+ died"):
-            asyncio.run(WeightSync(source, engines, transport="nccl").push(1))
-        assert time.monotonic() - started < 40
-    finally:
-        source.close()
-
-
-def test_nccl_a_receiver_that_refuses_to_take_part_ends_the_wait_of_all_others(start):
-    engines = named(start(), start(), start())
-    source = Slow(lambda: engines["server1"].call("finish", 99))
-    try:
-        started = time.monotonic()
-        with pytest.raises(WeightError, match=r"finish\(version=99\)"):
-            asyncio.run(WeightSync(source, engines, transport="nccl").push(1))
-        with pytest.raises(WeightError, match="without a push in progress"):
-            engines["server1"].call("finish", 1)
-        assert time.monotonic() - started < 40
-    finally:
-        source.close()
+    sync = WeightSync(make_source(before=freeze), engines, transport=transport, deadline_seconds=4, settle_seconds=1, on_late=look)
+    with pytest.raises(WeightError, match=r"waited for these in vain.*\nit hangs$"):
+        asyncio.run(sync.push(1))
+    assert found == [("the transfer", ["server1"])]
 
 
 def test_nccl_after_a_failed_push_the_next_one_connects_anew(start, make_source):
@@ -156,34 +148,55 @@ def test_nccl_after_a_failed_push_the_next_one_connects_anew(start, make_source)
     assert [engine.call("digests") for engine in engines.values()] == [DIGESTS, DIGESTS]
 
 
-def test_nccl_a_silent_receiver_is_bounded_by_the_timeout(start):
-    source, engine = Source(timeout_seconds=1), start(timeout_seconds=1)
+@pytest.mark.parametrize(("transport", "said"), [("ipc", "1 of 2 readers did not come within 1 s"), ("nccl", "not all 2 readers and 1 senders met")])
+def test_a_receiver_that_never_connects_is_bounded_by_the_deadline(transport, said, start, make_source):
+    source, engine = make_source(), start()
+    _, offer = first_push(source, transport, readers=2)
+    source.sender._seconds = 1.0
+    started = time.monotonic()
+
+    async def connect_without_the_second():
+        connecting = source.connect(offer.address, 3), engine.connect(replace(offer, seconds=1.0))
+        return await asyncio.gather(*connecting, return_exceptions=True)
+
+    mine, theirs = asyncio.run(connect_without_the_second())
+    assert isinstance(mine, WeightError)
+    assert said in str(mine)
+    assert theirs is None if transport == "ipc" else "1 of 1 readers did not come within 1 s" in str(theirs)
+    assert time.monotonic() - started < 40
+
+
+def test_nccl_a_server_on_cpu_refuses_a_trainer_that_sends_from_gpus(start, make_source):
+    source = make_source()
+    _, offer = first_push(source, "nccl")
+    source.sender._meeting.tell(DEVICE_KEY, "cuda")
+    with pytest.raises(WeightError, match="the trainer sends from cuda, and this server's model is on cpu"):
+        start().call("connect", offer)
+
+
+def test_who_finds_the_port_of_a_sender_by_chance_does_not_count_as_a_reader(start, make_source):
+    source, engine = make_source(), start()
+    manifest, offer = first_push(source)
+    strangers = []
+
+    async def push():
+        connecting = asyncio.create_task(source.connect(offer.address, 2))
+        while not (told := source.sender._lender):
+            await asyncio.sleep(0.01)
+        for said in (b"", b"GET / HTTP/1.1\r\n", b'{"token": "0", "reader": 0, "name": "me"}\n'):
+            strangers.append(socket.create_connection(told._server.getsockname()))
+            strangers[-1].sendall(said)
+            strangers[-1].shutdown(socket.SHUT_WR)
+        await asyncio.gather(connecting, engine.connect(offer))
+        await engine.begin(manifest)
+        await asyncio.gather(source.send(), engine.install())
+
     try:
-        _, _, address = first_push(source, "nccl", readers=2)
-        started = time.monotonic()
-
-        async def connect_without_the_second():
-            offer = TransportOffer(transport="nccl", address=address, rank=1, world_size=3)
-            return await asyncio.gather(source.connect(address, 3), engine.connect(offer), return_exceptions=True)
-
-        mine, theirs = asyncio.run(connect_without_the_second())
-        assert isinstance(mine, WeightError)
-        assert "not all 2 readers and 1 senders met" in str(mine)
-        assert isinstance(theirs, WeightError)
-        assert "could not join the trainer" in str(theirs)
-        assert time.monotonic() - started < 40
+        asyncio.run(push())
     finally:
-        source.close()
-
-
-def test_nccl_a_server_on_cpu_refuses_a_trainer_that_sends_from_gpus(start):
-    sender = NetworkSender(host="127.0.0.1", device=torch.device("cuda", 0), timeout_seconds=10)
-    try:
-        offer = TransportOffer(transport="nccl", address=sender.listen(), rank=1, world_size=2)
-        with pytest.raises(WeightError, match="the trainer sends from cuda, and this server's model is on cpu"):
-            start().call("connect", offer)
-    finally:
-        sender.close()
+        for stranger in strangers:
+            stranger.close()
+    assert engine.call("digests") == DIGESTS
 
 
 def test_ipc_leaves_nothing_behind_when_the_sender_is_killed(start):
@@ -192,10 +205,10 @@ def test_ipc_leaves_nothing_behind_when_the_sender_is_killed(start):
     process.start()
     engine = start()
     try:
-        manifest, bucket = pipe.recv()
-        engine.call("connect", TransportOffer(transport="ipc"))
+        manifest, offer = pipe.recv()
+        engine.call("connect", offer)
         engine.call("begin", manifest)
-        engine.call("install", bucket)
+        engine.call("install")
         for pid in (process.pid, engine.process.pid):
             maps = Path(f"/proc/{pid}/maps").read_text()
             assert "memfd:moerl-weights" in maps
@@ -204,12 +217,10 @@ def test_ipc_leaves_nothing_behind_when_the_sender_is_killed(start):
         process.join()
         engine.call("finish", 1)
         assert engine.call("digests") == DIGESTS
-        engine.call("close")
-        assert "moerl-weights" not in Path(f"/proc/{engine.process.pid}/maps").read_text()
-        engine.call("connect", TransportOffer(transport="ipc"))
         engine.call("begin", replace(manifest, version=2))
-        with pytest.raises(WeightError, match="weights.transport=nccl"):
-            engine.call("install", bucket)
+        with pytest.raises(WeightError, match="trainer rank 0 left the push; bucket 0 of trainer rank 0 did not come"):
+            engine.call("install")
+        assert "moerl-weights" not in Path(f"/proc/{engine.process.pid}/maps").read_text()
     finally:
         process.kill()
         process.join()

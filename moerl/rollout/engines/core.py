@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout.engine import Part
 from moerl.types import FinishReason, SamplingParams, VersionSpan
 
@@ -58,7 +58,7 @@ class Core(Protocol):
 
     async def begin(self, manifest: Manifest) -> None: ...
 
-    async def install(self, bucket: Bucket) -> None: ...
+    async def install(self) -> None: ...
 
     async def finish(self, version: int) -> None: ...
 

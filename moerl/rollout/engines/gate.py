@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, Literal, TypeVar
 
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.engines.core import Core, Sampled
@@ -80,8 +80,8 @@ class Gate:
     def begin(self, manifest: Manifest) -> "Future[None]":
         return self._submit(self._begin(manifest))
 
-    def install(self, bucket: Bucket) -> "Future[None]":
-        return self._submit(self._step(self._core.install(bucket)))
+    def install(self) -> "Future[None]":
+        return self._submit(self._step(self._core.install()))
 
     def finish(self, version: int) -> "Future[None]":
         return self._submit(self._finish(version))

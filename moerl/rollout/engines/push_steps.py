@@ -11,10 +11,10 @@ def run_step(session: WeightSession, step: str, body: str, *, process: int) -> N
     """`step`: connect, begin, install or finish. `process`: number of this one among those of its server that hold parts of the model."""
     if step == "connect":
         offer = wire.OFFER.validate_json(body)
-        session.connect(replace(offer, reader=offer.reader + process, rank=offer.rank + process))
+        session.connect(replace(offer, reader=offer.reader + process))
     elif step == "begin":
         session.begin(wire.MANIFEST.validate_json(body))
     elif step == "install":
-        session.install(wire.BUCKET.validate_json(body))
+        session.install()
     else:
         session.finish(wire.FINISH.validate_json(body).version)

@@ -12,7 +12,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.hf.scheduler import Outcome, Request
@@ -45,7 +45,7 @@ class Worker(Protocol):
 
     def begin(self, manifest: Manifest) -> "Future[None]": ...
 
-    def install(self, bucket: Bucket) -> "Future[None]": ...
+    def install(self) -> "Future[None]": ...
 
     def finish(self, version: int) -> "Future[None]": ...
 
@@ -90,7 +90,7 @@ def build_app(worker: Worker, limits: Limits) -> Starlette:
         return await _wait(worker.begin(await _parse(request, wire.MANIFEST)))
 
     async def install(request: HTTPRequest) -> Response:
-        return await _wait(worker.install(await _parse(request, wire.BUCKET)))
+        return await _wait(worker.install())
 
     async def finish(request: HTTPRequest) -> Response:
         return await _wait(worker.finish((await _parse(request, wire.FINISH)).version))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout.asleep import push_refusal, sleep_refusal
 from moerl.rollout.engine import EngineHealth, Part, PauseMode
 from moerl.rollout.hf.scheduler import Request, Scheduler
@@ -106,8 +106,8 @@ class Worker:
     def begin(self, manifest: Manifest) -> Future[None]:
         return self._call(lambda: self._begin(manifest))
 
-    def install(self, bucket: Bucket) -> Future[None]:
-        return self._call(lambda: self._install(bucket))
+    def install(self) -> Future[None]:
+        return self._call(self._install)
 
     def finish(self, version: int) -> Future[None]:
         return self._call(lambda: self._finish(version))
@@ -192,9 +192,9 @@ class Worker:
         with self._stale_on_error():
             self._session.begin(manifest)
 
-    def _install(self, bucket: Bucket) -> None:
+    def _install(self) -> None:
         with self._stale_on_error():
-            self._session.install(bucket)
+            self._session.install()
 
     def _finish(self, version: int) -> None:
         with self._stale_on_error():

@@ -17,7 +17,7 @@ import torch
 
 from moerl.cluster.free_ports import free_ports
 from moerl.config.model_shape import read_config, shape_of_config
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
@@ -185,8 +185,8 @@ class SGLangCore:
             await self._session("begin_weight_update", BeginWeightUpdateReqInput())
         await self._call("begin", wire.MANIFEST.dump_json(manifest))
 
-    async def install(self, bucket: Bucket) -> None:
-        await self._call("install", wire.BUCKET.dump_json(bucket))
+    async def install(self) -> None:
+        await self._call("install", b"")
 
     async def finish(self, version: int) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput, UpdateWeightVersionReqInput

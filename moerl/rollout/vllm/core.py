@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from moerl.config.model_shape import read_config
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.rollout import wire
 from moerl.rollout.engine import PARTS, Part
 from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, installed_version, version_problems
@@ -178,8 +178,8 @@ class VLLMCore:
             self._session_is_open = True
         await self._update("begin", wire.MANIFEST.dump_json(manifest))
 
-    async def install(self, bucket: Bucket) -> None:
-        await self._update("install", wire.BUCKET.dump_json(bucket))
+    async def install(self) -> None:
+        await self._update("install", b"")
 
     async def finish(self, version: int) -> None:
         await self._update("finish", wire.FINISH.dump_json(wire.FinishBody(version=version)))

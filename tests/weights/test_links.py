@@ -1,0 +1,140 @@
+"""Senders and readers that lead each other through the buckets of any plan: all ends, nothing is overwritten while it is read."""
+
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moerl.push_types import Bucket, TransportOffer
+from moerl.types import WeightError
+from moerl.weights.deliveries import in_order
+from moerl.weights.incoming import Incoming
+from moerl.weights.links import Link
+from moerl.weights.meeting import Deadline
+from moerl.weights.schedule import first_fit
+from moerl.weights.send import WeightSender
+from moerl.weights.spec import CPU
+
+SECONDS = 60.0
+
+
+def jobs_of(edges, *, relays):
+    """`edges`: (sender, readers) of every bucket."""
+    rounds = first_fit((sender, readers[:1] if relays else readers) for sender, readers in edges)
+    jobs: dict[int, list[Bucket]] = {}
+    for _, (sender, readers), number in sorted(zip(rounds, edges, range(len(edges)), strict=True), key=lambda edge: (edge[0], edge[2])):
+        mine = jobs.setdefault(sender, [])
+        mine.append(Bucket(sender=sender, index=len(mine), num_bytes=8, entries=(), readers=readers, round=rounds[number]))
+    return {sender: tuple(job) for sender, job in jobs.items()}
+
+
+class Sender(WeightSender):
+    """Fills a bucket with its own number; the last byte is the push's."""
+
+    num_pushes = 0
+
+    def pack(self, index):
+        data = self._buffers[index % 2].reserve(8)
+        data[:] = torch.tensor([self._job[0].sender, index // 256, index % 256, 0, 0, 0, 0, self.num_pushes], dtype=torch.uint8)
+        return data
+
+    def send(self):
+        self.num_pushes += 1
+        return super().send()
+
+
+def read_all(incoming, push, delays):
+    """What came, in order; every bucket's bytes must be its own for as long as they are used."""
+    found = []
+    for bucket, data in incoming.buckets():
+        for _ in range(2):
+            assert data.tolist() == [bucket.sender, bucket.index // 256, bucket.index % 256, 0, 0, 0, 0, push]
+            time.sleep(delays.random() / 1000)
+        found.append((bucket.sender, bucket.index))
+    return found
+
+
+@st.composite
+def plans(draw):
+    """Readers 0 to 2 are of one node, 3 and 4 of another."""
+    num_edges = draw(st.integers(1, 30))
+    nodes = st.sampled_from([(0, 1, 2), (3, 4)])
+    edges = []
+    for _ in range(num_edges):
+        readers = draw(nodes.flatmap(lambda node: st.permutations(node).flatmap(lambda some: st.integers(1, len(some)).map(lambda n: some[:n]))))
+        edges.append((draw(st.integers(0, 2)), tuple(readers)))
+    return edges
+
+
+@settings(deadline=None, max_examples=25)
+@given(edges=plans(), transport=st.sampled_from(["ipc", "nccl"]), seed=st.integers(0, 1000))
+def test_every_plan_ends_push_after_push_and_every_bucket_comes_once_to_each_reader(edges, transport, seed):
+    jobs, num_readers = jobs_of(edges, relays=transport == "nccl"), 5
+    senders = [Sender(transport, job, None, seconds=SECONDS) for _, job in sorted(jobs.items())]
+    address = [sender.listen(is_first=place == 0) for place, sender in enumerate(senders)][0]
+    order = tuple(in_order(jobs))
+
+    def connect(reader):
+        offer = TransportOffer(
+            transport=transport, address=address, server=f"reader {reader}", senders=tuple(sorted(jobs)), num_readers=num_readers,
+            reader=reader, buckets=order, seconds=SECONDS,
+        )  # fmt: skip
+        return Incoming(offer, device=CPU, read=None)
+
+    incoming = []
+    with ThreadPoolExecutor(16) as pool:
+        try:
+            world = {"num_senders": len(senders), "world_size": len(senders) + num_readers}
+            joining = [pool.submit(sender.connect, address, place=place, **world) for place, sender in enumerate(senders)]
+            incoming += pool.map(connect, range(num_readers))
+            for each in joining:
+                each.result()
+            for push in (1, 2):
+                sending = [pool.submit(sender.send) for sender in senders]
+                reading = [pool.submit(read_all, each, push, random.Random(seed + number)) for number, each in enumerate(incoming)]
+                assert [each.result() for each in sending] == [0] * len(senders)
+                for reader, each in enumerate(reading):
+                    expected = sorted((bucket.sender, bucket.index) for bucket in order if reader in bucket.readers)
+                    assert sorted(each.result()) == expected
+        finally:
+            for each in (*senders, *incoming):
+                each.close()
+
+
+@pytest.fixture
+def pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        link = Link(server.accept()[0], "the other side")
+    yield link, theirs
+    link.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"half a line"])
+def test_a_side_that_ends_is_heard_at_once(pair, said):
+    link, theirs = pair
+    theirs.sendall(said)
+    link.check()
+    threading.Timer(0.1, lambda: theirs.shutdown(socket.SHUT_RDWR)).start()
+    with pytest.raises(WeightError, match="the other side left the push; bucket 3 did not come"):
+        link.hear("bucket 3", Deadline(SECONDS))
+
+
+def test_a_side_that_is_gone_is_found_by_one_that_waits_for_something_else(pair):
+    link, theirs = pair
+    link.check()
+    theirs.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(WeightError, match="the other side left the push$"):
+        link.check()
+
+
+def test_a_side_that_says_nothing_is_waited_for_until_the_deadline(pair):
+    with pytest.raises(WeightError, match="bucket 3 did not come within 0.05 s from the other side"):
+        pair[0].hear("bucket 3", Deadline(0.05))
