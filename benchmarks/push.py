@@ -9,7 +9,8 @@ save and reload: the native bridge's export into safetensors on disk, which ever
 
 Qwen3-MoE shapes under ep2 on two processes; the driver is a third. A time is from the call until the last server has the last byte in its
 model. Extra memory is the growth of the largest resident set of a rank and of a server over what they had before the way ran; what a server
-maps of a rank's buffers counts for the rank.
+maps of a rank's buffers counts for the rank. The CPU time of the driver's process is printed beside it, and the number of buckets: the
+first should not follow from the second.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--ffn", type=int, default=512)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--bucket-megabytes", type=int, default=16)
+    parser.add_argument("--bucket-megabytes", type=float, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--without", nargs="*", default=[], help="ways to leave out")
     options = parser.parse_args()
@@ -84,25 +85,30 @@ class Ranks:
 
 async def measure(ranks: Ranks, ways: list[str], options: argparse.Namespace) -> None:
     """Each way with servers of its own, whose first time also connects and maps memory, and is not counted."""
-    bucket_bytes = options.bucket_megabytes * 2**20
+    bucket_bytes = int(options.bucket_megabytes * 2**20)
     outline = await ranks.one(0, "outline_push", bucket_bytes)
     specs = {spec.name: spec for spec in stored_specs(outline.tensors)}
     total = sum(map(num_bytes, specs.values()))
     print(f"{total / 1e6:.0f} MB in {len(specs)} tensors, {options.servers} servers, buckets of {options.bucket_megabytes} MiB")
     runs = {way: Way(way, ranks, specs, options.servers, bucket_bytes) for way in ways}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    driver: dict[str, list[float]] = {way: [] for way in ways}
     growths: dict[str, list[int]] = {way: [] for way in ways}
     for round_number in range(options.rounds + 1):
         for way, run in runs.items():
             await ranks.everywhere("reset_growth")
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             await run.push(round_number)
             seconds[way].append(time.perf_counter() - begin)
+            driver[way].append(time.process_time() - busy)
             growths[way].append(max(await ranks.everywhere("growth")))
     memory = {way: (max(growths[way]), await run.peak_growth()) for way, run in runs.items()}
     for run in runs.values():
         run.close()
     report({way: values[1:] for way, values in seconds.items()}, memory, bucket_bytes)
+    for way in MOERL:
+        if way in runs:
+            print(f"{way}: {runs[way].num_buckets} buckets, {1e3 * statistics.median(driver[way][1:]):.0f} ms of the driver's CPU")
 
 
 def report(seconds: dict[str, list[float]], memory: dict[str, tuple[int, int]], bucket_bytes: int) -> None:
@@ -126,11 +132,11 @@ class Way:
             weights = WeightsConfig(bucket_bytes=bucket_bytes, disk_delta=False)
             source = MegatronSource(weights, directory=ranks.directory / "push", all_ranks=self._everywhere, one_rank=self._one)
             self._sync = WeightSync(source, self._servers, transport=name)
-        self._is_joined = False
+        self._is_joined, self.num_buckets = False, 0
 
     async def push(self, version: int) -> None:
         if self._name in MOERL:
-            await self._sync.push(version)
+            self.num_buckets = (await self._sync.push(version)).num_buckets
         elif self._name == "broadcast":
             await self._broadcast()
         else:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from moerl.config.layout import Layout
 from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.weights.fleet_plan import Outline
+from moerl.weights.in_thread import in_thread
 
 LAYOUT = Layout(ranks=2, ep=2)
 
@@ -32,7 +33,7 @@ class Rank:
     async def call(self, verb: str, *arguments: Any) -> Any:
         async with self._one_at_a_time:
             self._pipe.send((verb, arguments))
-            answer = await asyncio.to_thread(self._pipe.recv)
+            answer = await in_thread(self._pipe.recv)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -102,8 +103,8 @@ class Worker:
     def digest_push(self, way: str) -> Any:
         return self._workers[way].digest_push()
 
-    def pack(self, way: str, index: int) -> Any:
-        return self._workers[way].pack(index)
+    def send_push(self, way: str) -> Any:
+        return self._workers[way].send_push()
 
     def finish_push(self, way: str) -> None:
         self._workers[way].finish_push()

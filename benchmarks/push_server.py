@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from moerl.push_types import Bucket, Manifest, Needs, TensorSpec, TransportOffer
+from moerl.push_types import Manifest, Needs, TensorSpec, TransportOffer
+from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
 from moerl.weights.spec import torch_dtype
 
@@ -30,7 +31,7 @@ class Server:
     async def ask(self, verb: str, *arguments: Any) -> Any:
         async with self._one_at_a_time:
             self._pipe.send((verb, arguments))
-            result = await asyncio.to_thread(self._pipe.recv)
+            result = await in_thread(self._pipe.recv)
         if isinstance(result, Exception):
             raise result
         return result
@@ -44,8 +45,8 @@ class Server:
     async def begin(self, manifest: Manifest) -> None:
         await self.ask("begin", manifest)
 
-    async def install(self, bucket: Bucket) -> None:
-        await self.ask("install", bucket)
+    async def install(self) -> None:
+        await self.ask("install")
 
     async def finish(self, version: int) -> None:
         await self.ask("finish", version)

@@ -33,8 +33,8 @@ class DeadlineConfig(Strict):
     """Those of the policy, and those of the reference."""
     update_seconds: Seconds = 3600.0
     push_seconds: Seconds = 300.0
-    """One bucket of a push, to all servers; likewise each of the calls before and after. A server that misses it is ended and started
-    again."""
+    """All bytes of a push, to all servers; likewise each of the calls before and after. A server that misses it is ended and started
+    again. Who waits for another in a push gives up at 0.9 of it."""
     save_seconds: Seconds = 3600.0
     """Staging, and writing, of one checkpoint; also of the weights that end a supervised warm start."""
     settle_seconds: Seconds = 5.0

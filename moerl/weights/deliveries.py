@@ -52,20 +52,22 @@ def in_order(jobs: Mapping[int, Job]) -> list[Bucket]:
 
 def manifest_of(found: Deliveries, digests: Mapping[int, Sequence[str]], *, version: int) -> Manifest:
     """`digests`: by trainer rank, of its job's entries in their order. WeightError if ranks that hold the same do not agree."""
-    pieces: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
+    held: dict[tuple[str, tuple[int, ...]], tuple[BucketEntry, str, list[int]]] = {}
     for sender, job in found.jobs.items():
-        entries = [entry for bucket in job for entry in bucket.entries]
+        entries = (entry for bucket in job for entry in bucket.entries)
         for entry, digest in zip(entries, digests[sender], strict=True):
-            mine = Piece(start=entry.start, shape=entry.shape, ranks=(sender,), digest=digest)
-            other = pieces[entry.name].setdefault(entry.start, mine)
-            if other.digest != digest:
+            _, other, ranks = held.setdefault((entry.name, entry.start), (entry, digest, [sender]))
+            if other != digest:
                 raise WeightError(
-                    f"tensor {entry.name!r} at {list(entry.start)}: trainer ranks {other.ranks[0]} and {sender} hold copies of it, "
+                    f"tensor {entry.name!r} at {list(entry.start)}: trainer ranks {ranks[0]} and {sender} hold copies of it, "
                     "and their bytes differ: the trainer's replicas have diverged; resume from a checkpoint"
                 )
-            if sender not in other.ranks:
-                pieces[entry.name][entry.start] = replace(other, ranks=(*other.ranks, sender))
-    return Manifest(version=version, tensors=found.tensors, pieces={name: tuple(boxes.values()) for name, boxes in pieces.items()})
+            if ranks[-1] != sender:
+                ranks.append(sender)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for entry, digest, ranks in held.values():
+        pieces[entry.name].append(Piece(start=entry.start, shape=entry.shape, ranks=tuple(ranks), digest=digest))
+    return Manifest(version=version, tensors=found.tensors, pieces={name: tuple(boxes) for name, boxes in pieces.items()})
 
 
 def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:

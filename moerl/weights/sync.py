@@ -90,7 +90,6 @@ class WeightSync:
         self._deadline_seconds = deadline_seconds
         self._settle_seconds = settle_seconds
         self._deliveries: Deliveries | None = None
-        self._first_readers: dict[str, int] = {}
         self._connected = False
 
     async def connect(self) -> None:

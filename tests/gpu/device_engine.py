@@ -7,9 +7,10 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.push_types import Bucket, Manifest, Needs, TransportOffer
+from moerl.push_types import Manifest, Needs, TransportOffer
 from moerl.types import WeightError
 from moerl.weights.digest import tensor_digest
+from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
 from moerl.weights.spec import spec_of, torch_dtype
 
@@ -38,13 +39,13 @@ class DeviceEngine:
         return (tuple(SPECS),)
 
     async def connect(self, offer: TransportOffer) -> None:
-        await asyncio.to_thread(self.call, "connect", offer)
+        await in_thread(self.call, "connect", offer)
 
     async def begin(self, manifest: Manifest) -> None:
         await asyncio.to_thread(self.call, "begin", manifest)
 
-    async def install(self, bucket: Bucket) -> None:
-        await asyncio.to_thread(self.call, "install", bucket)
+    async def install(self) -> None:
+        await in_thread(self.call, "install")
 
     async def finish(self, version: int) -> None:
         await asyncio.to_thread(self.call, "finish", version)

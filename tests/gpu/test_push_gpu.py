@@ -1,7 +1,6 @@
 """Pushes whose buckets stay on GPUs: CUDA IPC between processes, NCCL between trainer and servers. Not run so far (docs/design.md)."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 
 import pytest
@@ -37,7 +36,6 @@ def test_every_byte_arrives_push_after_push_and_no_bucket_is_in_host_memory(tran
     engines = {f"server{number}": DeviceEngine(gpu) for number, gpu in enumerate(gpus)}
 
     async def push_twice():
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(8))
         sync = WeightSync(source, engines, transport=transport, nodes=nodes)
         await sync.push(1)
         for tensor in held.values():

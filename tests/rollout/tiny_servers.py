@@ -97,7 +97,7 @@ class Source(LocalSource):
     """The trainer's side of a push: the tensors of one version. `damaged` names a tensor whose digest is announced wrongly."""
 
     def __init__(self, tensors: Tensors, *, damaged: str = ""):
-        super().__init__(lambda: tensors, bucket_bytes=20_000, timeout_seconds=20)
+        super().__init__(lambda: tensors, bucket_bytes=20_000)
         self.damaged = damaged
 
     async def digests(self) -> Mapping[int, Sequence[str]]:

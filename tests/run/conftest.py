@@ -1,5 +1,7 @@
 """Whole runs as a user starts them: `moerl train` in a process of its own, on a small model. Lets tests import `whole_runs`."""
 
+import asyncio
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from moerl.rollout.pool import RolloutPool
 from moerl.train.group import MegatronTrainGroup
 from moerl.train.push_source import MegatronSource
+
+_IN_FLIGHT_SECONDS = 0.3
+"""For buckets to fill the senders' buffers, while a server that is stopped reads none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +57,16 @@ def strike(monkeypatch):
     def prepare(when, number):
         calls = []
 
-        def hit(at):
+        def hit(at, *, stop_first=False):
             calls.append(at)
             if len(calls) == at:
                 server = psutil.Process(struck.pools[0].fleet.members[0].engine.pid)
                 struck.family.extend([server, *server.children(recursive=True)])
-                server.send_signal(number)
+                if stop_first:
+                    server.send_signal(signal.SIGSTOP)
+                    asyncio.get_running_loop().call_later(_IN_FLIGHT_SECONDS, server.send_signal, number)
+                else:
+                    server.send_signal(number)
 
         def before(owner, name, at):
             upstream = getattr(owner, name)
@@ -68,20 +77,19 @@ def strike(monkeypatch):
 
             monkeypatch.setattr(owner, name, on_the_way)
 
-        def in_second_bucket(upstream):
-            async def on_the_way(source, rank, index):
-                if (rank, index) == (0, 1):
-                    hit(3)  # after the first push and that of the first step
-                return await upstream(source, rank, index)
+        def in_transfer(upstream):
+            async def on_the_way(source):
+                hit(3, stop_first=True)  # after the first push and that of the first step
+                return await upstream(source)
 
-            monkeypatch.setattr(MegatronSource, "pack", on_the_way)
+            monkeypatch.setattr(MegatronSource, "send", on_the_way)
 
         if when == "generation":
             before(RolloutPool, "_generate", 20)  # of 16 requests a step
         elif when == "idle":
             before(MegatronTrainGroup, "update", 2)
         else:
-            in_second_bucket(MegatronSource.pack)
+            in_transfer(MegatronSource.send)
         return struck
 
     return prepare

@@ -87,7 +87,7 @@ def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_
     assert found[-1].pop("fleet/restarts") == 1.0
     report = reports(tmp_path)["push"]
     name = report.splitlines()[1].removeprefix("* ").split(" on node ")[0]
-    late = r"push: {} did not arrive within 5 s at bucket \d of trainer rank \d \(deadlines\.push_seconds\)\n"
+    late = r"push: {} did not arrive within 5 s at the transfer \(deadlines\.push_seconds\)\n"
     assert re.match(late.format(re.escape(name)), report)
     assert name.startswith("server 127.0.0.1:")
     assert "moerl/rollout/hf/__main__.py" in report.split(f"== {name}")[1]

@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import ray
 from awake import awake
 
 from moerl.algorithms.sft import SFT
+from moerl.cluster.hang import HangReports
 from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
 from moerl.cluster.stop import KILLED
 from moerl.config.layout import Layout
@@ -34,9 +36,11 @@ from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train import calls, checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
+from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError, WeightError
 from moerl.weights.deliveries import stored_specs
-from moerl.weights.fleet_plan import plan_deliveries
+from moerl.weights.in_thread import in_thread
+from moerl.weights.receive import WeightSession
+from moerl.weights.sync import WeightSync
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 DEADLINES = DeadlineConfig()
@@ -93,34 +97,46 @@ def run_with(cluster, checkpoints, tmp_path):
     return run
 
 
-async def start_push(group):
-    """The ranks know what they send, and have digested it; their jobs."""
-    source = group.weight_source
-    outline = await source.outline()
-    names = tuple(spec.name for spec in stored_specs(outline.tensors))
-    found = plan_deliveries(outline, {"server": (names,)})
-    await source.listen("ipc", found.jobs)
-    await source.digests()
-    return found.jobs
+class Received:
+    """What a rollout server does with a push; `on_load` is called with the number of tensors that have come, before each. A
+    WeightReceiver."""
+
+    def __init__(self, specs, on_load):
+        self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
+        self._num_loaded, self._on_load = 0, on_load
+        for step in ("connect", "begin", "install", "finish"):
+            setattr(self, step, partial(in_thread, getattr(self._session, step)))
+
+    async def needs(self):
+        return (self._session.needs,)
+
+    def _load(self, name, tensor):
+        self._on_load(self._num_loaded)
+        self._num_loaded += 1
+        return tensor.clone()
 
 
-async def pack_all(group, jobs):
-    for rank, job in jobs.items():
-        for bucket in job:
-            assert (await group.weight_source.pack(rank, bucket.index)).num_bytes == bucket.num_bytes
-    await group.weight_source.finish()
+async def push_to_one(group, on_load=lambda number: None, **options):
+    """From both ranks."""
+    receiver = Received(stored_specs((await group.weight_source.outline()).tensors), on_load)
+    stats = await WeightSync(group.weight_source, {"server": receiver}, transport="ipc", **options).push(1)
+    assert stats.num_senders == 2
+
+
+def kill_at_third(pid, number):
+    def on_load(num_loaded):
+        if num_loaded == 3:
+            os.kill(pid, number)
+
+    return on_load
 
 
 def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collective(run_with):
     async def scenario(group, pids):
-        jobs = await start_push(group)
-        assert set(jobs) == {0, 1}
-        os.kill(pids[1], signal.SIGKILL)
-        assert (await group.weight_source.pack(0, 0)).index == 0
-        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in pack, on node .*\n    its process \d+ died without") as caught:
-            await group.weight_source.pack(1, 0)
+        with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in send_push, on node .*\n    its process \d+ died without") as caught:
+            await push_to_one(group, kill_at_third(pids[1], signal.SIGKILL))
         assert "memory" not in str(caught.value)
-        assert (await group.weight_source.pack(0, 1)).index == 1
+        await group.weight_source._one_rank(0, "finish_push")
 
     run_with(scenario)
 
@@ -191,18 +207,26 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
     run_with(scenario, deadlines=DeadlineConfig(update_seconds=3))
 
 
-def test_a_rank_frozen_in_a_push_is_named_although_another_one_packs(run_with):
+def test_a_rank_frozen_in_a_push_is_named_although_all_others_wait(run_with, tmp_path):
+    """As WeightPublisher does."""
+
     async def scenario(group, pids):
-        jobs = await start_push(group)
-        os.kill(pids[1], signal.SIGSTOP)
-        with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 2 s \(deadlines.push_seconds\)\n") as caught:
-            await asyncio.gather(*(group.weight_source.pack(rank, 0) for rank in jobs))
-        conclusion, sections = report_of(caught.value)
-        assert "no answer either" not in conclusion, "no rank waits for another in a push"
-        assert "after digest_push for" in sections["rank 1"]
+        hangs = HangReports(tmp_path)
+
+        async def look(step, names):
+            assert (step, names) == ("the transfer", ["trainer", "server"])
+            return await hangs.report("push", "4 s", parties=group.parties, silent=[party.name for party in group.parties])
+
+        freeze = kill_at_third(pids[1], signal.SIGSTOP)
+        with pytest.raises(WeightError, match=r"did not come within 3.6 s from trainer rank 1") as caught:
+            await push_to_one(group, freeze, deadline_seconds=4, settle_seconds=1, on_late=look)
+        hang = caught.value.__cause__
+        assert hang.names == ("rank 1",)
+        _, sections = report_of(hang)
+        assert "in send_push for" in sections["rank 1"]
         assert "stacks: py-spy" in sections["rank 1"]
 
-    run_with(scenario, deadlines=DeadlineConfig(push_seconds=2))
+    run_with(scenario, deadlines=DeadlineConfig(push_seconds=4, settle_seconds=1))
 
 
 def test_a_rank_frozen_in_the_staging_of_a_save_is_named(run_with):
@@ -298,7 +322,7 @@ def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
             await group.update(BATCH, SFT(), lr=1e-3)
         async with awake(group):
             stats = await group.update(BATCH, SFT(), lr=1e-3)
-            await pack_all(group, await start_push(group))
+            await push_to_one(group)
             await group.save(1, {})
         async with awake(group):
             assert await group.load() == (1, {"version": 1})

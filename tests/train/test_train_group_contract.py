@@ -24,6 +24,7 @@ from moerl.train.fake import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import ResidencyError, WeightError
 from moerl.weights.deliveries import stored_specs
+from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 
@@ -94,14 +95,17 @@ class Received:
 
     def __init__(self, specs):
         self.tensors = {}
+        self.fails = False
         self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
         for step in ("connect", "begin", "install", "finish"):
-            setattr(self, step, partial(asyncio.to_thread, getattr(self._session, step)))
+            setattr(self, step, partial(in_thread, getattr(self._session, step)))
 
     async def needs(self):
         return (self._session.needs,)
 
     def _load(self, name, tensor):
+        if self.fails:
+            raise MemoryError("no more")
         self.tensors[name] = tensor.clone()
         return self.tensors[name]
 
@@ -181,15 +185,11 @@ def test_a_push_brings_exactly_the_tensors_of_the_manifest_as_they_are_after_the
     assert any(not before[name].equal(after[name]) for name in before)
 
 
-async def fail(*_):
-    raise WeightError("no more")
-
-
 def test_a_push_that_failed_leaves_the_trainer_ready_for_everything(served):
     async def scenario(group, _):
         before = await pushed(group, 1)
         receiver = await receiver_for(group)
-        receiver.finish = receiver.install = fail
+        receiver.fails = True
         with pytest.raises(WeightError, match="no more"):
             await WeightSync(group.weight_source, {"server": receiver}, transport="ipc").push(2)
         assert (await group.logprobs(BATCH)).get().shape == BATCH.token_ids_T.shape

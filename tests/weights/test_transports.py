@@ -148,7 +148,9 @@ def test_nccl_after_a_failed_push_the_next_one_connects_anew(start, make_source)
     assert [engine.call("digests") for engine in engines.values()] == [DIGESTS, DIGESTS]
 
 
-@pytest.mark.parametrize(("transport", "said"), [("ipc", "1 of 2 readers did not come within 1 s"), ("nccl", "not all 2 readers and 1 senders met")])
+@pytest.mark.parametrize(
+    ("transport", "said"), [("ipc", "1 of 2 readers did not come within 1 s"), ("nccl", "not all 2 readers and 1 senders met")]
+)
 def test_a_receiver_that_never_connects_is_bounded_by_the_deadline(transport, said, start, make_source):
     source, engine = make_source(), start()
     _, offer = first_push(source, transport, readers=2)
@@ -181,8 +183,8 @@ def test_who_finds_the_port_of_a_sender_by_chance_does_not_count_as_a_reader(sta
 
     async def push():
         connecting = asyncio.create_task(source.connect(offer.address, 2))
-        while not (told := source.sender._lender):
-            await asyncio.sleep(0.01)
+        while not (told := source.sender._lender):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # what it waits for happens in another thread
         for said in (b"", b"GET / HTTP/1.1\r\n", b'{"token": "0", "reader": 0, "name": "me"}\n'):
             strangers.append(socket.create_connection(told._server.getsockname()))
             strangers[-1].sendall(said)

@@ -54,7 +54,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Registered as BACKEND. Between vLLM's start and finish come "begin", "install" per bucket, and "finish"; "begin" may come again.
+    """Registered as BACKEND. Between vLLM's start and finish come "begin", "install", and "finish"; "begin" may come again.
     Nothing is raised here, which would end vLLM's session in some workers only; after every step `check_push` is asked."""
 
     init_info_cls = InitInfo
