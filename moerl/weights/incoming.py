@@ -9,7 +9,7 @@ from moerl.types import WeightError
 from moerl.weights.cuda import finished
 from moerl.weights.disk import DIRECTORY_KEY, DiskReader, Read
 from moerl.weights.links import Borrower, rank_key
-from moerl.weights.meeting import Deadline, Meeting
+from moerl.weights.meeting import JOIN_SECONDS, Deadline, Meeting
 from moerl.weights.network import NetworkReader
 from moerl.weights.shm import SharedReader
 
@@ -23,7 +23,7 @@ class Incoming:
         if offer.transport == "nccl":
             # What this process passes on comes first in its round, so that others wait for it no longer than they must.
             self._buckets.sort(key=lambda bucket: (bucket.round, bucket.readers[0] != offer.reader))
-        self._from = self._reader(offer, Deadline(offer.seconds), read)
+        self._from = self._reader(offer, Deadline(min(offer.seconds, JOIN_SECONDS)), read)
 
     def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Of one push, each with its bytes: uint8 [bucket.num_bytes], which the caller has used when it asks for the next."""

@@ -67,32 +67,31 @@ class Link:
 
 
 class Lender:
-    """Of one process, whose memory has `slots` for buckets."""
+    """Of one process, whose memory has slots for buckets."""
 
-    def __init__(self, key: str, name: str, host: str, meeting: Meeting):
-        """`key`, under which readers look for it in `meeting`; its `name` for errors; an address of this `host`."""
+    def __init__(self, key: str, name: str, host: str, meeting: Meeting, readers: Collection[int]):
+        """`key`, under which `readers` look for it in `meeting`; its `name` for errors; an address of this `host`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with explained(f"no port on {host} for readers of {name}"):
             self._server = socket.create_server((host, 0), family=family, backlog=1024)
         self._links: dict[int, Link] = {}
         self._lent: dict[int, tuple[Bucket, Sequence[int]]] = {}
-        self._meeting = meeting
+        self._meeting, self._readers = meeting, frozenset(readers)
         port = self._server.getsockname()[1]
         meeting.tell(_key_of(key), json.dumps({"host": host, "port": port, "name": name}))
 
-    def accept(self, readers: Collection[int], deadline: Deadline) -> None:
-        """Returns when these have come."""
-        token = self._meeting.token
-        while missing := set(readers) - set(self._links):
+    def accept(self, deadline: Deadline) -> None:
+        """Returns when all readers have come. For the first push: those that could not connect have ended it before."""
+        while missing := self._readers - set(self._links):
             try:
                 self._server.settimeout(deadline.left())
                 connection, _ = self._server.accept()
             except TimeoutError as error:
-                raise WeightError(f"{len(missing)} of {len(readers)} readers {LATE} {deadline}") from error
+                raise WeightError(f"{len(missing)} of {len(self._readers)} readers {LATE} {deadline}") from error
             link = Link(connection)
             try:
                 hello = json.loads(link.hear("its name", deadline))
-                if hello["token"] != token:
+                if hello["token"] != self._meeting.token:
                     raise ValueError("of another push")
             except (WeightError, ValueError, TypeError, KeyError):  # whoever else found the port
                 link.close()
@@ -107,7 +106,7 @@ class Lender:
             self._links[reader].say(f"{bucket.sender} {bucket.index} {source}")
 
     def wait(self, slot: int, deadline: Deadline) -> None:
-        """Returns when all have read what was lent from that slot last."""
+        """Returns when all have read what was lent from that slot last. Slots are waited for in the order in which they were lent."""
         if slot not in self._lent:
             return
         bucket, readers = self._lent.pop(slot)

@@ -11,6 +11,9 @@ from torch.distributed import Store, TCPStore
 
 from moerl.types import WeightError
 
+JOIN_SECONDS = 120.0
+"""For all sides of a push to meet, at most: one that is gone by then keeps the others from a new attempt for so long."""
+
 _TOKEN = "moerl/token"
 
 

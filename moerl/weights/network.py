@@ -94,11 +94,9 @@ class NetworkReader:
         host = meeting.own_host()
         others = {reader for bucket in self._own for reader in bucket.readers[1:]}
         if others:
-            self._lender = Lender(reader_key(self._number), self._name, host, meeting)
+            self._lender = Lender(reader_key(self._number), self._name, host, meeting, others)
         lenders = [rank_key(bucket.sender) if bucket.readers[0] == self._number else reader_key(bucket.readers[0]) for bucket in buckets]
         self._borrower.join(meeting, lenders, reader=self._number, name=self._name, deadline=deadline)
-        if self._lender is not None:
-            self._lender.accept(others, deadline)
         rank, world_size = len(offer.senders) + self._number, len(offer.senders) + offer.num_readers
         with explained(f"weights.transport = nccl: could not join the trainer at {offer.address!r}"):
             self._group = _group(meeting.store, device, rank=rank, world_size=world_size, host=host, deadline=deadline)
@@ -109,6 +107,8 @@ class NetworkReader:
             return self._borrower.fetch(bucket, deadline)
         place = self._places[bucket.sender, bucket.index]
         if place == 0:
+            if self._lender is not None:
+                self._lender.accept(deadline)
             self._receive(place, deadline)
         data, work = self._arriving.pop(place)
         with explained(f"weights.transport = nccl: {describe(bucket)} did not arrive"):

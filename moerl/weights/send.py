@@ -18,7 +18,7 @@ from moerl.weights.deliveries import Job
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DIRECTORY_KEY, DiskSender
 from moerl.weights.links import Lender, rank_key
-from moerl.weights.meeting import Deadline, Meeting
+from moerl.weights.meeting import JOIN_SECONDS, Deadline, Meeting
 from moerl.weights.network import DEVICE_KEY, NetworkSender
 from moerl.weights.shm import new_buffer
 from moerl.weights.spec import CPU
@@ -73,16 +73,15 @@ class WeightSender:
         return self._meeting.address
 
     def connect(self, address: str, *, place: int, num_senders: int, world_size: int) -> None:
-        """Returns when all readers of this sender have come. `address`: what the first sender's listen returned. `place` among the
-        `num_senders`, which with all readers are `world_size`."""
-        deadline = Deadline(self._seconds)
+        """From here on readers can connect to this sender; nccl: returns when all have joined. `address`: what the first sender's listen
+        returned. `place` among the `num_senders`, which with all readers are `world_size`."""
+        deadline = Deadline(min(self._seconds, JOIN_SECONDS))
         with self._closing_on_error():
             if self._meeting is None:
                 self._meeting = Meeting.join(address, deadline)
-            rank = self._job[0].sender
-            self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._meeting)
-            is_network = self._transport == "nccl"
-            self._lender.accept({reader for bucket in self._job for reader in bucket.readers[: 1 if is_network else None]}, deadline)
+            rank, is_network = self._job[0].sender, self._transport == "nccl"
+            readers = {reader for bucket in self._job for reader in bucket.readers[: 1 if is_network else None]}
+            self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._meeting, readers)
             if is_network:
                 self._network = NetworkSender(
                     self._meeting, self._lender, device=self._device, host=self._host, place=place, num_senders=num_senders,
@@ -102,6 +101,9 @@ class WeightSender:
         """All buckets, in order; returns when they have been read. Bytes written (disk)."""
         deadline, num_written = Deadline(self._seconds), 0
         with self._closing_on_error():
+            if self._lender is None:
+                raise WeightError("this rank has no connection to readers: it was never connected, or an error ended it; connect again")
+            self._lender.accept(deadline)
             for index in range(len(self._job)):
                 self._wait(index % NUM_BUFFERS, deadline)
                 num_written += self._send(index)
@@ -133,12 +135,9 @@ class WeightSender:
 
     def _wait(self, slot: int, deadline: Deadline) -> None:
         """Until nobody needs what is in the buffer."""
-        if self._lender is None:
-            raise WeightError("this rank has no connection to readers: it was never connected, or an error ended it; connect again")
-        if self._network is not None:
-            self._network.wait(slot, deadline)
-        else:
-            self._lender.wait(slot, deadline)
+        outlet = self._network or self._lender
+        assert outlet is not None, "send looks"
+        outlet.wait(slot, deadline)
 
     def _send(self, index: int) -> int:
         bucket, data, slot, num_written = self._job[index], self.pack(index), index % NUM_BUFFERS, 0
@@ -149,7 +148,7 @@ class WeightSender:
         if self._disk is not None:
             path, num_written = self._disk.write(index, data)
             source = str(path)
-        assert self._lender is not None, "_wait comes first"
+        assert self._lender is not None, "send looks"
         self._lender.lend(bucket, source, bucket.readers, slot=slot)
         return num_written
 
