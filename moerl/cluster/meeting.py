@@ -25,6 +25,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from moerl.cluster.allocation import NodeFacts
+from moerl.cluster.keep_alive import keep_alive
 from moerl.types import MoerlError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Link:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader, self._writer = reader, writer
-        _keep_alive(writer.get_extra_info("socket"))
+        keep_alive(writer.get_extra_info("socket"))
 
     @property
     def own_address(self) -> str:
@@ -209,10 +210,3 @@ def _write_private(file: Path, text: str) -> None:
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         out.write(text)
     temporary.replace(file)
-
-
-def _keep_alive(connection: Any) -> None:
-    """A node that loses its power says nothing: after half a minute the connection counts as closed."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)

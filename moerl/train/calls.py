@@ -5,6 +5,7 @@ call that still waits ends with the same error.
 """
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,12 +91,15 @@ class RankCalls:
         for rank, call in calls.items():
             call.add_done_callback(partial(_note, ended, rank))
         self._open.append(calls)
+        began = time.monotonic()
         try:
             await self._wait(verb, calls)
             if any(map(has_failed, calls.values())):
                 await asyncio.wait(calls.values(), timeout=self._deadlines.settle_seconds)
                 await asyncio.sleep(0)  # the last ones have not been noted yet
-                raise await self._cause(verb, {rank: error for rank in ended if (error := calls[rank].exception()) is not None})
+                failures = {rank: error for rank in ended if (error := calls[rank].exception()) is not None}
+                await self._find_awaited(_PHASES.get(verb, "push"), calls, failures.values(), time.monotonic() - began)
+                raise await self._cause(verb, failures)
         finally:
             self._open.remove(calls)
             forget(calls.values())
@@ -132,6 +136,14 @@ class RankCalls:
         # In a push ranks wait for a server that hangs: who pushes to it ends it, and the push begins anew.
         if not self._hung.done() and any(party.name in error.names for party in self.parties):
             self._hung.set_result(error)
+
+    async def _find_awaited(self, phase: Phase, calls: Calls, failures: Iterable[BaseException], seconds: float) -> None:
+        """HangError if the others, near the deadline, gave up to wait for ranks that still say nothing."""
+        is_open = any(not call.done() for call in calls.values())
+        if is_open and seconds > self._deadlines.of(phase) / 2 and all(map(is_echo, failures)):
+            await self._find_hung(phase)
+            if self._hung.done():
+                raise self._hung.result()
 
     async def _cause(self, verb: str, failures: Mapping[int, BaseException]) -> BaseException:
         """The first failure that is not an echo of another; a MoerlError of a rank as it is. `failures` in the order they arrived."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from moerl.cluster.echoes import LATE
 from moerl.types import WeightError
-from moerl.weights.meeting import Deadline
+from moerl.weights.rendezvous import Deadline
 
-SOURCE = "cuda:"
+ON_GPU = "cuda:"
 """Begins the `source` of memory on a GPU."""
 
 
@@ -43,7 +43,7 @@ class DeviceBuffer:
 
 def map_device(source: str) -> torch.Tensor:
     """All of a DeviceBuffer in another process of this host."""
-    *shared, uuid = json.loads(source.removeprefix(SOURCE))
+    *shared, uuid = json.loads(source.removeprefix(ON_GPU))
     device = _device_of(uuid)
     torch.cuda.init()
     arguments = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared]
@@ -54,7 +54,7 @@ def map_device(source: str) -> torch.Tensor:
 def _source_of(memory: torch.Tensor) -> str:
     _, *shared = memory.untyped_storage()._share_cuda_()
     values = [value.hex() if isinstance(value, bytes) else value for value in shared]
-    return SOURCE + json.dumps([*values, str(torch.cuda.get_device_properties(memory.device).uuid)])
+    return ON_GPU + json.dumps([*values, str(torch.cuda.get_device_properties(memory.device).uuid)])
 
 
 def _device_of(uuid: str) -> torch.device:
@@ -66,23 +66,28 @@ def _device_of(uuid: str) -> torch.device:
 
 
 def finished(device: torch.device) -> None:
-    """Returns when what was queued on the GPU is done, before another process reads or overwrites it."""
+    """Returns when what this thread has queued on the GPU is done, before another process reads or overwrites it. It must not wait for
+    other streams: NCCL's has sends and receives whose other side may wait for this one."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 class NcclGroup:
     """Buckets between any two ranks over one communicator of all: NCCL runs its operations in order, which must be that of the rounds."""
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int, device: torch.device, deadline: Deadline):
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, device: torch.device, deadline: Deadline, seconds: float):
+        """Until all have joined, at the `deadline`; but NCCL's own start has none. `seconds` of a push bound every bucket."""
         kind: Any = dist.ProcessGroupNCCL  # absent from builds for CPU
         options = kind.Options()
-        options._timeout = timedelta(seconds=deadline.left())
-        self._device = device
+        options._timeout = timedelta(seconds=2 * seconds)  # torch then ends the process; `wait` gives up before
         torch.cuda.set_device(device)
         self._only = kind(dist.PrefixStore("moerl/weights", store), rank, world_size, options)
         # All make the communicator here. Otherwise the first bucket of any two would, and wait in it for all others.
-        self.wait(self._only.allreduce([torch.zeros(1, device=device)]), deadline)
+        try:
+            self.wait(self._only.allreduce([torch.zeros(1, device=device)]), deadline)
+        except Exception:
+            self.close()
+            raise
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Any:
         """Work that has begun; NCCL knows no tags."""

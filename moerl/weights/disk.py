@@ -27,7 +27,7 @@ BLOCK_BYTES = 2**16
 _TRAILER = struct.Struct("<Q16s8s")
 _MAGIC = b"MOERLWT1"
 DIRECTORY_KEY = "moerl/directory"
-"""In the meeting of a push: a sender's directory."""
+"""In the rendezvous of a push: a sender's directory."""
 _PRESENCE = "sender"
 """A file by which a receiver knows that it sees the sender's directory."""
 

@@ -9,13 +9,14 @@ from moerl.types import WeightError
 from moerl.weights.cuda import finished
 from moerl.weights.disk import DIRECTORY_KEY, DiskReader, Read
 from moerl.weights.links import Borrower, rank_key
-from moerl.weights.meeting import JOIN_SECONDS, Deadline, Meeting
 from moerl.weights.network import NetworkReader
+from moerl.weights.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
 from moerl.weights.shm import SharedReader
 
 
 class Incoming:
-    """Of all pushes until an error. The constructor returns when it has met those from whom buckets come; nccl: when all have joined."""
+    """Of all pushes until an error. The constructor returns when it has connected to those from whom buckets come; nccl: when all have
+    joined."""
 
     def __init__(self, offer: TransportOffer, *, device: torch.device, read: Read | None):
         self._device, self._seconds = device, offer.seconds
@@ -38,14 +39,14 @@ class Incoming:
         self._from.close()
 
     def _reader(self, offer: TransportOffer, deadline: Deadline, read: Read | None) -> NetworkReader | Borrower:
-        meeting = Meeting.join(offer.address, deadline)
+        rendezvous = Rendezvous.join(offer.address, deadline)
         if offer.transport == "nccl":
-            return NetworkReader(meeting, offer, self._buckets, device=self._device, deadline=deadline)
-        memory = SharedReader() if offer.transport == "ipc" else DiskReader(meeting.ask(DIRECTORY_KEY), read=read)
+            return NetworkReader(rendezvous, offer, self._buckets, device=self._device, deadline=deadline)
+        memory = SharedReader() if offer.transport == "ipc" else DiskReader(rendezvous.ask(DIRECTORY_KEY), read=read)
         borrower = Borrower(memory, lambda bucket: rank_key(bucket.sender))
         try:
             lenders = {rank_key(bucket.sender) for bucket in self._buckets}
-            borrower.join(meeting, lenders, reader=offer.reader, name=offer.server, deadline=deadline)
+            borrower.join(rendezvous, lenders, reader=offer.reader, name=offer.server, deadline=deadline)
         except WeightError:
             borrower.close()
             raise

@@ -2,23 +2,28 @@
 
     lender: "bucket 5 lies here" --> borrower reads, installs --> "done" --> lender fills that memory again
 
-Every two have a connection, so each hears at once when the other ends. Nobody waits for ever, and no two for each other: all go through
-the buckets in one order (deliveries.in_order), so whoever has the first of those that are not done waits for nobody who waits.
+Every two have a connection, so that who waits for one that ends hears it at once. Nobody waits for ever, and no two for each other: all
+go through the buckets in one order (deliveries.in_order), so whoever has the first of those that are not done waits for nobody who waits.
 """
 
 import json
+import select
 import socket
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 import torch
 
 from moerl.cluster.echoes import LATE, LEFT
+from moerl.cluster.keep_alive import keep_alive
 from moerl.push_types import Bucket
 from moerl.types import WeightError
 from moerl.weights.disk import DiskReader
-from moerl.weights.meeting import Deadline, Meeting, explained
+from moerl.weights.rendezvous import TOKEN_KEY, Deadline, Rendezvous, explained
 from moerl.weights.shm import SharedReader
+
+_HELLO_SECONDS = 5.0
 
 
 class Link:
@@ -26,6 +31,7 @@ class Link:
 
     def __init__(self, connection: socket.socket, peer: str = "a reader"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(connection)
         self._connection, self._lines, self.peer = connection, connection.makefile("rb"), peer
 
     def say(self, line: str) -> None:
@@ -48,14 +54,10 @@ class Link:
         return line[:-1].decode()
 
     def check(self) -> None:
-        """WeightError if the other side is gone."""
-        try:
-            is_gone = self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-        except BlockingIOError:
-            return
-        except OSError:
-            is_gone = True
-        if is_gone:
+        """WeightError if the other side is gone, also if lines of it are still to be heard."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        if poll.poll(0):
             raise WeightError(f"{self.peer} {LEFT}")
 
     def close(self) -> None:
@@ -69,35 +71,25 @@ class Link:
 class Lender:
     """Of one process, whose memory has slots for buckets."""
 
-    def __init__(self, key: str, name: str, host: str, meeting: Meeting, readers: Collection[int]):
-        """`key`, under which `readers` look for it in `meeting`; its `name` for errors; an address of this `host`."""
+    def __init__(self, key: str, name: str, host: str, rendezvous: Rendezvous, readers: Collection[int]):
+        """`key`, under which `readers` look for it in the `rendezvous`; its `name` for errors; an address of this `host`."""
+        self._links: dict[int, Link] = {}
+        self._lent: dict[int, tuple[Bucket, Sequence[int]]] = {}
+        self._readers, self._token = frozenset(readers), rendezvous.ask(TOKEN_KEY)
+        self._changed = threading.Condition()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with explained(f"no port on {host} for readers of {name}"):
             self._server = socket.create_server((host, 0), family=family, backlog=1024)
-        self._links: dict[int, Link] = {}
-        self._lent: dict[int, tuple[Bucket, Sequence[int]]] = {}
-        self._meeting, self._readers = meeting, frozenset(readers)
         port = self._server.getsockname()[1]
-        meeting.tell(_key_of(key), json.dumps({"host": host, "port": port, "name": name}))
+        # From now on, lest the system's queue of those that wait to be accepted, 128 on old kernels, keeps readers from connecting.
+        threading.Thread(target=self._accept_all, name=f"readers of {name}", daemon=True).start()
+        rendezvous.tell(_key_of(key), json.dumps({"host": host, "port": port, "name": name}))
 
     def accept(self, deadline: Deadline) -> None:
         """Returns when all readers have come. For the first push: those that could not connect have ended it before."""
-        while missing := self._readers - set(self._links):
-            try:
-                self._server.settimeout(deadline.left())
-                connection, _ = self._server.accept()
-            except TimeoutError as error:
-                raise WeightError(f"{len(missing)} of {len(self._readers)} readers {LATE} {deadline}") from error
-            link = Link(connection)
-            try:
-                hello = json.loads(link.hear("its name", deadline))
-                if hello["token"] != self._meeting.token:
-                    raise ValueError("of another push")
-            except (WeightError, ValueError, TypeError, KeyError):  # whoever else found the port
-                link.close()
-                continue
-            link.peer = hello["name"]
-            self._links[hello["reader"]] = link
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._missing(), timeout=deadline.left()):
+                raise WeightError(f"{len(self._missing())} of {len(self._readers)} readers {LATE} {deadline}")
 
     def lend(self, bucket: Bucket, source: str, readers: Sequence[int], *, slot: int) -> None:
         """`source`: what readers find it by."""
@@ -113,6 +105,11 @@ class Lender:
         for reader in readers:
             self._links[reader].hear(f"word that {describe(bucket)} is installed", deadline)
 
+    def drain(self, deadline: Deadline) -> None:
+        """Returns when all have read everything that was lent."""
+        for slot in list(self._lent):
+            self.wait(slot, deadline)
+
     def check(self) -> None:
         """WeightError if a reader is gone."""
         for link in self._links.values():
@@ -120,10 +117,39 @@ class Lender:
 
     def close(self) -> None:
         """Safe to call twice."""
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # ends the accept of the thread
         self._server.close()
-        for link in self._links.values():
-            link.close()
-        self._links = {}
+        with self._changed:
+            self._readers = frozenset()
+            for link in self._links.values():
+                link.close()
+            self._links = {}
+
+    def _missing(self) -> frozenset[int]:
+        return self._readers - set(self._links)
+
+    def _accept_all(self) -> None:
+        while self._missing():
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # it was closed
+            link = Link(connection)
+            try:
+                hello = json.loads(link.hear("its name", Deadline(_HELLO_SECONDS)))
+                if hello["token"] != self._token:
+                    raise ValueError("of another push")
+                link.peer, reader = hello["name"], hello["reader"]
+            except (WeightError, ValueError, TypeError, KeyError):  # whoever else found the port
+                link.close()
+                continue
+            with self._changed:
+                if reader in self._readers:
+                    self._links[reader] = link
+                    self._changed.notify_all()
+                else:
+                    link.close()
 
 
 class Borrower:
@@ -134,11 +160,11 @@ class Borrower:
         self._memory, self._lender_of = memory, lender_of
         self._links: dict[str, Link] = {}
 
-    def join(self, meeting: Meeting, lenders: Iterable[str], *, reader: int, name: str, deadline: Deadline) -> None:
+    def join(self, rendezvous: Rendezvous, lenders: Iterable[str], *, reader: int, name: str, deadline: Deadline) -> None:
         """Connects to these, by their keys; they need not have accepted yet."""
-        hello = json.dumps({"token": meeting.token, "reader": reader, "name": name})
+        hello = json.dumps({"token": rendezvous.ask(TOKEN_KEY), "reader": reader, "name": name})
         for key in sorted(set(lenders)):
-            found = json.loads(meeting.ask(_key_of(key), deadline))
+            found = json.loads(rendezvous.ask(_key_of(key), deadline))
             with explained(f"no connection to {found['name']} at {found['host']}:{found['port']}"):
                 connection = socket.create_connection((found["host"], found["port"]), timeout=deadline.left())
             link = self._links[key] = Link(connection, found["name"])

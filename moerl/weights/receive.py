@@ -73,7 +73,7 @@ class WeightSession:
         return self._version
 
     def connect(self, offer: TransportOffer) -> None:
-        """Returns when this process has met those that it gets buckets from; nccl: when all senders and readers have joined."""
+        """Returns when this process has connected to those that it gets buckets from; nccl: when all senders and readers have joined."""
         with self._exclusive():
             self._disconnect()
             self._incoming = Incoming(offer, device=self._device, read=self._read)

@@ -2,7 +2,7 @@
 collective.
 
 Two buffers take turns: one is filled while the other is read. So bucket n is filled when bucket n - 2 is installed by all its readers, or,
-over a network, has arrived.
+over a network, has been sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from moerl.weights.deliveries import Job
 from moerl.weights.digest import tensor_digest
 from moerl.weights.disk import DIRECTORY_KEY, DiskSender
 from moerl.weights.links import Lender, rank_key
-from moerl.weights.meeting import JOIN_SECONDS, Deadline, Meeting
 from moerl.weights.network import DEVICE_KEY, NetworkSender
+from moerl.weights.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
 from moerl.weights.shm import new_buffer
 from moerl.weights.spec import CPU
 
@@ -51,7 +51,7 @@ class WeightSender:
         self._job, self._read, self._seconds, self._host = job, read, seconds, host
         self._device = CPU if transport == "disk" else device
         self._buffers = [new_buffer(self._device) for _ in range(NUM_BUFFERS)]
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
         self._lender: Lender | None = None
         self._network: NetworkSender | None = None
         self._disk: DiskSender | None = None
@@ -66,26 +66,26 @@ class WeightSender:
             self._disk.listen()
         if not is_first:
             return ""
-        self._meeting = Meeting.open(self._host, Deadline(self._seconds))
+        self._rendezvous = Rendezvous.open(self._host, Deadline(self._seconds))
         if self._disk is not None:
-            self._meeting.tell(DIRECTORY_KEY, str(self._disk.directory))
-        self._meeting.tell(DEVICE_KEY, self._device.type)
-        return self._meeting.address
+            self._rendezvous.tell(DIRECTORY_KEY, str(self._disk.directory))
+        self._rendezvous.tell(DEVICE_KEY, self._device.type)
+        return self._rendezvous.address
 
     def connect(self, address: str, *, place: int, num_senders: int, world_size: int) -> None:
         """From here on readers can connect to this sender; nccl: returns when all have joined. `address`: what the first sender's listen
         returned. `place` among the `num_senders`, which with all readers are `world_size`."""
         deadline = Deadline(min(self._seconds, JOIN_SECONDS))
         with self._closing_on_error():
-            if self._meeting is None:
-                self._meeting = Meeting.join(address, deadline)
+            if self._rendezvous is None:
+                self._rendezvous = Rendezvous.join(address, deadline)
             rank, is_network = self._job[0].sender, self._transport == "nccl"
             readers = {reader for bucket in self._job for reader in bucket.readers[: 1 if is_network else None]}
-            self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._meeting, readers)
+            self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._rendezvous, readers)
             if is_network:
                 self._network = NetworkSender(
-                    self._meeting, self._lender, device=self._device, host=self._host, place=place, num_senders=num_senders,
-                    world_size=world_size, deadline=deadline,
+                    self._rendezvous, self._lender, device=self._device, host=self._host, place=place, num_senders=num_senders,
+                    world_size=world_size, deadline=deadline, seconds=self._seconds,
                 )  # fmt: skip
 
     def digests(self) -> list[str]:
@@ -107,8 +107,8 @@ class WeightSender:
             for index in range(len(self._job)):
                 self._wait(index % NUM_BUFFERS, deadline)
                 num_written += self._send(index)
-            for slot in range(NUM_BUFFERS):
-                self._wait(slot, deadline)
+            for index in range(len(self._job), len(self._job) + NUM_BUFFERS):
+                self._wait(index % NUM_BUFFERS, deadline)
         return num_written
 
     def pack(self, index: int) -> torch.Tensor:
@@ -175,4 +175,4 @@ class WeightSender:
             self._network.close()
         if self._lender is not None:
             self._lender.close()
-        self._network, self._lender, self._meeting = None, None, None
+        self._network, self._lender, self._rendezvous = None, None, None

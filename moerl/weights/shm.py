@@ -10,8 +10,7 @@ import torch
 
 from moerl.push_types import Bucket
 from moerl.types import WeightError
-from moerl.weights.cuda import SOURCE as ON_GPU
-from moerl.weights.cuda import DeviceBuffer, map_device
+from moerl.weights.cuda import ON_GPU, DeviceBuffer, map_device
 
 _NAME = "moerl-weights"
 

@@ -30,9 +30,6 @@ T = TypeVar("T")
 SOURCE = "trainer"
 """What the sending side is called in errors."""
 
-FAILED_SIDE = "\n* "
-"""Begins what each failed side says."""
-
 _PATIENCE = 0.9
 """Of the deadline of a call: a side that has waited so long for another says so, and who says nothing by the deadline is the one that
 hangs."""
@@ -51,7 +48,7 @@ class WeightSource(Protocol):
         """Start afresh with this transport, on these ranks; the address for TransportOffer. `seconds`: as there."""
 
     async def connect(self, address: str, world_size: int) -> None:
-        """Returns when every reader has come. `world_size`: of senders and readers."""
+        """Readers can connect to every rank; nccl: returns when all have joined. `world_size`: of senders and readers."""
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         """By rank, of all entries of its job. A push begins."""
@@ -176,16 +173,19 @@ class WeightSync:
         return {name: task.result() for name, task in tasks.items()}
 
     async def _hanging(self, tasks: Mapping[str, asyncio.Future[T]]) -> list[str]:
-        """Those that have not ended at the deadline, or some time after the first failure; all if each has only lost or awaited others."""
+        """To be looked at: those that have not ended at the deadline, or some time after the first failure; if each has only lost or
+        awaited others, all that failed. Nobody where a cause is known: who then has not ended may be well, and busy."""
         done, pending = await asyncio.wait(tasks.values(), timeout=self._deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
         if pending and any(task.exception() is not None for task in done):
             await asyncio.wait(pending, timeout=self._settle_seconds)
-            if not tasks.get(SOURCE, next(iter(done))).done():  # it has deadlines of its own, and then names the rank that failed
+            if SOURCE in tasks and not tasks[SOURCE].done():  # it has deadlines of its own, and then names the rank that failed
                 await asyncio.wait([tasks[SOURCE]], timeout=self._deadline_seconds)
-        errors = [error for task in tasks.values() if task.done() and (error := task.exception()) is not None]
-        if silent := [name for name, task in tasks.items() if not task.done()]:
-            return silent
-        return list(tasks) if errors and all(map(is_echo, errors)) else []
+                await asyncio.wait(tasks.values(), timeout=self._settle_seconds)
+        failed = {name: error for name, task in tasks.items() if task.done() and (error := task.exception()) is not None}
+        if not all(map(is_echo, failed.values())):
+            return []
+        silent = [name for name, task in tasks.items() if not task.done()]
+        return silent or (list(failed) if SOURCE in tasks else [])
 
 
 def resolve_transport(
@@ -218,13 +218,16 @@ def _is_local(address: str) -> bool:
 
 
 def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
-    """Sides that only lost another are named after what happened to the others, if that is known."""
-    lines = [f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"]
+    """What happened to sides that only lost another comes last, if more is known of others."""
+    said = {name: "did not end in time and was cancelled" if name in silent else _headline(failure) for name, failure in failures.items()}
     echoes = [name for name, failure in failures.items() if name not in silent and is_echo(failure)]
     causes = [name for name in failures if name not in echoes] or echoes
-    for name in causes:
-        failure = failures[name]
-        said = "did not end in time and was cancelled" if name in silent else f"{type(failure).__name__}: {failure}"
-        lines.append(f"{name}: {said}")
-    others = [name for name in echoes if name not in causes]
-    return FAILED_SIDE.join(lines) + (f"\nwaited for these in vain: {', '.join(others)}" if others else "")
+    head = f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"
+    lines = [head, *(f"* {name}: {said[name]}" for name in causes)]
+    if others := [name for name in echoes if name not in causes]:
+        lines += ["lost them, or waited for them:", *(f"* {name}: {said[name].splitlines()[0]}" for name in others)]
+    return "\n".join(lines)
+
+
+def _headline(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"

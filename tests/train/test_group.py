@@ -16,7 +16,6 @@ import ray
 from awake import awake
 
 from moerl.algorithms.sft import SFT
-from moerl.cluster.hang import HangReports
 from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
 from moerl.cluster.stop import KILLED
 from moerl.config.layout import Layout
@@ -36,7 +35,7 @@ from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train import calls, checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError, WeightError
+from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.weights.deliveries import stored_specs
 from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
@@ -116,10 +115,10 @@ class Received:
         return tensor.clone()
 
 
-async def push_to_one(group, on_load=lambda number: None, **options):
+async def push_to_one(group, on_load=lambda number: None, transport="ipc", **options):
     """From both ranks."""
     receiver = Received(stored_specs((await group.weight_source.outline()).tensors), on_load)
-    stats = await WeightSync(group.weight_source, {"server": receiver}, transport="ipc", **options).push(1)
+    stats = await WeightSync(group.weight_source, {"server": receiver}, transport=transport, **options).push(1)
     assert stats.num_senders == 2
 
 
@@ -207,24 +206,30 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
     run_with(scenario, deadlines=DeadlineConfig(update_seconds=3))
 
 
-def test_a_rank_frozen_in_a_push_is_named_although_all_others_wait(run_with, tmp_path):
-    """As WeightPublisher does."""
-
+def test_a_rank_frozen_in_a_push_is_named_although_all_others_wait(run_with):
     async def scenario(group, pids):
-        hangs = HangReports(tmp_path)
-
-        async def look(step, names):
-            assert (step, names) == ("the transfer", ["trainer", "server"])
-            return await hangs.report("push", "4 s", parties=group.parties, silent=[party.name for party in group.parties])
-
         freeze = kill_at_third(pids[1], signal.SIGSTOP)
-        with pytest.raises(WeightError, match=r"did not come within 3.6 s from trainer rank 1") as caught:
-            await push_to_one(group, freeze, deadline_seconds=4, settle_seconds=1, on_late=look)
-        hang = caught.value.__cause__
-        assert hang.names == ("rank 1",)
-        _, sections = report_of(hang)
+        with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 4 s \(deadlines.push_seconds\)\n") as caught:
+            await push_to_one(group, freeze, deadline_seconds=4, settle_seconds=1)
+        _, sections = report_of(caught.value)
         assert "in send_push for" in sections["rank 1"]
         assert "stacks: py-spy" in sections["rank 1"]
+
+    run_with(scenario, deadlines=DeadlineConfig(push_seconds=4, settle_seconds=1))
+
+
+def test_a_rank_whose_file_system_hangs_in_a_push_is_named_although_all_others_wait(run_with, tmp_path):
+    """Its process runs. Opening a pipe that nobody reads blocks for ever."""
+
+    def block(num_loaded):
+        if num_loaded == 0:
+            (directory,) = tmp_path.rglob("rank-1")
+            os.mkfifo(directory / "push-000001-bucket-00002.partial")
+
+    async def scenario(group, pids):
+        with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 4 s \(deadlines.push_seconds\)\n") as caught:
+            await push_to_one(group, block, "disk", deadline_seconds=4, settle_seconds=1)
+        assert re.search(r"DiskSender.write \(/.*disk.py:\d+\)", report_of(caught.value)[1]["rank 1"])
 
     run_with(scenario, deadlines=DeadlineConfig(push_seconds=4, settle_seconds=1))
 

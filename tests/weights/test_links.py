@@ -16,7 +16,7 @@ from moerl.types import WeightError
 from moerl.weights.deliveries import in_order
 from moerl.weights.incoming import Incoming
 from moerl.weights.links import Link
-from moerl.weights.meeting import Deadline
+from moerl.weights.rendezvous import Deadline
 from moerl.weights.schedule import first_fit
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import CPU
@@ -107,6 +107,53 @@ def test_every_plan_ends_push_after_push_and_every_bucket_comes_once_to_each_rea
                 each.close()
 
 
+def test_gloo_s_connections_close_although_the_traceback_of_a_failure_is_kept():
+    """Rank 0 fails, so the reader does, for which rank 1 waits, with more than the kernel's buffers hold. Its connections close with the
+    last reference to the group, or to what was begun on it."""
+
+    class Failing(WeightSender):
+        def pack(self, index):
+            if (self._job[0].sender, index) == (0, 1):
+                time.sleep(0.2)  # until the others wait
+                raise KeyError("a fault of the trainer")
+            return self._buffers[index % 2].reserve(self._job[index].num_bytes)[: self._job[index].num_bytes]
+
+    sizes = {0: (8, 8), 1: (2**26,)}
+    jobs = {
+        sender: tuple(
+            Bucket(sender=sender, index=index, num_bytes=size, entries=(), readers=(0,), round=2 * sender + index)
+            for index, size in enumerate(mine)
+        )
+        for sender, mine in sizes.items()
+    }
+    senders = [Failing("nccl", job, None, seconds=SECONDS) for job in jobs.values()]
+    address, _ = [sender.listen(is_first=place == 0) for place, sender in enumerate(senders)]
+    offer = TransportOffer(
+        transport="nccl", address=address, server="reader", senders=(0, 1), num_readers=1, reader=0, buckets=tuple(in_order(jobs)),
+        seconds=SECONDS,
+    )  # fmt: skip
+
+    def read():
+        try:
+            list(incoming.buckets())
+        except WeightError:
+            incoming.close()
+            raise
+
+    with ThreadPoolExecutor(3) as pool:
+        joining = [pool.submit(sender.connect, address, place=place, num_senders=2, world_size=3) for place, sender in enumerate(senders)]
+        incoming = Incoming(offer, device=CPU, read=None)
+        for each in joining:
+            each.result()
+        started = time.monotonic()
+        ending = [pool.submit(work) for work in (senders[0].send, senders[1].send, read)]
+        errors = [each.exception() for each in ending]  # which keeps them
+    assert [type(error) for error in errors] == [KeyError, WeightError, WeightError]
+    assert time.monotonic() - started < SECONDS / 2
+    for sender in senders:
+        sender.close()
+
+
 @pytest.fixture
 def pair():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -127,8 +174,10 @@ def test_a_side_that_ends_is_heard_at_once(pair, said):
         link.hear("bucket 3", Deadline(SECONDS))
 
 
-def test_a_side_that_is_gone_is_found_by_one_that_waits_for_something_else(pair):
+@pytest.mark.parametrize("unheard", [b"", b"0 3 somewhere\n"])
+def test_a_side_that_is_gone_is_found_by_one_that_waits_for_something_else(pair, unheard):
     link, theirs = pair
+    theirs.sendall(unheard)
     link.check()
     theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(WeightError, match="the other side left the push$"):

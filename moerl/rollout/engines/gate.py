@@ -74,7 +74,7 @@ class Gate:
         return self._core.needs()
 
     def connect(self, offer: TransportOffer) -> None:
-        """Blocks until the sender has joined."""
+        """Blocks until it has a connection to the senders; nccl: until all have joined."""
         self._submit(self._step(self._core.connect(offer))).result()
 
     def begin(self, manifest: Manifest) -> "Future[None]":

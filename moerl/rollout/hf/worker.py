@@ -96,7 +96,8 @@ class Worker:
         return (self._session.needs,)
 
     def connect(self, offer: TransportOffer) -> None:
-        """Blocks until the sender has joined; call it from a thread that may wait. The model is not touched."""
+        """Blocks until it has a connection to the senders (nccl: until all have joined); call it from a thread that may wait. The model is
+        not touched."""
         try:
             self._session.connect(offer)
         except WeightError as error:

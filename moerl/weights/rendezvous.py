@@ -14,7 +14,8 @@ from moerl.types import WeightError
 JOIN_SECONDS = 120.0
 """For all sides of a push to meet, at most: one that is gone by then keeps the others from a new attempt for so long."""
 
-_TOKEN = "moerl/token"
+TOKEN_KEY = "moerl/token"
+"""Its value only those know who can reach the store."""
 
 
 class Deadline:
@@ -34,7 +35,7 @@ class Deadline:
         return f"{self._seconds:g} s"
 
 
-class Meeting:
+class Rendezvous:
     """Every value is told once. WeightError if the store cannot be reached, or a value was not told in time."""
 
     def __init__(self, store: Store, address: str):
@@ -42,23 +43,18 @@ class Meeting:
         self.host = address.rpartition(":")[0]
 
     @classmethod
-    def open(cls, host: str, deadline: Deadline) -> "Meeting":
+    def open(cls, host: str, deadline: Deadline) -> "Rendezvous":
         """In this process, on a free port of `host`."""
         with explained(f"no store at {host}"):
             store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline.left()))
-            store.set(_TOKEN, secrets.token_hex())
+            store.set(TOKEN_KEY, secrets.token_hex())
         return cls(store, f"{host}:{store.port}")
 
     @classmethod
-    def join(cls, address: str, deadline: Deadline) -> "Meeting":
+    def join(cls, address: str, deadline: Deadline) -> "Rendezvous":
         host, _, port = address.rpartition(":")
         with explained(f"could not join the trainer at {address!r}"):
             return cls(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=deadline.left())), address)
-
-    @property
-    def token(self) -> str:
-        """Which only those know who can reach the store."""
-        return self.ask(_TOKEN)
 
     def tell(self, key: str, value: str) -> None:
         with explained(f"the store at {self.address} takes nothing"):
