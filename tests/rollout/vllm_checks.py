@@ -2,11 +2,15 @@
 
 import json
 import traceback
+from types import SimpleNamespace
 
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from moerl.rollout.vllm.cpu import model_arguments
 from moerl.rollout.vllm.installed import LayerwiseBytes
 from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
 from moerl.rollout.vllm.sampling import advance
@@ -88,6 +92,16 @@ def check_the_random_numbers_of_a_resumed_request_follow_those_it_has_used():
     advance(rest, 12, 50)
     assert len(set(expected)) > 5
     assert draw(rest, 8) == expected[12:]
+
+
+def check_latent_attention_is_computed_by_kernels_that_know_float32_also_where_there_is_amx():
+    config = SimpleNamespace(use_sparse=False, use_mla=True)
+    chosen = AttentionBackendEnum[model_arguments({"kv_lora_rank": 512})["attention_backend"]]
+    has_amx, torch.cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported, lambda: True
+    try:
+        assert CpuPlatform.get_attn_backend_cls(chosen, config) == AttentionBackendEnum.CPU_MLA.get_path()
+    finally:
+        torch.cpu._is_amx_tile_supported = has_amx
 
 
 def outcome(check):

@@ -88,7 +88,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         num_positions = options.max_running * options.max_context
         gib = cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
         os.environ.update(cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
-        own |= cpu.ARGUMENTS | cpu.node_arguments(options.layout)
+        own |= cpu.ARGUMENTS | cpu.model_arguments(model) | cpu.node_arguments(options.layout)
         own["max_num_batched_tokens"] = max(options.max_context, options.prefill_chunk)
     return own
 

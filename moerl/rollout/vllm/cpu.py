@@ -32,6 +32,11 @@ _EXPERT_MULTIPLE = 32
 """Of hidden size and experts' inner size (CPUUnquantizedExperts.output_alignment; vLLM pads the inner size by itself)."""
 
 
+def model_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Of latent attention: where the processor has AMX, vLLM would take kernels that refuse float32 (CpuPlatform.get_attn_backend_cls)."""
+    return {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in model else {}
+
+
 def node_arguments(layout: ServerLayout) -> dict[str, Any]:
     """Of a server over several nodes, by name: its processes on one. vLLM would count devices, of which the CPU is one (MessageQueue in
     vllm/distributed/device_communicators/shm_broadcast.py), and take processes of the first node for another's."""
