@@ -78,7 +78,7 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
     [
         ("sglang", "push", "nccl"),
         pytest.param("sglang", "generation", "ipc", marks=pytest.mark.slow),
-        ("vllm", "generation", "ipc"),
+        pytest.param("vllm", "generation", "ipc", marks=pytest.mark.slow),
         ("vllm", "push", "nccl"),
     ],
 )

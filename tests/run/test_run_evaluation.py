@@ -61,6 +61,7 @@ def test_a_folder_made_of_the_checkpoint_has_the_same_samples(words, tmp_path):
     assert samples(tmp_path / "out") == samples(run_dir / "eval" / "step-000001")
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_stopped_goes_on_where_it_was_and_leaves_nothing(words, tmp_path):
     many = ["eval.datasets.repeat.data.size=400", "eval.datasets.repeat.num_prompts=400"]
     shared = shared_memory()
