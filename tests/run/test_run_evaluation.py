@@ -53,6 +53,7 @@ def test_a_runs_checkpoint_has_the_samples_of_the_runs_own_evaluation_and_no_ran
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before, "the run's directory is the run's"
 
 
+@pytest.mark.slow
 def test_a_folder_made_of_the_checkpoint_has_the_same_samples(words, tmp_path):
     run_dir = load(words).run_dir
     folder = tmp_path / "folder"

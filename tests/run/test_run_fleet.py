@@ -33,7 +33,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "number", "num_servers", "transport"),
     [
-        ("generation", signal.SIGKILL, 1, "ipc"),
+        pytest.param("generation", signal.SIGKILL, 1, "ipc", marks=slow),
         pytest.param("generation", signal.SIGKILL, 2, "ipc", marks=slow),
         pytest.param("generation", signal.SIGSTOP, 2, "ipc", marks=slow),
         pytest.param("idle", signal.SIGKILL, 1, "ipc", marks=slow),

@@ -47,6 +47,7 @@ def reports(output_dir):
     return {path.parent.name.split("-", 2)[2]: path.read_text() for path in (output_dir / SYNC / "hangs").glob("*/report.txt")}
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_hangs_goes_on_from_its_newest_checkpoint(tmp_path, freeze_rank_1, capfd):
     found = train(tmp_path, "deadlines.on_hang=restart")
     assert [row["step"] for row in found] == [1, 2, 3]
