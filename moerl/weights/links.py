@@ -135,14 +135,14 @@ class Lender:
                 connection, _ = self._server.accept()
             except OSError:
                 return  # it was closed
-            link = Link(connection)
             try:
+                link = Link(connection)
                 hello = json.loads(link.hear("its name", Deadline(_HELLO_SECONDS)))
                 if hello["token"] != self._token:
                     raise ValueError("of another push")
                 link.peer, reader = hello["name"], hello["reader"]
-            except (WeightError, ValueError, TypeError, KeyError):  # whoever else found the port
-                link.close()
+            except (WeightError, OSError, ValueError, TypeError, KeyError):  # whoever else found the port, or is gone already
+                connection.close()
                 continue
             with self._changed:
                 if reader in self._readers:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,9 @@ def test_who_finds_the_port_of_a_sender_by_chance_does_not_count_as_a_reader(sta
         for said in (b"", b"GET / HTTP/1.1\r\n", b'{"token": "0", "reader": 0, "name": "me"}\n', b"[]\n"):
             strangers.append(socket.create_connection(told._server.getsockname()))
             strangers[-1].sendall(said)  # the first one says nothing, and stays
+        gone = socket.create_connection(told._server.getsockname())
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.close()  # with a reset
         await asyncio.gather(connecting, engine.connect(offer))
         await engine.begin(manifest)
         await asyncio.gather(source.send(), engine.install())
