@@ -4,7 +4,7 @@ import signal
 from statistics import fmean
 
 import pytest
-from whole_runs import DIGIT, SMALL, SYNC, assert_all_end, rows, run, shared_memory
+from whole_runs import DIGIT, SMALL, SYNC, assert_all_end, left_in_shared_memory, rows, run, shared_memory
 
 from moerl import run as in_process
 from moerl.check import load_checked
@@ -40,17 +40,13 @@ def undisturbed(tmp_path_factory):
 
 
 def train_alone(output_dir, engine, *overrides):
-    before = files_of(engine)
+    before = shared_memory()
     ended = run(output_dir, *ENGINES[engine], *overrides, seconds=400)
     assert ended.returncode == 0, ended.stderr
-    assert files_of(engine) <= before
+    assert left_in_shared_memory(before, FILES[engine]) == set()
     found = rows(output_dir)
     assert [row["step"] for row in found] == list(range(1, NUM_STEPS + 1))
     return found
-
-
-def files_of(engine):
-    return {name for name in shared_memory() if name.startswith(FILES[engine])}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -84,7 +80,7 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
 )
 def test_a_killed_server_comes_back_with_verified_weights(undisturbed, tmp_path, strike, engine, when, transport):
     """kill -9 in the second step: the engine's own processes end with the server, and every step has its samples once."""
-    struck, before = strike(when, signal.SIGKILL), files_of(engine)
+    struck, before = strike(when, signal.SIGKILL), shared_memory()
     overrides = (*SMALL, *ENGINES[engine], "deadlines.probe_seconds=5", f"weights.transport={transport}")
     in_process.train(load_checked([f"recipe={SYNC}", *overrides, f"output_dir={tmp_path}"]))
     found = rows(tmp_path)
@@ -95,4 +91,4 @@ def test_a_killed_server_comes_back_with_verified_weights(undisturbed, tmp_path,
     assert (found[-1]["fleet/restarts"], struck.pools[0].fleet.members[0].num_starts) == (1.0, 2)
     assert len(struck.family) > 1, "the engine has processes of its own"
     assert_all_end(struck.family)
-    assert files_of(engine) <= before
+    assert left_in_shared_memory(before, FILES[engine]) == set()

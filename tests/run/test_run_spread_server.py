@@ -4,7 +4,7 @@ import signal
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, assert_all_end, below, rows, shared_memory, start, wait_for_step
+from whole_runs import DIGIT, SYNC, assert_all_end, below, left_in_shared_memory, rows, shared_memory, start, wait_for_step
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,7 @@ def with_children(processes):
 )
 def test_a_server_over_two_nodes_that_loses_a_follower_is_started_again_whole(tmp_path, raylets, engine, transport):
     files, says_once = ENGINES[engine]
-    before = {name for name in shared_memory() if name.startswith(files)}
+    before = shared_memory()
     replay = "rollout" if engine == "sglang" else "off"
     process = start(tmp_path, *SPREAD, f"rollout.engine={engine}", f"train.router_replay={replay}", f"weights.transport={transport}")
     wait_for_step(process, 1)
@@ -50,4 +50,4 @@ def test_a_server_over_two_nodes_that_loses_a_follower_is_started_again_whole(tm
     assert_all_end(family)
     for node in raylets:
         assert not below(node, engine)
-    assert {name for name in shared_memory() if name.startswith(files)} <= before
+    assert left_in_shared_memory(before, files) == set()

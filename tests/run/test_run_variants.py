@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 from safetensors.torch import load_file
-from whole_runs import ADD, ASYNC, DIGIT, SMALL, SYNC, checkpoint_tensors, rows, shared_memory
+from whole_runs import ADD, ASYNC, DIGIT, SMALL, SYNC, checkpoint_tensors, left_in_shared_memory, rows, shared_memory
 
 from moerl import run
 from moerl.__main__ import main
@@ -33,7 +33,7 @@ def nothing_left():
     yield
     _, alive = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in children], timeout=30)
     assert [" ".join(process.cmdline()) for process in alive] == []
-    assert shared_memory() <= shared
+    assert left_in_shared_memory(shared) == set()
 
 
 def train(output_dir, *overrides, recipe=SYNC):

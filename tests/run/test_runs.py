@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, rows, shared_memory
+from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory
 
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import read_state
@@ -65,7 +65,7 @@ def go(output_dir: Path, stop: Stop | None = None) -> Ended:
         exit_code=exit_code,
         family=names,
         alive=[" ".join(child.cmdline()) for child in alive],
-        shared_memory=shared_memory() - before,
+        shared_memory=left_in_shared_memory(before),
         stdout="".join(printed),
         stderr=process.communicate()[1],
         rows=rows(output_dir),

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -58,17 +59,28 @@ def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:
 
 def shared_memory() -> set[str]:
     """Files of /dev/shm, but for those that another living process has open: they may be anybody's."""
-    return set(os.listdir("/dev/shm")) - {name for pid in psutil.pids() if pid != os.getpid() for name in _held_by(pid)}
+    held = {inode for pid in psutil.pids() if pid != os.getpid() for inode in _held_by(pid)}
+    return {entry.name for entry in os.scandir("/dev/shm") if entry.inode() not in held}
 
 
-def _held_by(pid: int) -> set[str]:
-    """None of a process that has ended, or is another user's."""
+def left_in_shared_memory(before: set[str], prefix: str = "") -> set[str]:
+    """New files of `shared_memory` whose names begin like this and that stay: another program's are there for a moment while it makes or
+    removes them."""
+    deadline = time.monotonic() + 10
+    while (left := {name for name in shared_memory() - before if name.startswith(prefix)}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def _held_by(pid: int) -> set[int]:
+    """Inodes of /dev/shm; none of a process that has ended, or is another user's. The name in a mapping may be an earlier one: a
+    semaphore gets its name when it is mapped already (glibc's sem_open)."""
     try:
-        opened = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        mapped = Path(f"/proc/{pid}/maps").read_text()
+        opened = [link.stat().st_ino for link in Path(f"/proc/{pid}/fd").iterdir() if os.readlink(link).startswith("/dev/shm/")]
+        mapped = re.findall(r"^(?:\S+ +){4}(\d+) +/dev/shm/", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
     except OSError:
         return set()
-    return set(re.findall(r"/dev/shm/(\S+)", "\n".join([*opened, mapped])))
+    return {*opened, *map(int, mapped)}
 
 
 def assert_all_end(processes: list[psutil.Process]) -> None:

@@ -80,7 +80,7 @@ def _disturb(file: Path) -> None:
 
 def settings(model_dir: Path, layout: Layout, *, micro_batch_tokens: int = 64, dtype: str = "float32", **options: Any) -> EngineSettings:
     # With a smaller eps Adam would turn the rounding of a vanishing gradient into a whole step.
-    optimizer = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)
+    optimizer = OptimizerConfig(lr=1e-3, eps=1e-4, weight_decay=0.1)
     # Chunks shorter than a micro-batch.
     train = TrainConfig(optimizer=optimizer, layout=layout, dtype=dtype, micro_batch_tokens=micro_batch_tokens, logprob_chunk_tokens=24)
     defaults = {"max_context": 32, "temperature": 1.0, "uses_reference": False, "export_dtype": dtype}
