@@ -11,10 +11,13 @@ from moerl.config.problems import problem
 from moerl.config.schema import RunConfig
 from moerl.train.push_tensors import push_tensors
 from moerl.types import ConfigError, MoerlError, Problem
-from moerl.weights.deliveries import deliveries
+from moerl.weights.deliveries import deliveries, in_order
 from moerl.weights.fleet_plan import part_bytes
-from moerl.weights.plan import Plan, RolloutLayout, faults, plan_transfers
-from moerl.weights.schedule import bound_seconds, seconds
+from moerl.weights.plan import Plan, RolloutLayout
+from moerl.weights.plan_faults import faults
+from moerl.weights.routing import plan_transfers
+from moerl.weights.schedule import bound_seconds, incomplete_bytes, seconds
+from moerl.weights.spec import num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +76,9 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
     shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
     least = (experts * shares / rollout.expert_shares + others) / gpus
-    jobs = deliveries(plan, bucket_bytes=network.bucket_bytes, relays=True).jobs
-    buckets = [bucket for job in jobs.values() for bucket in job]
+    found = deliveries(plan, bucket_bytes=network.bucket_bytes, relays=True)
+    buckets = in_order(found.jobs)
+    incomplete = incomplete_bytes(buckets, {spec.name: num_bytes(spec) for spec in found.tensors})
     num_rounds = 1 + max(bucket.round for bucket in buckets)
     bound = bound_seconds(plan, bytes_per_second=rate)
     yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
@@ -87,6 +91,7 @@ def _lines(plan: Plan, network: Network) -> Iterator[str]:
     yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"
     of = f"{len(buckets)} buckets of at most {network.bucket_bytes / 2**20:g} MiB"
     yield f"schedule         {num_rounds} rounds of {of}, {seconds(buckets, bytes_per_second=rate):.2f} s"
+    yield f"incomplete       {_gb(incomplete)} by GPU at most: tensors that come in pieces, until they are whole"
     yield f"for comparison   {(experts + others) / rate:.2f} s if every GPU took everything over its card"
 
 

@@ -1,7 +1,7 @@
 """Memory in which a receiver puts tensors together that come in pieces.
 
-Every pipeline stage of the trainer has some on their way at once: gigabytes for large models (docs/benchmarks.md), which a GPU full of
-weights and caches has not. So a device lends no more than two buckets; the rest waits in host memory and crosses to the device when whole.
+A batch is on its way at once, and an embedding or output layer by itself has gigabytes in large models (docs/benchmarks.md), which a GPU
+full of weights and caches has not. So a device lends no more than two buckets; the rest waits in host memory and crosses to it when whole.
 """
 
 from math import prod

@@ -1,14 +1,16 @@
 """From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
 
-A bucket has pieces for the same readers, in the order of their tensors' names, but scales next to their values. On one host, what a plan
-passes on within a node is read by every GPU of the node where the first of them reads it. Over a network (`relays`) a bucket goes to one
-GPU, and from there to others of its node. Every rank sends, and every reader reads, in the order of the schedule's rounds.
+A bucket has pieces of one batch for the same readers, in the order of their tensors' names, but scales next to their values. On one host,
+what a plan passes on within a node is read by every GPU of it where the first of them reads it. Over a network (`relays`) a bucket goes
+to one GPU, and from there to others of its node. Every rank sends, and every reader reads, in the order of the schedule's rounds.
 """
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
 
 from moerl.models.stacks import stack_of, stored_name
 from moerl.push_types import Bucket, BucketEntry, Manifest, Piece, TensorSpec
@@ -32,13 +34,12 @@ class Deliveries:
 
 def deliveries(plan: Plan, *, bucket_bytes: int, relays: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
-    found = [
-        (late, Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers))
-        for (sender, readers, late), parts in sorted(_by_readers(plan, relays=relays).items())
-        for entries in _buckets(_units(plan, parts), bucket_bytes)
-    ]
+    groups: dict[_Group, list[Bucket]] = defaultdict(list)
+    for (group, sender, readers), parts in sorted(_by_readers(plan, relays=relays).items()):
+        for entries in _buckets(list(_units(plan, parts)), bucket_bytes):
+            groups[group].append(Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers))
     jobs: dict[int, list[Bucket]] = {}
-    for bucket in _in_rounds(found, relays=relays):
+    for bucket in _in_rounds(_by_turns(groups, plan.layout.pp), relays=relays):
         mine = jobs.setdefault(bucket.sender, [])
         mine.append(replace(bucket, index=len(mine)))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
@@ -80,38 +81,58 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
     return tuple(found.values())
 
 
-def _in_rounds(buckets: Iterable[tuple[bool, Bucket]], *, relays: bool) -> list[Bucket]:
-    """By round, of which every sender and reader is in one bucket; of readers to whom one relays, the first. Buckets of about one size
-    share a round, or the small ones would wait for the large. Of one size by name, and experts, which seldom come in pieces, before all
-    else: so that a reader soon has all pieces of a tensor, which it keeps until then."""
+class _Group(NamedTuple):
+    """Of buckets that should come together: a batch, where it is read."""
 
-    def turn(each: tuple[bool, Bucket]) -> tuple[bool, int, str, tuple[int, ...]]:
-        late, bucket = each
-        return late, -(bucket.num_bytes - 1).bit_length(), bucket.entries[0].name, bucket.entries[0].start
+    is_late: bool
+    """Experts, which go to fewer readers, go before all else."""
+    batch: int
+    stage: int
+    place: int
+    """The first of the readers of experts; the node of all else."""
 
-    edges = [bucket for _, bucket in sorted(buckets, key=turn)]
-    rounds = first_fit((bucket.sender, bucket.readers[:1] if relays else bucket.readers) for bucket in edges)
-    placed = [replace(bucket, round=number) for bucket, number in zip(edges, rounds, strict=True)]
+
+def _by_turns(groups: Mapping[_Group, Sequence[Bucket]], num_stages: int) -> list[Sequence[Bucket]]:
+    """Batch by batch. Places that the same rank serves begin with different stages, so that all stages have something to do."""
+    num_served = Counter[tuple[bool, int, int]]()
+    turns: dict[_Group, int] = {}
+    for group in sorted(groups):
+        served = group.is_late, group.batch, min(bucket.sender for bucket in groups[group])
+        turns[group] = (group.stage + num_served[served]) % num_stages
+        num_served[served] += 1
+    order = sorted(groups, key=lambda group: (group.is_late, group.batch, turns[group], group.place))
+    return [groups[group] for group in order]
+
+
+def _in_rounds(groups: Sequence[Sequence[Bucket]], *, relays: bool) -> list[Bucket]:
+    """By round, of which every sender and reader is in one bucket; of readers to whom one relays, the first."""
+    edges = [[(bucket.sender, bucket.readers[:1] if relays else bucket.readers) for bucket in group] for group in groups]
+    placed = [
+        replace(bucket, round=number)
+        for group, rounds in zip(groups, first_fit(edges), strict=True)
+        for bucket, number in zip(group, rounds, strict=True)
+    ]
     return sorted(placed, key=lambda bucket: bucket.round)
 
 
-def _by_readers(plan: Plan, *, relays: bool) -> dict[tuple[int, tuple[int, ...], bool], list[int]]:
-    """Parts by sender, all who read them from there, and whether they go late. With `relays` readers are of one node, the first gets
-    the parts over the network, and all but experts go late; without, nothing does."""
+def _by_readers(plan: Plan, *, relays: bool) -> dict[tuple[_Group, int, tuple[int, ...]], list[int]]:
+    """Parts by group, sender, and all who read them from there. With `relays` readers are of one node, and the first gets the parts over
+    the network."""
     passed_on: dict[tuple[int, int], list[int]] = defaultdict(list)
     for relay, target, part in zip(plan.spread.source.tolist(), plan.spread.target.tolist(), plan.spread.part.tolist(), strict=True):
         passed_on[part, relay].append(target)
-    found: dict[tuple[int, tuple[int, ...], bool], list[int]] = defaultdict(list)
-    readers: dict[tuple[int, int], list[int]] = defaultdict(list)
+    readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for source, target, part in zip(plan.network.source.tolist(), plan.network.target.tolist(), plan.network.part.tolist(), strict=True):
-        others = passed_on.get((part, target), [])
-        if relays:
-            is_expert = plan.tensors[plan.parts.tensor[part]].expert is not None
-            found[source, (target, *sorted(others)), not is_expert].append(part)
-        else:
-            readers[part, source] += [target, *others]
-    for (part, source), gpus in readers.items():
-        found[source, tuple(sorted(gpus)), False].append(part)
+        # The one who relays is named first.
+        readers[part, source, target if relays else -1] += [target, *sorted(passed_on.get((part, target), []))]
+    nodes = plan.rollout.node_numbers()
+    found: dict[tuple[_Group, int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for (part, source, _), gpus in readers.items():
+        gpus = gpus if relays else sorted(gpus)
+        tensor, batch = plan.tensors[plan.parts.tensor[part]], int(plan.parts.batch[part])
+        place = int(nodes[gpus[0]]) if tensor.expert is None else gpus[0]
+        group = _Group(is_late=tensor.expert is None, batch=batch, stage=tensor.stage, place=place)
+        found[group, source, tuple(gpus)].append(part)
     return found
 
 
@@ -134,12 +155,21 @@ def _units(plan: Plan, parts: Sequence[int]) -> Iterator[list[BucketEntry]]:
     yield unit
 
 
-def _buckets(units: Iterable[Sequence[BucketEntry]], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
+def _buckets(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
+    """As few as there must be, and of about one size, so that those of a round take equally long."""
+    full = [_end(bucket) for bucket in _filled(units, bucket_bytes, share=inf)]
+    return _filled(units, bucket_bytes, share=sum(full) / len(full))
+
+
+def _filled(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int, *, share: float) -> Iterator[list[BucketEntry]]:
+    """`share`: how many bytes each bucket has on average, if it can."""
     filled: list[BucketEntry] = []
+    num_closed = before = 0
     for unit in units:
         placed = _placed(unit, _end(filled))
-        if filled and _end(placed) > bucket_bytes:
+        if filled and (_end(placed) > bucket_bytes or before + _end(filled) >= (num_closed + 1) * share):
             yield filled
+            num_closed, before = num_closed + 1, before + _end(filled)
             filled, placed = [], _placed(unit, 0)
         filled += placed
     if filled:

@@ -12,7 +12,9 @@ from moerl.models.stacks import stored_name
 from moerl.push_types import Needs
 from moerl.types import WeightError
 from moerl.weights.deliveries import Deliveries, deliveries
-from moerl.weights.plan import PART_BYTES, Plan, PlannedTensor, RolloutLayout, faults, plan_transfers, readers
+from moerl.weights.plan import PART_BYTES, Plan, PlannedTensor, RolloutLayout, readers
+from moerl.weights.plan_faults import faults
+from moerl.weights.routing import plan_transfers
 from moerl.weights.spec import expert_of, first_few
 
 

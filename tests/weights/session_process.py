@@ -180,7 +180,7 @@ def first_push(source: Source, transport: Transport = "ipc", *, version: int = 1
 
 
 def serve_sender(pipe: Connection) -> None:
-    """Sends MODEL in one bucket, and waits to be ended."""
+    """Sends MODEL in two buckets, and waits to be ended."""
     source = Source(bucket_bytes=2**20)
     manifest, offer = first_push(source)
     pipe.send((manifest, offer))

@@ -1,7 +1,6 @@
 """From what a trainer holds and servers need to the buckets that cross, in one process: every reader gets every byte of its share once."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from moerl.types import WeightError
 from moerl.weights.deliveries import ALIGNMENT, deliveries, in_order, manifest_of
 from moerl.weights.digest import tensor_digest
 from moerl.weights.fleet_plan import Outline, plan_deliveries, plan_of_run
-from moerl.weights.plan import PlannedTensor, holders, plan_transfers, readers
+from moerl.weights.plan import PlannedTensor, holders, readers
+from moerl.weights.routing import plan_transfers
 from moerl.weights.send import WeightSender
 from moerl.weights.spec import box_of
 
@@ -123,12 +123,20 @@ def test_all_keep_to_one_order_in_which_nobody_has_two_buckets_of_a_round(case, 
     assert len(set(reading)) == len(reading)
 
 
-def test_a_bucket_is_closed_only_when_the_next_piece_does_not_fit():
-    outline = Outline(tensors=tensors_of(1), layout=Layout(), bucket_bytes=400)
-    (job,) = plan_deliveries(outline, {"a": (tuple(values_of(deliveries_of(outline).tensors)),)}).jobs.values()
-    for bucket, following in pairwise(sorted(job, key=lambda bucket: bucket.entries[0].name)):
-        start = -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
-        assert start + following.entries[0].num_bytes > 400
+@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=30), bucket_bytes=st.integers(200, 1500))
+def test_buckets_of_a_batch_are_about_as_few_as_can_be_and_of_one_size(sizes, bucket_bytes):
+    """Rows of ALIGNMENT bytes, so that no space is lost between pieces."""
+    tensors = [
+        PlannedTensor(spec=TensorSpec(name=f"{number:02}", shape=(size, ALIGNMENT), dtype="uint8"), stage=0, expert=None, cut_dim=None)
+        for number, size in enumerate(sizes)
+    ]
+    outline = Outline(tensors=tensors, layout=Layout(), bucket_bytes=bucket_bytes * ALIGNMENT)
+    (job,) = deliveries_of(outline).jobs.values()
+    found = [bucket.num_bytes // ALIGNMENT for bucket in job]
+    share = sum(sizes) / len(job)
+    assert max(found) <= bucket_bytes
+    assert max(found) < share + max(sizes)
+    assert len(job) <= 1 + -(-sum(sizes) // (bucket_bytes - max(sizes) + 1))
 
 
 def deliveries_of(outline, num_processes=1):

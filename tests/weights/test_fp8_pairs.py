@@ -13,7 +13,9 @@ from moerl.convert import fp8
 from moerl.push_types import TensorSpec
 from moerl.weights.deliveries import deliveries
 from moerl.weights.fp8_pairs import is_ragged, with_scales
-from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, plan_transfers
+from moerl.weights.plan import PlannedTensor, RolloutLayout
+from moerl.weights.plan_faults import faults
+from moerl.weights.routing import plan_transfers
 from moerl.weights.spec import box_of
 
 NAME = "model.layers.0.mlp.down_proj.weight"

@@ -26,7 +26,7 @@ SECONDS = 60.0
 
 def jobs_of(edges, *, relays):
     """`edges`: (sender, readers) of every bucket."""
-    rounds = first_fit((sender, readers[:1] if relays else readers) for sender, readers in edges)
+    rounds = [number for (number,) in first_fit([(sender, readers[:1] if relays else readers)] for sender, readers in edges)]
     jobs: dict[int, list[Bucket]] = {}
     for _, (sender, readers), number in sorted(zip(rounds, edges, range(len(edges)), strict=True), key=lambda edge: (edge[0], edge[2])):
         mine = jobs.setdefault(sender, [])

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from moerl.config.layout import Layout
 from moerl.push_types import TensorSpec
-from moerl.weights.deliveries import deliveries
-from moerl.weights.plan import PlannedTensor, RolloutLayout, faults, holders, plan_transfers, readers
-from moerl.weights.schedule import bound_seconds, seconds
+from moerl.weights.deliveries import deliveries, in_order
+from moerl.weights.plan import PlannedTensor, RolloutLayout, holders, readers
+from moerl.weights.plan_faults import faults
+from moerl.weights.routing import plan_transfers
+from moerl.weights.schedule import bound_seconds, incomplete_bytes, seconds
 
 EXPERTS = 8
 
@@ -64,7 +66,7 @@ def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, b
     layout, rollout, dense_bytes, expert_bytes = case
     tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
     plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=500)
-    found = [bucket for job in deliveries(plan, bucket_bytes=bucket_bytes, relays=True).jobs.values() for bucket in job]
+    found = in_order(deliveries(plan, bucket_bytes=bucket_bytes, relays=True).jobs)
     assert max(bucket.num_bytes for bucket in found) <= bucket_bytes
     for card in ([bucket.sender for bucket in found], [bucket.readers[0] for bucket in found]):
         pairs = list(zip((bucket.round for bucket in found), card, strict=True))
@@ -77,19 +79,46 @@ def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, b
 
 
 @pytest.mark.parametrize("shares", [1, 2])
-def test_over_a_network_experts_come_before_all_else_and_buckets_of_a_size_by_name(shares):
-    tensors = tensors_of(2)
-    is_expert = {tensor.name: tensor.expert is not None for tensor in tensors}
+def test_over_a_network_experts_come_before_all_else_and_each_batch_by_itself(shares):
+    """Of 8000 bytes: eight attentions, or the experts of a few layers."""
+    tensors = [replace(tensor, spec=replace(tensor.spec, name=f"{layer}.{tensor.name}")) for layer in range(9) for tensor in tensors_of(2)]
     rollout = RolloutLayout(num_servers=2, gpus_per_server=2, gpus_per_node=2, expert_parallel=shares)
     plan = plan_transfers(tensors, Layout(ranks=4, pp=2, ep=2), rollout, num_experts=EXPERTS, part_bytes=500)
+    kinds = {
+        tensor.name: (tensor.expert is None, tensor.stage, batch) for tensor, batch in zip(plan.tensors, batches_of(plan), strict=True)
+    }
     for job in deliveries(plan, bucket_bytes=500, relays=True).jobs.values():
-        kinds = [{is_expert[entry.name] for entry in bucket.entries} for bucket in job]
-        assert all(len(kind) == 1 for kind in kinds), "a bucket has one kind"
         by_reader = defaultdict(list)
-        for bucket, (kind,) in zip(job, kinds, strict=True):
-            size = (bucket.num_bytes - 1).bit_length()
-            by_reader[bucket.readers].append((not kind, -size, bucket.entries[0].name))
+        for bucket in job:
+            (kind,) = {kinds[entry.name] for entry in bucket.entries}
+            by_reader[bucket.readers].append(kind)
         assert list(by_reader.values()) == [sorted(turns) for turns in by_reader.values()]
+        assert {is_late for turns in by_reader.values() for is_late, _, _ in turns} == {False, True}
+
+
+def batches_of(plan):
+    """By tensor."""
+    found = np.zeros(len(plan.tensors), dtype=np.int64)
+    found[plan.parts.tensor] = plan.parts.batch
+    assert (found[plan.parts.tensor] == plan.parts.batch).all(), "a tensor has parts of one batch"
+    return found.tolist()
+
+
+@given(cases(), st.integers(500, 3000))
+def test_what_is_incomplete_at_a_time_is_counted(case, bucket_bytes):
+    """Against bytes held for each GPU, one after the other."""
+    layout, rollout, dense_bytes, expert_bytes = case
+    tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
+    plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=500)
+    buckets, sizes = in_order(deliveries(plan, bucket_bytes=bucket_bytes, relays=True).jobs), {t.name: t.num_bytes for t in tensors}
+    most = 0
+    for gpu in range(rollout.num_gpus):
+        came = defaultdict(int)
+        for entry in (entry for bucket in buckets if gpu in bucket.readers for entry in bucket.entries):
+            came[entry.name] += entry.num_bytes
+            begun = {name: size for name, size in sizes.items() if 0 < came[name] < size}
+            most = max(most, sum(begun.values()))
+    assert incomplete_bytes(buckets, sizes) == most
 
 
 ROLLOUT = RolloutLayout(num_servers=8, gpus_per_server=32, gpus_per_node=8)

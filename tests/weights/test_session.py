@@ -7,6 +7,7 @@ from session_process import MODEL, SPECS, Engine, Source, first_push
 
 from moerl.push_types import Manifest, Piece, TensorSpec
 from moerl.types import WeightError
+from moerl.weights.deliveries import ALIGNMENT
 from moerl.weights.digest import tensor_digest
 from moerl.weights.shm import SharedReader
 
@@ -26,11 +27,16 @@ def source():
 
 @pytest.fixture
 def bucket(source):
-    """All tensors."""
+    """All tensors, also the experts', which have a bucket of their own."""
     manifest, offer = first_push(source, version=4)
     assert manifest.pieces == PIECES
+    experts, others = offer.buckets
+    start = -(-experts.num_bytes // ALIGNMENT) * ALIGNMENT
+    moved = tuple(replace(entry, offset=start + entry.offset) for entry in others.entries)
+    whole = replace(experts, num_bytes=start + others.num_bytes, entries=(*experts.entries, *moved))
+    source.sender._job = (whole,)
     source.sender.pack(0)
-    return offer.buckets[0]
+    return whole
 
 
 def without(bucket, name):

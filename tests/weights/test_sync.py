@@ -12,6 +12,9 @@ from moerl.cluster.echoes import LEFT
 from moerl.types import EngineError, HangError, TrainError, WeightError
 from moerl.weights.sync import WeightSync, resolve_transport
 
+EXPERT = "layers.0.mlp.experts.0.up_proj.weight"
+"""In the first bucket."""
+
 
 @pytest.fixture
 def source():
@@ -66,10 +69,10 @@ def test_all_refusals_are_named_before_any_byte_moves(source):
 
 
 def test_every_failing_receiver_is_named_with_its_cause(source):
-    engines = {"good": Recorded(), "damaging": Recorded(damages="embed.weight"), "gone": Unreachable()}
+    engines = {"good": Recorded(), "damaging": Recorded(damages=EXPERT), "gone": Unreachable()}
     with pytest.raises(WeightError, match="at the transfer;") as caught:
         asyncio.run(WeightSync(source, engines, transport="ipc").push(1))
-    assert "* damaging: WeightError: tensor 'embed.weight'" in str(caught.value)
+    assert f"* damaging: WeightError: tensor {EXPERT!r}" in str(caught.value)
     assert "* gone: EngineError: 127.0.0.1:1: it is not there" in str(caught.value)
     assert isinstance(caught.value.__cause__, EngineError)
     assert [engine.session.version for engine in engines.values()] == [None, None, None]
@@ -77,12 +80,13 @@ def test_every_failing_receiver_is_named_with_its_cause(source):
 
 def test_a_silent_receiver_is_named_after_the_deadline(source):
     engines = {"good": Recorded(), "silent": Silent()}
-    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=1, settle_seconds=0.1)
+    sync = WeightSync(source, engines, transport="ipc", deadline_seconds=2, settle_seconds=0.5)
     with pytest.raises(WeightError, match=r"\* silent: did not end in time and was cancelled\nlost them, or") as caught:
         asyncio.run(sync.push(1))
-    trainer, good = str(caught.value).splitlines()[-2:]
-    assert trainer == "* trainer: WeightError: word that bucket 0 of trainer rank 0 is installed did not come within 0.9 s from silent"
-    assert good == "* good: WeightError: trainer rank 0 left the push; bucket 2 of trainer rank 0 did not come"
+    assert set(str(caught.value).splitlines()[-2:]) == {  # the trainer leaves while it says so: either may be first
+        "* trainer: WeightError: word that bucket 0 of trainer rank 0 is installed did not come within 1.8 s from silent",
+        "* good: WeightError: trainer rank 0 left the push; bucket 2 of trainer rank 0 did not come",
+    }
 
 
 def test_a_silent_receiver_does_not_hide_another_s_failure(source):
