@@ -157,33 +157,44 @@ def _units(plan: Plan, parts: Sequence[int]) -> Iterator[list[BucketEntry]]:
 
 def _buckets(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
     """As few as there must be, and of about one size, so that those of a round take equally long."""
-    full = [_end(bucket) for bucket in _filled(units, bucket_bytes, share=inf)]
-    return _filled(units, bucket_bytes, share=sum(full) / len(full))
+    full = [end for _, end in _filled(units, bucket_bytes, share=inf)]
+    return (_placed(entries) for entries, _ in _filled(units, bucket_bytes, share=sum(full) / len(full)))
 
 
-def _filled(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int, *, share: float) -> Iterator[list[BucketEntry]]:
-    """`share`: how many bytes each bucket has on average, if it can."""
+def _filled(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int, *, share: float) -> Iterator[tuple[list[BucketEntry], int]]:
+    """Each with where it ends. `share`: how many bytes each bucket has on average, if it can."""
     filled: list[BucketEntry] = []
-    num_closed = before = 0
+    num_closed = before = end = 0
     for unit in units:
-        placed = _placed(unit, _end(filled))
-        if filled and (_end(placed) > bucket_bytes or before + _end(filled) >= (num_closed + 1) * share):
-            yield filled
-            num_closed, before = num_closed + 1, before + _end(filled)
-            filled, placed = [], _placed(unit, 0)
-        filled += placed
+        after = _after(unit, end)
+        if filled and (after > bucket_bytes or before + end >= (num_closed + 1) * share):
+            yield filled, end
+            num_closed, before = num_closed + 1, before + end
+            filled, after = [], _after(unit, 0)
+        filled += unit
+        end = after
     if filled:
-        yield filled
+        yield filled, end
 
 
-def _placed(unit: Sequence[BucketEntry], end: int) -> list[BucketEntry]:
-    """After what ends there."""
-    found: list[BucketEntry] = []
+def _after(unit: Sequence[BucketEntry], end: int) -> int:
+    """Where `unit` ends after what ends at `end`."""
     for entry in unit:
-        found.append(replace(entry, offset=-(-end // ALIGNMENT) * ALIGNMENT))
-        end = _end(found)
+        end = _aligned(end) + entry.num_bytes
+    return end
+
+
+def _placed(entries: Sequence[BucketEntry]) -> list[BucketEntry]:
+    found, end = [], 0
+    for entry in entries:
+        found.append(replace(entry, offset=_aligned(end)))
+        end = found[-1].offset + entry.num_bytes
     return found
 
 
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
 def _end(entries: Sequence[BucketEntry]) -> int:
-    return entries[-1].offset + entries[-1].num_bytes if entries else 0
+    return entries[-1].offset + entries[-1].num_bytes
