@@ -15,7 +15,7 @@ sys.stdin.read()
 """
 
 
-def test_what_another_living_process_holds_is_not_left(tmp_path):
+def test_what_another_living_process_holds_is_not_left():
     """Also a semaphore, whose file had another name when it was mapped."""
     before = shared_memory()
     holder = subprocess.Popen([sys.executable, "-c", HOLDS_A_SEMAPHORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
