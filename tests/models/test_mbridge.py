@@ -37,7 +37,7 @@ def directories(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
 def test_both_bridges_load_and_export_the_same(layout, dtype, directories):
     sizes, names = LAYOUTS[layout]
     chosen = [settings(directories[name], sizes, dtype=dtype) for name in names]

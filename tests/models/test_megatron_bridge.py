@@ -38,8 +38,8 @@ def directories(tmp_path_factory):
 QUICK = ("tp2-etp1-ep2-pp2", "pp2-vpp2")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.matrix) for name in LAYOUTS])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
 def test_both_bridges_load_and_export_the_same(layout, dtype, directories):
     sizes, names = LAYOUTS[layout]
     chosen = [settings(directories[name], sizes, dtype=dtype) for name in names]

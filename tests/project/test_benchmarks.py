@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 
 DIRECTORY = Path(__file__).parents[2] / "benchmarks"
 SMALL = {

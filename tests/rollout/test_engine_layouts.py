@@ -45,7 +45,7 @@ def pids(engine):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.matrix) if case in SLOW else case for case in CASES])
 def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
     kind, layout, transport = CASES[case]
     engine_name, name = kind.split("-")
@@ -90,7 +90,7 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
         assert {span.version for span in completion.spans} == {5}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.engine
 def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_comes_back(run, checkpoints, tmp_path):
     """First moerl's process, which vLLM's worker there does not outlive, then the worker, whose end moerl's process reports."""

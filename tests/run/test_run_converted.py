@@ -42,7 +42,7 @@ def overrides(output_dir, model):
     return [f"recipe={SYNC}", *chosen, *sizes]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_begins_with_the_weights_of_a_converted_checkpoint(mixture, tmp_path):
     run.train(load_checked(overrides(tmp_path / "direct", mixture)))
     # The same architecture with other weights, which must not be what the run begins with.

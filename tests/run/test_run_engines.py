@@ -60,7 +60,7 @@ def test_sglangs_routes_are_the_trainers(undisturbed):
     assert all(row["routing/overlap"] == 1.0 and row["routing/replayed"] > 0.8 for row in undisturbed("sglang"))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
     replayed = train_alone(tmp_path / "replayed", "sglang", *BFLOAT16)
     free = train_alone(tmp_path / "free", "sglang", *BFLOAT16, "train.router_replay=off")
@@ -73,8 +73,8 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
     ("engine", "when", "transport"),
     [
         ("sglang", "push", "nccl"),
-        pytest.param("sglang", "generation", "ipc", marks=pytest.mark.slow),
-        pytest.param("vllm", "generation", "ipc", marks=pytest.mark.slow),
+        pytest.param("sglang", "generation", "ipc", marks=pytest.mark.matrix),
+        pytest.param("vllm", "generation", "ipc", marks=pytest.mark.matrix),
         ("vllm", "push", "nccl"),
     ],
 )

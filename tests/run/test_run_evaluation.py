@@ -53,7 +53,7 @@ def test_a_runs_checkpoint_has_the_samples_of_the_runs_own_evaluation_and_no_ran
     assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before, "the run's directory is the run's"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_folder_made_of_the_checkpoint_has_the_same_samples(words, tmp_path):
     run_dir = load(words).run_dir
     folder = tmp_path / "folder"
@@ -62,7 +62,7 @@ def test_a_folder_made_of_the_checkpoint_has_the_same_samples(words, tmp_path):
     assert samples(tmp_path / "out") == samples(run_dir / "eval" / "step-000001")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_evaluation_that_was_stopped_goes_on_where_it_was_and_leaves_nothing(words, tmp_path):
     many = ["eval.datasets.repeat.data.size=400", "eval.datasets.repeat.num_prompts=400"]
     shared = shared_memory()

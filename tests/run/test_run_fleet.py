@@ -27,7 +27,7 @@ def without_restarts(rows):
     return [{name: value for name, value in row.items() if name != "fleet/restarts"} for row in rows]
 
 
-slow = pytest.mark.slow
+slow = pytest.mark.matrix
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def reports(output_dir):
     return {path.parent.name.split("-", 2)[2]: path.read_text() for path in (output_dir / SYNC / "hangs").glob("*/report.txt")}
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_whose_rank_hangs_goes_on_from_its_newest_checkpoint(tmp_path, freeze_rank_1, capfd):
     found = train(tmp_path, "deadlines.on_hang=restart")
     assert [row["step"] for row in found] == [1, 2, 3]
@@ -59,12 +59,12 @@ def test_a_run_whose_rank_hangs_goes_on_from_its_newest_checkpoint(tmp_path, fre
     assert_all_end(freeze_rank_1)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_restart_after_a_hang_changes_no_bit(undisturbed, tmp_path, freeze_rank_1):
     assert train(tmp_path, "deadlines.on_hang=restart") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("on_hang", "exit_code"), [("stop", 1), ("requeue", 75)])
 def test_a_run_that_may_not_restart_ends_with_the_report_and_leaves_nothing(tmp_path, freeze_rank_1, on_hang, exit_code):
     before = shared_memory()
@@ -78,7 +78,7 @@ def test_a_run_that_may_not_restart_ends_with_the_report_and_leaves_nothing(tmp_
     assert ", in update, at step 2\nlog: " in failure
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_push(undisturbed, tmp_path, strike, transport):
     """Long before its probes would tell."""

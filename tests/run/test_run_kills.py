@@ -11,7 +11,7 @@ from whole_runs import DIGIT, SYNC, assert_all_end, checkpoint_tensors, command,
 from moerl.train.checkpoint import complete
 from moerl.train.checkpoint_check import faults_of_part, read_state
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 
 OVERRIDES = ("num_steps=6", "save_every=1", DIGIT)
 

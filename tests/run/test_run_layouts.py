@@ -14,7 +14,7 @@ from whole_runs import DIGIT, SMALL, SYNC, command, find, rows
 from moerl import run
 from moerl.check import load_checked
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.matrix
 
 LAYOUTS = {
     "data parallel": {"ranks": 2, "ep": 1},

@@ -27,7 +27,7 @@ def test_completions_that_a_push_ends_are_trained_whole(tmp_path):
     assert all(row["routing/replayed"] > 0.8 for row in found)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("when", ["generation", "push"])
 def test_a_server_killed_between_the_parts_loses_no_completion(tmp_path, strike, when):
     """In the second step, of two servers; in the push the other one has parts that it returned already."""

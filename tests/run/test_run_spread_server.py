@@ -23,7 +23,7 @@ def with_children(processes):
 
 @pytest.mark.parametrize(
     ("engine", "transport"),
-    [("sglang", "auto"), pytest.param("sglang", "disk", marks=pytest.mark.slow), pytest.param("vllm", "auto", marks=pytest.mark.slow)],
+    [("sglang", "auto"), pytest.param("sglang", "disk", marks=pytest.mark.matrix), pytest.param("vllm", "auto", marks=pytest.mark.matrix)],
 )
 def test_a_server_over_two_nodes_that_loses_a_follower_is_started_again_whole(tmp_path, raylets, engine, transport):
     files, says_once = ENGINES[engine]

@@ -31,7 +31,7 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
         assert not below(raylet, "moerl.rollout.hf")
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_server_of_the_other_node_ends_with_a_driver_that_is_killed(tmp_path, raylets):
     process = start(tmp_path, *TWO_NODES)
     family = wait_for_step(process, 1)

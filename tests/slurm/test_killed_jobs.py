@@ -9,7 +9,7 @@ from kill_series import kind_of, series
 from test_slurm import newest_step
 from two_nodes import TwoNodes
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.matrix]
 
 
 def test_jobs_that_lose_a_random_process_finish_with_the_same_data(cluster: TwoNodes, monkeypatch: pytest.MonkeyPatch):

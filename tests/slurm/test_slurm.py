@@ -181,7 +181,7 @@ def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
     assert (job.directory / f"{number}-1").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_evaluation_whose_time_is_up_is_queued_again_and_goes_on(jobs: Jobs):
     model = jobs.output_dir.parent / "model"
     write_scratch_model(ScratchModel(num_layers=2, hidden_size=32, num_experts=4), 32, model, 0)

@@ -39,7 +39,7 @@ def write_deepseek(root: Path, *names: str) -> dict[str, Path]:
 
 def slow(*values: Any) -> Any:
     """A parameter set that `make test` has no time for."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.matrix)
 
 
 def deepseek_settings(

@@ -165,7 +165,7 @@ def test_a_checkpoint_with_biases_and_multi_token_prediction_continues_under_ano
         assert (step.loss, step.grad_norm, step.mtp_loss) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_bfloat16_stays_close_to_float32(deepseek):
     batch = random_batch()
     results = [

@@ -49,7 +49,7 @@ def assert_equal(result, expected, tolerance):
 IN_FLOAT32 = ("pp2-vpp2", "cp2-ep2", "tp2-pp2-vpp2-cp2-ep4")
 """Every layout runs in float64; these, and with the slow tests all, in float32 as well."""
 CASES = [
-    pytest.param(name, dtype, marks=[pytest.mark.slow] if dtype == "float32" and name not in IN_FLOAT32 else [])
+    pytest.param(name, dtype, marks=[pytest.mark.matrix] if dtype == "float32" and name not in IN_FLOAT32 else [])
     for dtype in TOLERANCE
     for name in LAYOUTS
 ]

@@ -22,7 +22,7 @@ def one_process(checkpoints):
 
 
 @pytest.mark.parametrize("overlap", [GRADS, BOTH], ids=["gradients", "both"])
-@pytest.mark.parametrize("name", ["dp2", "tp2-ep2-dp2", pytest.param("pp2-vpp2-dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dp2", "tp2-ep2-dp2", pytest.param("pp2-vpp2-dp2", marks=pytest.mark.matrix)])
 def test_overlapped_communication_equals_one_process(name, overlap, checkpoints, one_process):
     """Log-probs, reference swap, two updates a step and export, each reading what the update before it left."""
     layout = {**LAYOUTS, "pp2-vpp2-dp2": Layout(ranks=4, pp=2, vpp=2)}[name]

@@ -46,7 +46,7 @@ RESHARDED = [("tp2-pp2-ep2-dp2", "ep2"), ("tp2-pp2", "ep4"), ("pp2-vpp2", "one")
 SELDOM = [("tp2-pp2-vpp2-cp2-ep4", "tp2-etp2"), ("pp3-counted", "pp2-vpp2"), ("dp2", "tp2-etp2"), ("ep2", "tp2-pp2-vpp2-cp2-ep4")]
 
 
-@pytest.mark.parametrize(("before", "after"), [*RESHARDED, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SELDOM)])
+@pytest.mark.parametrize(("before", "after"), [*RESHARDED, *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in SELDOM)])
 def test_training_continues_under_another_layout(before, after, checkpoints, saved):
     directory, expected, _ = saved(before)
     layout = NAMED[after]

@@ -1,0 +1,58 @@
+"""What part of the tests a change runs: of each matrix (marker `matrix`) one of eight groups, drawn by the number of the commit.
+
+`MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. With `--part`, tests that are in no matrix are dealt in the same way.
+"""
+
+import os
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+NUM_GROUPS = 8
+ROOT = Path(__file__).parents[2]
+
+
+def group_of(test: str) -> int:
+    """The group, 1 to 8, of a test's node id: the same on every machine, whatever else is collected."""
+    return zlib.crc32(test.encode()) % NUM_GROUPS + 1
+
+
+def drawn(text: str | None = None) -> int | None:
+    """The group that this run takes, None for all: of `K/8` or `all`, or of the number of commits up to HEAD, so that eight
+    commits in a row see everything. 1 outside of a repository."""
+    if text is None or text == "":
+        return _commits() % NUM_GROUPS + 1
+    if text == "all":
+        return None
+    group, _, groups = text.partition("/")
+    if not (group.isdecimal() and groups == str(NUM_GROUPS) and 1 <= int(group) <= NUM_GROUPS):
+        raise pytest.UsageError(f"MOERL_SHARD = {text}: must be all or K/{NUM_GROUPS} with K from 1; it names a group of the matrices")
+    return int(group)
+
+
+def _commits() -> int:
+    counted = subprocess.run(["git", "-C", ROOT, "rev-list", "--first-parent", "--count", "HEAD"], capture_output=True, text=True)
+    return int(counted.stdout) if counted.returncode == 0 else 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", action="store_true", help="of all tests, not of the matrices alone, run the group that MOERL_SHARD draws")
+
+
+def pytest_report_header() -> str:
+    group = drawn(os.environ.get("MOERL_SHARD"))
+    return "matrices: all groups" if group is None else f"matrices: group {group} of {NUM_GROUPS} (MOERL_SHARD=all for all)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    group = drawn(os.environ.get("MOERL_SHARD"))
+    if group is None:
+        return
+    is_dealt = [config.getoption("--part") or item.get_closest_marker("matrix") is not None for item in items]
+    others = [item for item, dealt in zip(items, is_dealt, strict=True) if dealt and group_of(item.nodeid) != group]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        gone = set(others)
+        items[:] = [item for item in items if item not in gone]

@@ -1,0 +1,59 @@
+"""Matrices are dealt whole: each of their tests is in one group, and eight changes in a row run every group."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import shards
+
+TESTS = """
+import pytest
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", range(80))
+def test_of_a_matrix(case): ...
+
+def test_of_every_change(): ...
+"""
+
+
+def test_groups_are_of_like_size():
+    sizes = Counter(shards.group_of(f"tests/run/test_layouts.py::test_case[{number}]") for number in range(800))
+    assert set(sizes) == set(range(1, 9))
+    assert min(sizes.values()) > 60
+
+
+def test_eight_commits_in_a_row_draw_every_group(monkeypatch):
+    drawn = []
+    for number in range(100, 108):
+        monkeypatch.setattr(shards, "_commits", lambda number=number: number)
+        drawn.append(shards.drawn())
+    assert sorted(drawn) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("text", ["0/8", "9/8", "1/7", "x", "1"])
+def test_a_group_that_is_none_is_refused(text):
+    with pytest.raises(pytest.UsageError, match=f"MOERL_SHARD = {text}: must be all or K/8"):
+        shards.drawn(text)
+
+
+def names(tmp_path: Path, shard: str, *options: str) -> set[str]:
+    (tmp_path / "test_cases.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", f"--rootdir={tmp_path}", "-p", "shards", *options, "test_cases.py"]
+    environment = {"MOERL_SHARD": shard, "PYTHONPATH": str(Path(shards.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, "-W", "ignore"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_the_groups_are_disjoint_and_together_the_matrix(tmp_path):
+    groups = [names(tmp_path, f"{number}/8") for number in range(1, 9)]
+    always = "test_cases.py::test_of_every_change"
+    assert all(always in group for group in groups)
+    assert sum(len(group) - 1 for group in groups) == 80
+    assert set().union(*groups) == names(tmp_path, "all")
+
+
+def test_a_part_deals_the_other_tests_too(tmp_path):
+    assert sum("test_cases.py::test_of_every_change" in names(tmp_path, f"{number}/8", "--part") for number in range(1, 9)) == 1
