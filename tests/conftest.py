@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent / "suite"))
+# What deals the tests and counts their costs.
+sys.path[:0] = [str(Path(__file__).parent / "suite"), str(Path(__file__).parents[1] / "tools")]
 
-pytest_plugins = ["shards"]
+pytest_plugins = ["shards", "costs"]
 
 # Two OpenMP threads on two busy cores spin against each other: 5 to 10 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
