@@ -9,8 +9,9 @@ import torch
 from moerl.config.server_layout import ServerLayout
 from moerl.types import Problem
 
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""moerl's processes have one thread each, wherever the system puts it."""
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+"""moerl's processes have one thread each, wherever the system puts it. The functions that vLLM compiles one by one (lookups, log-probs)
+would run the C++ compiler at the first request, for longer than a small model ever takes for them."""
 
 ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
