@@ -179,6 +179,8 @@ async def _with_logprobs(config: RunConfig, batch: StoredBatch, train: TrainGrou
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:
+    # Routes of a server bind the policy alone: the reference routes by itself, and a near tie may go another way.
+    is_reference = step == 0 and config.train.updates_per_step == 1 and config.train.router_replay != "rollout"
     check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
     if is_first:
         check_first_step(
@@ -186,5 +188,5 @@ def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) ->
             limit=config.weights.mismatch_limit,
             on_policy=True,  # nothing older than the weights just pushed was running
             own_old_logprobs=config.train.old_logprobs == "trainer",
-            fresh=step == 0 and config.train.updates_per_step == 1,
+            fresh=is_reference,
         )

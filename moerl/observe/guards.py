@@ -34,7 +34,8 @@ def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old
 
     on_policy: every sample is of the weights the update started from; otherwise the log-probs may differ, and are not compared.
     own_old_logprobs: the old log-probs are the trainer's own, not the engine's.
-    fresh: nothing was trained before, so the policy still is the reference, and kl_reference was measured before the first change.
+    fresh: nothing was trained before, and both route alike, so the policy still is the reference, and kl_reference was measured before
+    the first change.
     """
     if on_policy and not stats.mismatch_mean <= limit:
         raise GuardError(_mismatch_message(stats, limit))

@@ -17,10 +17,11 @@ Invariants, by the names of their tests:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from moerl.config.schema_train import TrainConfig
 from moerl.types import ConfigError, Problem
 
 Bins = list[list[int]]
@@ -127,8 +128,31 @@ class Planner:
     count_multiple: int
     waits_in_rounds: bool
 
+    @classmethod
+    def of(cls, train: TrainConfig, attention_tokens: float) -> "Planner":
+        return cls(
+            num_ranks=train.layout.dp,
+            token_budget=train.micro_batch_tokens,
+            token_multiple=train.token_multiple,
+            attention_tokens=attention_tokens,
+            sequence_multiple=train.layout.sequence_multiple,
+            count_multiple=train.layout.count_multiple,
+            waits_in_rounds=train.layout.waits_in_rounds,
+        )
+
     def plan(self, lengths: np.ndarray) -> list[Bins]:
         return plan_micro_batches(lengths, **asdict(self))
+
+    def plan_step(self, lengths: np.ndarray, num_updates: int) -> list[Bins]:
+        """The plans of the mini-batches of a step, one after the other, of the sequences of the whole batch.
+
+        What runs in other micro-batches rounds differently: with this plan a log-prob pass gives the update's own numbers, to the bit.
+        """
+        steps: list[Bins] = [[] for _ in range(self.num_ranks)]
+        for part in split_mini_batches(len(lengths), num_updates):
+            for step, bins in zip(steps, self.plan(lengths[part]), strict=True):
+                step += [part[members].tolist() for members in bins]
+        return steps
 
     def balance(self, lengths: np.ndarray, plan: Sequence[Bins]) -> Balance:
         return Balance.of(plan, lengths, sequence_multiple=self.sequence_multiple, attention_tokens=self.attention_tokens)
@@ -139,17 +163,12 @@ def sequence_costs(lengths: np.ndarray, attention_tokens: float) -> np.ndarray:
     return lengths + lengths.astype(np.float64) ** 2 / attention_tokens
 
 
-class _Counted(Protocol):
-    @property
-    def num_sequences(self) -> int: ...
-
-
-def split_mini_batches(batch: _Counted, num_updates: int) -> list[np.ndarray]:
+def split_mini_batches(num_sequences: int, num_updates: int) -> list[np.ndarray]:
     """Sequence indices of consecutive mini-batches, equal in number of sequences up to one.
 
     Fewer than `num_updates` if there are fewer sequences: an update on nothing would still move the weights by momentum.
     """
-    return np.array_split(np.arange(batch.num_sequences), max(min(num_updates, batch.num_sequences), 1))
+    return np.array_split(np.arange(num_sequences), max(min(num_updates, num_sequences), 1))
 
 
 def round_up(number: Number, multiple: int) -> Number:

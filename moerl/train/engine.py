@@ -60,7 +60,7 @@ class MegatronEngine:
             self.model.bridge.load(checkpoint)
         dtype = getattr(torch, settings.export_dtype)
         self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, in_fp8=settings.push_fp8)
-        self.planner = _planner(settings, attention_tokens(self.model.config, self.model.vocab_size))
+        self.planner = Planner.of(settings.train, attention_tokens(self.model.config, self.model.vocab_size))
         self.optimizer: Any = build_optimizer(settings.train, self.model.wrapped) if settings.trains else NoOptimizer()
         self.optimizer.reload_model_params()
         self.shards = ShardStore(self.model, self.optimizer, settings.train)
@@ -95,14 +95,15 @@ class MegatronEngine:
     def logprobs(self, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
         """float32 (float64 at dtype float64) [T] of the batch's sequences end to end: the log-prob of every token; the same on all ranks.
 
+        In the micro-batches of the update to come, so that a policy that has not moved gives the update the very same numbers.
         `records_routes`: ranks keep where tokens went, for the update of this batch that comes next (train.router_replay=trainer).
         """
         with self._residency.running("logprobs"):
             if not records_routes:
-                return self._logprobs(batch)
+                return self._logprobs(batch, self._step_plan(batch))
             self._kept_routes.forget()
-            parts = split_mini_batches(batch, self._train.updates_per_step)
-            return np.concatenate([self._logprobs(batch.select(part), records_routes=True) for part in parts])
+            parts = map(batch.select, split_mini_batches(batch.num_sequences, self._train.updates_per_step))
+            return np.concatenate([self._logprobs(part, self._plan(part), records_routes=True) for part in parts])
 
     def reference_logprobs(self, batch: Batch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
@@ -111,12 +112,12 @@ class MegatronEngine:
             gather_parameters(self.model.wrapped)
             self._swap_reference()
             try:
-                return self._logprobs(batch.without_routes())  # it is a model of its own, which routes by itself
+                return self._logprobs(batch.without_routes(), self._step_plan(batch))  # it is a model of its own, which routes by itself
             finally:
                 self._swap_reference()
 
-    def _logprobs(self, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
-        share, routing = self._share(batch, self._plan(batch)), self.model.routing
+    def _logprobs(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
+        share, routing = self._share(batch, plan), self.model.routing
         packed = self._micro_batches(share)
         with routing.run(packed, trains=False, notes=records_routes):
             outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
@@ -141,7 +142,7 @@ class MegatronEngine:
             group["lr"] = lr
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
             group["weight_decay"] = self._train.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        parts = split_mini_batches(batch, num_updates)
+        parts = split_mini_batches(batch.num_sequences, num_updates)
         results = [self._mini_batch(batch.select(part), objective, samples=part) for part in parts]
         applied = [result for result in results if result.trouble is None]
         balance = sum((result.balance for result in results[1:]), results[0].balance)
@@ -259,6 +260,9 @@ class MegatronEngine:
     def _plan(self, batch: Batch) -> list[Bins]:
         return self.planner.plan(batch.lengths)
 
+    def _step_plan(self, batch: Batch) -> list[Bins]:
+        return self.planner.plan_step(batch.lengths, self._train.updates_per_step)
+
     def _share(self, batch: Batch, plan: Sequence[Bins]) -> Share:
         return Share.of(batch, plan[parallel_state.get_data_parallel_rank()])
 
@@ -335,19 +339,6 @@ class _MiniBatchResult:
     routing: RoutingCounts | None
     trouble: str | None
     """Where loss or gradient was not finite; then nothing was updated."""
-
-
-def _planner(settings: EngineSettings, attention_tokens: float) -> Planner:
-    train, layout = settings.train, settings.train.layout
-    return Planner(
-        num_ranks=layout.dp,
-        token_budget=train.micro_batch_tokens,
-        token_multiple=train.token_multiple,
-        attention_tokens=attention_tokens,
-        sequence_multiple=layout.sequence_multiple,
-        count_multiple=layout.count_multiple,
-        waits_in_rounds=layout.waits_in_rounds,
-    )
 
 
 def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:

@@ -172,11 +172,12 @@ class MegatronTrainGroup:
         return await self._saver.saved(wait=wait)
 
     async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
-        num_parts = self._config.train.updates_per_step if records_routes else 1
-        return (await self._on_shares("logprobs", batch, num_parts, records_routes))[0]
+        num_updates = self._config.train.updates_per_step
+        return (await self._on_shares("logprobs", batch, num_updates, records_routes))[0]
 
     async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
-        return (await self._on_shares("reference_logprobs", batch, 1))[0]
+        num_updates = self._config.train.updates_per_step
+        return (await self._on_shares("reference_logprobs", batch, num_updates))[0]
 
     async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
         num_updates = self._config.train.updates_per_step

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moerl.train.balance import Bins, Planner, split_mini_batches
+from moerl.train.balance import Bins, Planner
 from moerl.train.packing import PackedMicroBatch
 from moerl.train.stored_batch import Batch, StoredBatch
 from moerl.types import TrainBatch
@@ -16,11 +16,8 @@ from moerl.types import TrainBatch
 
 def shares(batch: StoredBatch, planner: Planner, num_updates: int) -> list[StoredBatch]:
     """For each data-parallel rank the batch with the payloads of its sequences, if it is processed in `num_updates` mini-batches."""
-    own: list[set[int]] = [set() for _ in range(planner.num_ranks)]
-    for part in split_mini_batches(batch, num_updates):
-        for rank, bins in enumerate(planner.plan(batch.lengths[part])):
-            own[rank].update(int(part[member]) for members in bins for member in members)
-    return [batch.share(sequences) for sequences in own]
+    plan = planner.plan_step(batch.lengths, num_updates)
+    return [batch.share({member for members in bins for member in members}) for bins in plan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

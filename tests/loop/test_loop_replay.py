@@ -1,5 +1,6 @@
 """Routes on their way from the engine to the trainer, and the passes that router replay adds to a step."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from in_process_run import make_config, new_engine, play
 from moerl.config.router_replay import routes_to_replay
 from moerl.rollout.fake import FakeEngine
 from moerl.train.fake import FakeTrainGroup
-from moerl.types import MoerlError
+from moerl.types import GuardError, MoerlError
 
 
 def replaying(tmp_path, mode, **train):
@@ -54,6 +55,19 @@ def test_the_trainer_records_in_one_pass_before_the_update(tmp_path, monkeypatch
     run = play(config, engines=[new_engine(routes=routes_to_replay(config))])
     assert calls == recorded
     assert (run.trainer.batches[0].old_logprobs_T is not None) == has_old
+
+
+@pytest.mark.parametrize(("mode", "stops"), [("off", True), ("trainer", True), ("rollout", False)])
+def test_a_reference_that_routes_by_itself_may_differ_from_a_policy_that_follows_the_server(tmp_path, monkeypatch, mode, stops):
+    given = FakeTrainGroup.update
+
+    async def update(self, batch, objective, *, lr):
+        return replace(await given(self, batch, objective, lr=lr), kl_reference=1e-9)
+
+    monkeypatch.setattr(FakeTrainGroup, "update", update)
+    config = replaying(tmp_path, mode)
+    with pytest.raises(GuardError, match="kl_reference") if stops else nullcontext():
+        play(config, engines=[new_engine(routes=routes_to_replay(config))])
 
 
 class AnotherModel(FakeEngine):

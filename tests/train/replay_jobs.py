@@ -50,8 +50,8 @@ def noted_and_replayed(settings: EngineSettings, batch: TrainBatch) -> tuple[np.
     noting_T = engine.logprobs(batch, records_routes=True)
     given = engine._micro_batches
     engine._micro_batches = lambda share: engine._kept_routes.take(given(share))
-    parts = np.array_split(np.arange(batch.num_sequences), settings.train.updates_per_step)
-    return noting_T, np.concatenate([engine.logprobs(batch.select(part)) for part in parts])
+    parts = map(batch.select, np.array_split(np.arange(batch.num_sequences), settings.train.updates_per_step))
+    return noting_T, np.concatenate([engine._logprobs(part, engine._plan(part)) for part in parts])
 
 
 def train_with_a_router_that_disobeys(settings: EngineSettings, batch: TrainBatch, layer: int) -> StepStats:

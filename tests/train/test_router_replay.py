@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from deepseek_cases import deepseek_settings, slow, write_deepseek
-from engine_cases import LAYOUTS, random_batch, settings
+from engine_cases import LAYOUTS, random_batch
 from engine_jobs import train
 from engine_ranks import RankError, run_ranks
 from hf_trainer import HFTrainGroup, _load
@@ -217,7 +217,8 @@ def test_the_reference_chooses_for_itself(directories):
     batch = routed_batch("qwen3_moe")
     chosen = replaying(directories["qwen3_moe"], "one", "rollout", uses_reference=True)
     result = run_ranks(train, 1, chosen, batch, 1, 1)
-    plain = run_ranks(train, 1, settings(directories["qwen3_moe"], Layout()), replace(batch, routes_T=None), 0)
+    # As many mini-batches, so that both passes run the same micro-batches.
+    plain = run_ranks(train, 1, replaying(directories["qwen3_moe"], "one", "off"), replace(batch, routes_T=None), 0)
     np.testing.assert_array_equal(result.reference_T, plain.before_T)
     assert np.abs(result.before_T - plain.before_T).max() > 0.1
 

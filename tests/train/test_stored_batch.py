@@ -67,7 +67,7 @@ def test_every_sequence_goes_to_one_rank_which_can_lay_out_all_it_runs(lengths, 
     assert owners.tolist() == [1] * len(lengths)
     whole = everything(batch)
     for rank, share_of_rank in enumerate(parts):
-        for members in split_mini_batches(batch, num_updates):
+        for members in split_mini_batches(batch.num_sequences, num_updates):
             mini_batch = share_of_rank.select(members)
             share = Share.of(mini_batch, plans.plan(mini_batch.lengths)[rank])
             expected = whole.select(members[share.sequences])
