@@ -13,7 +13,7 @@ Cases = list[frozenset[str]]
 
 
 @cache
-def tests_of(file: Path) -> dict[str, Cases]:
+def markers_by_test(file: Path) -> dict[str, Cases]:
     """Name of each test of a file, `Class::test` within a class, and the markers of its cases."""
     tree = ast.parse(file.read_text())
     named = {
@@ -31,7 +31,7 @@ def is_test(node_id: str, root: Path = ROOT) -> bool:
     """Whether a file of the tests defines this test; parameters in brackets are left to the collection."""
     path, _, name = node_id.partition("[")[0].partition("::")
     file = root / path
-    return file.is_file() and name in tests_of(file)
+    return file.is_file() and name in markers_by_test(file)
 
 
 def _test_functions(body: list[ast.stmt], prefix: str, above: list[ast.expr]) -> Iterator[tuple[str, list[ast.expr]]]:
