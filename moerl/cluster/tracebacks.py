@@ -1,11 +1,15 @@
 """A traceback as a person wants it: the error first, then the innermost frames of moerl and of the user's own code."""
 
 import re
+from pathlib import Path
 
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+"""A folder above it may have the package's name too: `git clone` makes one."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)\n(?!\s*File ")(?P<code>[^\n]*)', re.MULTILINE)
 _BEGIN = re.compile(r"^(?:Traceback \(most recent call last\):|ray::.*)$", re.MULTILINE)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_NOT_SHOWN = ("/site-packages/", "/dist-packages/", "/lib/python3", "<", "/moerl/train/rank_progress.py")
+_NOT_SHOWN = ("/site-packages/", "/dist-packages/", "/lib/python3", "<")
+_NOT_SHOWN_OF_PACKAGE = ("train/rank_progress.py",)
 _MAX_FRAMES = 5
 
 
@@ -15,12 +19,17 @@ def headline(text: str) -> list[str]:
     frames = list(_FRAME.finditer(last_part))
     error = last_part[frames[-1].end() :] if frames else last_part
     lines = [line for line in error.strip().splitlines() if line.strip(" ^~")]
-    own = [frame for frame in reversed(frames) if not any(part in frame["file"] for part in _NOT_SHOWN)]
+    own = [frame for frame in reversed(frames) if _is_shown(frame["file"])]
     places = [f"{_short(frame['file'])}:{frame['line']} in {frame['name']}: {frame['code'].strip()}" for frame in own[:_MAX_FRAMES]]
     return [f"    {line}" for line in lines] + [f"      at {place}" for place in places]
 
 
+def _is_shown(file: str) -> bool:
+    if file.startswith(_PACKAGE):
+        return file.removeprefix(_PACKAGE) not in _NOT_SHOWN_OF_PACKAGE
+    return not any(part in file for part in _NOT_SHOWN)
+
+
 def _short(file: str) -> str:
     """From the package on."""
-    _, package, rest = file.rpartition("/moerl/")
-    return f"moerl/{rest}" if package else file
+    return f"moerl/{file.removeprefix(_PACKAGE)}" if file.startswith(_PACKAGE) else file

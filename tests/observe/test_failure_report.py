@@ -1,9 +1,11 @@
 """Which process a failure report names, in which order it says things, and what of a traceback it shows."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
+import moerl
 from moerl.cluster.tracebacks import headline
 from moerl.observe.failure import write_failure
 from moerl.types import CheckpointError, EngineError, HangError, MoerlError, Origin, TrainError
@@ -68,16 +70,19 @@ def test_the_step_after_a_resume_is_that_of_the_newest_checkpoint(tmp_path):
     assert closing[0].endswith("at step 41")
 
 
-REMOTE = """\x1b[36mray::TrainWorker.update()\x1b[39m (pid=3, ip=1.2.3.4, actor_id=5, repr=<moerl.train.worker.TrainWorker object>)
+PACKAGE = Path(moerl.__file__).parent
+REMOTE = f"""\x1b[36mray::TrainWorker.update()\x1b[39m (pid=3, ip=1.2.3.4, actor_id=5, repr=<moerl.train.worker.TrainWorker object>)
   File "/env/lib/python3.11/site-packages/ray/x.py", line 7, in span
     return method(*args)
            ^^^^^^^^^^^^^
-  File "/home/me/moerl/train/engine.py", line 88, in update
+  File "{PACKAGE}/train/engine.py", line 88, in update
     return self._update(batch)
            ^^^^^^^^^^^^^^^^^^^
   File "/home/me/own/loss.py", line 4, in token_loss
     return ratio / zero
            ~~~~~~^~~~~~
+  File "{PACKAGE}/train/rank_progress.py", line 5, in wrapped
+    return call(*args)
   File "/env/lib/python3.11/site-packages/torch/_ops.py", line 9, in __call__
     return self._op(*args)
 RuntimeError: division by zero
@@ -91,6 +96,11 @@ def test_frames_of_libraries_are_left_out_and_the_innermost_comes_first():
         "      at /home/me/own/loss.py:4 in token_loss: return ratio / zero",
         "      at moerl/train/engine.py:88 in update: return self._update(batch)",
     ]
+
+
+def test_a_frame_outside_the_package_keeps_its_path_also_below_a_folder_of_the_package_s_name():
+    text = 'Traceback (most recent call last):\n  File "/home/me/moerl/tests/run/x.py", line 1, in f\n    g()\nKeyError: 1'
+    assert headline(text) == ["    KeyError: 1", "      at /home/me/moerl/tests/run/x.py:1 in f: g()"]
 
 
 def test_of_chained_tracebacks_the_last_counts():
