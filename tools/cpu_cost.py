@@ -15,13 +15,17 @@ import shlex
 import signal
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_LOOK_SECONDS = 0.25
 
 
 class Counter(Protocol):
@@ -82,30 +86,64 @@ class Cgroup:
         return [int(pid) for pid in (self.path / "cgroup.procs").read_text().split()]
 
 
+@dataclass(frozen=True)
+class _Process:
+    """What /proc says of a process, zombies included, until it was waited for."""
+
+    pid: int
+    parent: int
+    is_zombie: bool
+    started: int
+    """With the pid: who it is, as pids are used again."""
+    seconds: float
+    """CPU, with that of the children that it waited for."""
+
+
 class Subreaper:
     """This process as the one that orphans among its descendants fall to.
 
-    Its children's resource usage holds whoever was waited for; /proc has the others, those who have ended (zombies) included.
+    Its children's resource usage holds whoever was waited for; /proc has the others. What ends below a process that ignores SIGCHLD, as
+    Ray's raylet does, is in neither: such processes are looked at four times a second, and what they spent since the last look is lost.
     """
 
     kind = "subreaper"
 
     def __init__(self, with_own: bool) -> None:
         self._with_own = with_own
+        self._unwaited: dict[tuple[int, int], float] = {}
+        self._lost = 0.0
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed: processes that leave their parents cannot be counted")
+        threading.Thread(target=self._watch, name="cpu_cost", daemon=True).start()
 
     def join(self) -> None: ...
 
     def seconds(self) -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         own = time.process_time() if self._with_own else 0.0
-        return own + usage.ru_utime + usage.ru_stime + sum(seconds for _, seconds in _descendants())
+        alive = sum(process.seconds for process in self._look())
+        return own + usage.ru_utime + usage.ru_stime + alive + self._lost
 
     def num_alive(self) -> int:
-        return sum(state != "Z" for state, _ in _descendants())
+        return sum(not process.is_zombie for process in self._look())
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> list[_Process]:
+        with self._lock:
+            below = _descendants()
+            there = {(process.pid, process.started) for process in below}
+            self._lost += sum(seconds for who, seconds in self._unwaited.items() if who not in there)
+            ignoring = {pid for pid in {process.parent for process in below} if _ignores_children(pid)}
+            self._unwaited = {(process.pid, process.started): process.seconds for process in below if process.parent in ignoring}
+            return below
 
 
 def new_counter(kind: str = "auto", with_own: bool = False) -> Counter:
@@ -148,28 +186,36 @@ def _move(pid: int, group: Path) -> None:
     (group / "cgroup.procs").write_text(str(pid))
 
 
-def _descendants() -> list[tuple[str, float]]:
-    """State and CPU seconds, those of children that it waited for included, of every process below this one."""
+def _descendants() -> list[_Process]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # without children no look at /proc is needed
         return []
-    children: dict[int, list[int]] = {}
-    found: dict[int, tuple[str, float]] = {}
-    tick = os.sysconf("SC_CLK_TCK")
+    children: dict[int, list[_Process]] = {}
     for name in filter(str.isdigit, os.listdir(_PROC)):
-        try:
-            fields = (_PROC / name / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(name))
-        found[int(name)] = fields[0], sum(int(ticks) for ticks in fields[11:15]) / tick
+        if process := _process(name):
+            children.setdefault(process.parent, []).append(process)
     below, waiting = [], [os.getpid()]
     while waiting:
         of_one = children.get(waiting.pop(), [])
-        below += [found[pid] for pid in of_one]
-        waiting += of_one
+        below += of_one
+        waiting += [process.pid for process in of_one]
     return below
+
+
+def _process(pid: str) -> _Process | None:
+    try:
+        fields = (_PROC / pid / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    seconds = sum(int(ticks) for ticks in fields[11:15]) / _TICKS
+    return _Process(int(pid), int(fields[1]), fields[0] == "Z", int(fields[19]), seconds)
+
+
+def _ignores_children(pid: int) -> bool:
+    """Whether the kernel reaps them for it, without adding their times to its own."""
+    masks = [line.split()[1] for line in _lines(_PROC / str(pid) / "status") if line.startswith("SigIgn:")]
+    return any(int(mask, 16) >> (signal.SIGCHLD - 1) & 1 for mask in masks)
 
 
 def _start(command: list[str], counter: Counter) -> int:

@@ -33,6 +33,14 @@ def burn_as_orphan(seconds):
     os.wait()
     os.read(done, 1)  # until the last that could write has ended
     os.close(done)
+
+def burn_as_child(seconds):
+    done, end = os.pipe()
+    if os.fork() == 0:
+        burn(seconds)
+        os._exit(0)
+    os.close(end)
+    os.read(done, 1)
 """
 
 TINY = (
@@ -109,6 +117,14 @@ def test_seconds_of_a_command_include_those_of_an_orphan_that_still_runs(kind):
     assert 0.35 < float(line.split()[1]) < 1.5
 
 
+def test_seconds_of_a_child_that_nobody_waits_for_are_counted(kind):
+    """Its parent ignores SIGCHLD, so its times are added to nobody's; a subreaper that looks four times a second misses the end."""
+    script = f"{BURN}\nimport signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nburn_as_child(1)"
+    code, line = measured(sys.executable, "-c", script, counter=kind)
+    assert code == 0
+    assert 0.6 < float(line.split()[1]) < 2
+
+
 @pytest.mark.parametrize(("command", "status"), [(["sh", "-c", "kill -9 $$"], 137), (["/no/such/command"], 127)])
 def test_the_status_is_the_command_s_also_when_it_did_not_end_by_itself(command, status):
     assert measured(*command)[0] == status
@@ -133,7 +149,7 @@ def counted(directory: Path, *options: str, limits: str = "") -> tuple[subproces
 XDIST = ["-p", "xdist", "-n", "2", "--dist", "loadfile"]
 
 
-@pytest.mark.parametrize("options", [[], ["--costs-counter=subreaper"], XDIST, [*XDIST, "--costs-counter=subreaper"]], ids=" ".join)
+@pytest.mark.parametrize("options", [[], XDIST, [*XDIST, "--costs-counter=subreaper"]], ids=" ".join)
 def test_a_test_is_charged_its_orphans_and_shared_fixtures_are_listed_apart(tmp_path, options):
     done, report = counted(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
