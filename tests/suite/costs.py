@@ -144,10 +144,10 @@ class Costs:
         # The controller's group or descendants hold those of its workers: what they report is in its rest.
         parts = self.workers or [own]
         self.report = _merged(parts, self.counter.kind, sum(self.ledger.seconds.values()), time.monotonic() - self.start)
+        self.verdict = self._judge({name for part in parts for name in part["gone"]})
         file = self.config.rootpath / "build" / "costs" / f"{self.name}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(self.report, indent=1) + "\n")
-        self.verdict = self._judge({name for part in parts for name in part["gone"]})
+        file.write_text(json.dumps({"failures": self.verdict.failures, **self.report}, indent=1) + "\n")
         if self.verdict.failures and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

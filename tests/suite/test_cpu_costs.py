@@ -179,10 +179,11 @@ refused_above_cpu_seconds = 0.35
 [fixtures]
 "tests/test_tiny.py::shared" = "waits in vain"
 """
-    done, _ = counted(tmp_path, limits=limits)
+    done, report = counted(tmp_path, limits=limits)
     assert done.returncode == 1
     errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3, done.stdout
+    assert report["failures"] == [line.removeprefix("error: ") for line in errors]
     assert "test_leaves_an_orphan: 1 CPU seconds and no reason in tests/costly.toml" in errors[0].replace(" 0 CPU", " 1 CPU")
     assert "test_asks_later[3]: there is no such test" in errors[1]
     assert "test_renamed: there is no such test" in errors[2]
