@@ -52,7 +52,10 @@ def open_record() -> None:
     for name in COLLECTIVES:
         setattr(dist, name, _counted(getattr(dist, name), name, _record, groups))
     for name in POINT_TO_POINT:
-        setattr(dist, name, _marked(getattr(dist, name), COLLECTIVE, name, _record))
+        marked = _marked(getattr(dist, name), COLLECTIVE, name, _record)
+        setattr(dist, name, marked)
+        # P2POp takes isend and irecv alone, and tells them apart by identity, with the names of the module that defines them.
+        setattr(dist.distributed_c10d, name, marked)
     dist.Work.wait = _marked(dist.Work.wait, WAIT, "wait", _record)  # type: ignore[method-assign]
 
 
