@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from moerl.types import Completion, FinishReason, StoreError, VersionSpan
+from moerl.types import KILLED, Completion, FinishReason, StoreError, VersionSpan
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -102,7 +102,10 @@ def _get(references: Sequence[Any]) -> list[Any]:
     try:
         return list(ray.get(references))
     except ray.exceptions.ObjectLostError as error:
-        raise StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes") from error
+        lost = StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes")
+        if isinstance(error, ray.exceptions.OwnerDiedError):
+            lost.exit_code = KILLED
+        raise lost from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

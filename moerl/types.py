@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from moerl.payloads import StoredCompletion
 
 FinishReason = Literal["stop", "length", "abort"]
+KILLED = 76
+"""Exit code of a run one of whose processes was killed or crashed: the same command goes on from the newest checkpoint."""
 
 
 # -- rollout ---------------------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ from moerl.cluster.lost_nodes import lost_file, mark_again, remember
 from moerl.cluster.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
-from moerl.cluster.stop import CONTINUE, KILLED
+from moerl.cluster.stop import CONTINUE
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.slurm import has_preflight
 from moerl.train.checkpoint import newest
-from moerl.types import MoerlError, RunStopped
+from moerl.types import KILLED, MoerlError, RunStopped
 
 T = TypeVar("T")
 Watch = list["asyncio.Future[None]"]

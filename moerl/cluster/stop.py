@@ -20,8 +20,6 @@ T = TypeVar("T")
 
 CONTINUE = 75
 """Exit code: saved, start the same command again. EX_TEMPFAIL of sysexits.h."""
-KILLED = 76
-"""Exit code of a run one of whose processes was killed or crashed: the same command goes on from the newest checkpoint."""
 
 
 class Stop:

@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 import ray
 
-from moerl.cluster.stop import KILLED
+from moerl.cluster.killed import LOST, memory_report, node_of, was_killed
 from moerl.payloads import StoredCompletion, keep
 from moerl.rollout.collect import Answer, Intake, Request
 from moerl.rollout.http_engine import BrokenConnection, HTTPEngine, generate_at, new_session
-from moerl.types import EngineError, MoerlError, StoreError
+from moerl.types import KILLED, EngineError, MoerlError, Origin, StoreError
 
 _DROP_THREAD = "drop"
 
@@ -90,7 +90,10 @@ class RayCollectors:
         actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
         intake = ray.put(self._intake)
         self._actors = [actor.remote(intake) for _ in range(self._num_actors)]
-        await asyncio.gather(*(_await(actor.process_id.remote()) for actor in self._actors))
+        try:
+            await asyncio.gather(*(_await(actor.process_id.remote()) for actor in self._actors))
+        except LOST as error:
+            raise _lost(error) from error
 
     async def ask(self, engine: HTTPEngine, request: Request, so_far: StoredCompletion | None) -> Answer:
         actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
@@ -108,19 +111,29 @@ class RayCollectors:
             if isinstance(error.cause, MoerlError):
                 raise error.cause from None
             raise
-        except ray.exceptions.RayActorError as error:
-            lost = StoreError(
-                f"a process that receives completions ended, and the samples it had received with it: {error}. The newest checkpoint "
-                "has everything to go on from; the same command resumes"
-            )
-            lost.exit_code = KILLED
-            raise lost from error
+        except LOST as error:
+            raise _lost(error) from error
         return answer
 
     async def close(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
         self._actors, self._homes = [], {}
+
+
+def _lost(error: ray.exceptions.RayError) -> StoreError:
+    """What goes with a collector, and why it ended."""
+    is_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
+    why = "\n".join(memory_report(error)) if is_memory else str(error)
+    lost = StoreError(
+        f"a process that receives completions ended, and the samples it had received with it: {why}\nThe newest checkpoint has everything "
+        "to go on from; the same command resumes"
+    )
+    if is_memory:
+        lost.began_in(Origin(who="a process that receives completions", node=node_of(error), doing="", details=str(error)))
+    if was_killed(error):
+        lost.exit_code = KILLED
+    return lost
 
 
 async def _await(reference: Any) -> Any:

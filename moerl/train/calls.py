@@ -12,17 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from moerl.cluster.echoes import is_echo
 from moerl.cluster.examine import kill, memory_kills
 from moerl.cluster.hang import HangReports
+from moerl.cluster.killed import memory_report, was_killed
 from moerl.cluster.on_node import on_node
 from moerl.cluster.party import Party, ProcessId
-from moerl.cluster.stop import KILLED
 from moerl.cluster.tracebacks import headline
 from moerl.config.schema_deadlines import DeadlineConfig, Phase
-from moerl.types import HangError, MoerlError, Origin, TrainError
+from moerl.types import KILLED, HangError, MoerlError, Origin, TrainError
 
 Calls = dict[int, asyncio.Task[Any]]
 """By rank."""
@@ -158,7 +158,7 @@ class RankCalls:
             lines.append(f"after it failed: {', '.join(f'rank {other}' for other in others)}")
         wrapped = TrainError("\n".join(lines)).began_in(origin)
         wrapped.__cause__ = error
-        if _was_killed(error):
+        if was_killed(error):
             wrapped.exit_code = KILLED
         return wrapped
 
@@ -168,16 +168,14 @@ class RankCalls:
         return Origin(who=f"rank {rank} of {len(self._workers)}", node=node, doing=verb, log=log, details=details)
 
     async def _reason(self, rank: int, error: BaseException) -> list[str]:
-        if not _was_killed(error):
+        if not was_killed(error):
             return headline(str(error))
+        if isinstance(error, OutOfMemoryError):
+            return [f"    {line}" for line in memory_report(error)]
         place = self._places[rank] if self._places else None
         if place is None:
             return str(error).splitlines()
         return [f"    its process {place.process.pid} died without a Python error", *_crash(place.log), *await _memory(place)]
-
-
-def _was_killed(error: BaseException) -> bool:
-    return isinstance(error, RayActorError) and not error.actor_init_failed
 
 
 async def _memory(place: RankPlace) -> list[str]:

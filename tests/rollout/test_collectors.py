@@ -21,7 +21,7 @@ from moerl.rollout.collectors import RayCollectors
 from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.pool import RolloutPool
 from moerl.route_types import RouteShape
-from moerl.types import EngineError, EngineUnavailable, Group, Prompt, Sample, SamplingParams, Score, StoreError, VersionSpan
+from moerl.types import KILLED, EngineError, EngineUnavailable, Group, Prompt, Sample, SamplingParams, Score, StoreError, VersionSpan
 
 PROMPT = (1, 2, 3)
 INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS))
@@ -148,12 +148,18 @@ def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, c
 
     async def scenario():
         await other.start()
+        answer = await other.ask(engine, request("whole"), None)
         held = asyncio.create_task(other.ask(engine, request("held"), None))
         await asyncio.sleep(0)
         pid = await other._actors[0].process_id.remote()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(StoreError, match="(?s)a process that receives completions ended.*the same command resumes"):
+        with pytest.raises(StoreError, match="(?s)a process that receives completions ended.*the same command resumes") as in_flight:
             await held
+        with pytest.raises(StoreError, match="samples were lost with the process that had received them") as received:
+            async with asyncio.timeout(30):  # Ray takes a moment to hear of the death
+                while await asyncio.to_thread(answer.completion.payload.get):
+                    pass
+        assert in_flight.value.exit_code == received.value.exit_code == KILLED
         await other.close()
 
     run(scenario())

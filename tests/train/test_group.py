@@ -17,7 +17,6 @@ from awake import awake
 
 from moerl.algorithms.sft import SFT
 from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
-from moerl.cluster.stop import KILLED
 from moerl.config.layout import Layout
 from moerl.config.schema import (
     GRPOConfig,
@@ -35,7 +34,7 @@ from moerl.config.schema_train import OptimizerConfig, TrainConfig
 from moerl.train import calls, checkpoint
 from moerl.train.batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
+from moerl.types import KILLED, CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.weights.deliveries import stored_specs
 from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
