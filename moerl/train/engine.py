@@ -212,7 +212,8 @@ class MegatronEngine:
         )
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         biases = self.model.routers.biases()
-        with self.model.routers.mini_batch(num_positions=int(counts[1])), self.model.routing.run(packed, trains=True):
+        self.model.routers.begin(num_tokens=int(counts[1] - counts[0]))
+        with self.model.routing.run(packed, trains=True):
             outputs = self._run(packed, loss, forward_only=False)
         routing = self.model.routing.counts()
         self.optimizer.prepare_grads()
@@ -292,7 +293,7 @@ class MegatronEngine:
     @contextmanager
     def _routed(self, micro: PackedMicroBatch, *, trains: bool) -> Iterator[None]:
         model = self.model
-        with model.routers.counting(micro.is_token_T, trains=trains), model.routing.micro_batch(micro, trains=trains):
+        with model.routers.micro_batch(micro, trains=trains), model.routing.micro_batch(micro, trains=trains):
             yield
 
     def _token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def measure(settings: EngineSettings, batch: TrainBatch, wanted: Sequence[Cut], 
     results = {}
     for cut in wanted:
         _reset(engine, start)
-        engine._plan = lambda _, cut=cut: cut.plan(settings.train.layout)
+        engine._plan = engine._step_plan = lambda _, cut=cut: cut.plan(settings.train.layout)
         results[cut.name] = _measure(engine, batch.select(np.arange(cut.num_sequences)), trains=trains)
     return results
 

@@ -1,6 +1,6 @@
 """Routers of transformers models: what they choose, and made to choose what they are told. For comparisons with the engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -75,3 +75,35 @@ def random_routes(batch: TrainBatch, *, num_layers: int, top_k: int, num_experts
     routes[batch.offsets[1:] - 1] = 255
     routes[rng.random(len(routes)) < 0.1] = 255
     return routes
+
+
+# -- load-balancing losses -----------------------------------------------------------------------------------------
+
+
+def router_logits(model: Any, batch: TrainBatch) -> list[list[Tensor]]:
+    """[T, experts], with gradient, of each sequence, for each layer with experts. One sequence after the other, so nothing is padded."""
+    kept: list[list[Tensor]] = [[] for _ in gates(model)]
+    hooks = [
+        gate.register_forward_hook(lambda _, __, output, mine=mine: mine.append(output[0]))
+        for gate, mine in zip(gates(model), kept, strict=True)
+    ]
+    for start, end in pairwise(batch.offsets):
+        model(input_ids=torch.from_numpy(batch.token_ids_T[start:end])[None])
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+def z_loss(micro_batches: Sequence[Tensor]) -> Tensor:
+    """Of the router logits [T, experts] of each micro-batch. ST-MoE (arXiv:2202.08906), equation 5: the mean over tokens."""
+    return torch.cat(list(micro_batches)).logsumexp(-1).square().mean()
+
+
+def aux_loss(micro_batches: Sequence[Tensor], *, top_k: int, is_sigmoid: bool) -> Tensor:
+    """Switch Transformers (arXiv:2101.03961), equation 4, of each micro-batch; their mean, weighted by tokens."""
+    total, count = torch.zeros(()), sum(map(len, micro_batches))
+    for logits in micro_batches:
+        scores = F.normalize(logits.sigmoid(), p=1, dim=-1) if is_sigmoid else logits.softmax(-1)
+        share_E = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1).mean(0) / top_k
+        total = total + len(logits) / count * scores.shape[1] * (share_E * scores.mean(0)).sum()
+    return total
