@@ -38,10 +38,12 @@ def count_checks(came: Sequence[NodeFacts], missing: Mapping[str, str], expected
         yield ok("nodes", found, "" if expected.nodes is None else str(expected.nodes))
     total = sum(map(num_gpus, came))
     if expected.ranks is not None and (total > 0 or expected.gpus_per_node):
-        if total < expected.ranks:
-            yield fail("GPUs of all nodes", str(total), f"{expected.ranks} train ranks", "# more nodes, or a smaller train.layout")
+        own = f" and {expected.server_gpus} GPUs of servers" if expected.server_gpus else ""
+        needed = f"{expected.ranks} train ranks{own}"
+        if total < expected.ranks + expected.server_gpus:
+            yield fail("GPUs of all nodes", str(total), needed, "# more nodes, or a smaller train.layout")
         else:
-            yield ok("GPUs of all nodes", str(total), f"{expected.ranks} train ranks")
+            yield ok("GPUs of all nodes", str(total), needed)
 
 
 def likeness_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moerl.config.engines import FAMILIES, interpreter
-from moerl.config.layout import Layout
+from moerl.config.placement import num_gpus
 from moerl.config.schema import NetworkConfig, RunConfig
 
 GIB = 2**30
@@ -34,7 +34,9 @@ class Expected:
     gpus_per_node: int | None = None
     """None: as many as on the other nodes."""
     ranks: int | None = None
-    """GPUs that the run needs in all."""
+    """Of the trainer."""
+    server_gpus: int = 0
+    """Of rollout servers that have GPUs of their own."""
     gb_per_second: float | None = None
     """One way between two nodes. None: the sum of the rates of a node's InfiniBand ports."""
     run_dir: Path = Path()
@@ -52,19 +54,25 @@ def expected_of(
     run_dir: Path | None = None,
     names: tuple[str, ...] = (),
 ) -> Expected:
-    """By what a run needs, if there is one, and what is said besides."""
+    """By what a run needs, if there is one, and what is said besides, which counts more."""
     if config is None:
         where = Path.cwd() if run_dir is None else run_dir
         return Expected(nodes=nodes, names=names, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=where.absolute())
-    layout: Layout = config.train.layout
-    engine = config.rollout.engine
+    placement, ranks, engine = config.placement, config.train.layout.ranks, config.rollout.engine
     return Expected(
-        nodes=nodes,
+        nodes=placement.nodes if nodes is None else nodes,
         names=names,
-        gpus_per_node=gpus_per_node,
-        ranks=layout.ranks,
+        gpus_per_node=_gpus_per_node(config) if gpus_per_node is None else gpus_per_node,
+        ranks=ranks,
+        server_gpus=num_gpus(config) - ranks,
         gb_per_second=gb_per_second,
         run_dir=(config.run_dir if run_dir is None else run_dir).absolute(),
         engines={engine: interpreter(config.rollout)} if engine in FAMILIES else {},
         network=config.network,
     )
+
+
+def _gpus_per_node(config: RunConfig) -> int | None:
+    """None if the recipe leaves it open, or counts processes: slurm.gpus_per_node=0 says that its nodes have no GPUs."""
+    placed = config.placement.gpus_per_node
+    return None if placed is None or config.slurm.gpus_per_node == 0 else placed

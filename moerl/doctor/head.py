@@ -13,7 +13,7 @@ from moerl.doctor.exchange import MEASURED
 from moerl.doctor.expected import Expected
 from moerl.doctor.fabric_checks import fabric_checks
 from moerl.doctor.facts import NodeFacts
-from moerl.doctor.findings import Finding, fail, skipped
+from moerl.doctor.findings import Finding, fail, skipped, warn
 from moerl.doctor.gpu_checks import gpu_checks
 from moerl.doctor.host_checks import host_checks
 from moerl.doctor.launch import Launched
@@ -61,19 +61,24 @@ class _Head:
         reached = self._reached(plan, names)
         bandwidth, failures = self._bandwidth(plan)
         self._store.set("stop", "")
-        self._wait_for(f"done/{index}" for index in hellos)
+        late = self._wait_for(f"done/{index}" for index in hellos)
         findings = [
             *count_checks(came, missing, self._expected),
             *likeness_checks(came),
             *fabric_checks(came),
             *clock_checks(skews),
             *reach_checks(came, reached),
+            *(self._not_ended(int(key.split("/")[1])) for key in late),
         ]
         for facts in came:
             own = (*gpu_checks(facts, self._expected), *host_checks(facts, self._expected))
             findings += [replace(finding, node=facts.name) for finding in own]
         findings += failures if bandwidth is None else bandwidth_checks(bandwidth, came, self._expected)
         return Diagnosis(findings=tuple(findings), nodes=tuple(came), bandwidth=bandwidth)
+
+    def _not_ended(self, index: int) -> Finding:
+        found = self._launched.dead().get(index, f"still at work {self._seconds:g} s after everything was measured")
+        return replace(warn("end of the doctor", found, "ends", "pgrep -af moerl.doctor"), node=self._launched.names[index])
 
     def _meet(self) -> tuple[dict[int, Hello], dict[str, str]]:
         """Nodes by index as they came, and the names of the others with why they did not."""

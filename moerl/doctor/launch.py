@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,7 +162,8 @@ def _own_node(seat: Seat) -> Iterator[Callable[[], Mapping[int, str]]]:
 
         try:
             yield dead
-            process.wait(_END_SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # a slow command of its own; the head has its finding about it
+                process.wait(_END_SECONDS)
         finally:
             process.kill()
             process.wait()

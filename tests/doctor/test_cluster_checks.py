@@ -31,6 +31,12 @@ def test_too_few_gpus_for_the_run_says_both_numbers():
     assert not failed(count_checks(NODES, {}, Expected(ranks=32)))
 
 
+def test_servers_with_gpus_of_their_own_count_too():
+    findings = list(count_checks(NODES, {}, Expected(nodes=4, ranks=24, server_gpus=16, gpus_per_node=8)))
+    assert failed(findings) == [("all", "GPUs of all nodes")]
+    assert (findings[-1].found, findings[-1].expected) == ("32", "24 train ranks and 16 GPUs of servers")
+
+
 def test_a_run_without_gpus_needs_none():
     assert [finding.check for finding in count_checks([cpu_node()], {}, Expected(ranks=2))] == ["nodes"]
 

@@ -10,11 +10,12 @@ import pytest
 from rich.console import Console
 
 from moerl.config.load import load
+from moerl.doctor import launch
 from moerl.doctor.expected import expected_of
 from moerl.doctor.findings import Finding
 from moerl.doctor.launch import Slurm, join_slurm, on_slurm, slurm_step
 from moerl.doctor.output import fixes, merged, table
-from moerl.doctor.preflight import PreflightError, preflight
+from moerl.doctor.preflight import PreflightError, examine_nodes, preflight
 from moerl.types import ConfigError, MoerlError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
@@ -109,6 +110,30 @@ def test_what_a_recipe_needs_is_what_the_nodes_are_held_to(tmp_path):
     assert (expected.ranks, expected.nodes, expected.gpus_per_node) == (2, 2, 1)
     assert expected.run_dir == config.run_dir
     assert expected.network.interface == "lo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "gpus_per_node", "ranks", "server_gpus"),
+    [
+        ([DEMO], 1, None, 2, 0),
+        (["recipe=grpo-qwen3-235b-32n8g-sync"], 32, 8, 256, 0),
+        (["recipe=grpo-qwen3-235b-16n8g-sync", "placement.mode=separate", "placement.nodes=32"], 32, 8, 128, 128),
+        ([DEMO, "slurm.gpus_per_node=0", "placement.nodes=2", "placement.gpus_per_node=2"], 2, None, 2, 0),
+    ],
+    ids=["one node", "colocated", "separate", "without GPUs"],
+)
+def test_nodes_and_gpus_that_there_must_be_are_those_of_the_recipe_s_placement(overrides, nodes, gpus_per_node, ranks, server_gpus):
+    expected = expected_of(load(overrides))
+    assert (expected.nodes, expected.gpus_per_node) == (nodes, gpus_per_node)
+    assert (expected.ranks, expected.server_gpus) == (ranks, server_gpus)
+
+
+def test_a_node_that_does_not_end_costs_no_findings(monkeypatch, tmp_path):
+    """As when a command of its own hangs: it is told of, and ended."""
+    monkeypatch.setattr(launch, "_END_SECONDS", 0.01)
+    diagnosis = examine_nodes(expected_of(None, run_dir=tmp_path), seconds=0.1, measures=False)
+    (silent,) = (finding for finding in diagnosis.findings if finding.check == "node")
+    assert (silent.verdict, silent.found) == ("fail", "did not answer within 0.1 s")
 
 
 def test_a_step_with_several_tasks_on_a_node_is_refused():
