@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes, however the batch is cut into micro-batches, and so do three optimizer steps.
+"""Every layout computes what one process computes, however the batch is cut into micro-batches, and so do three optimizer steps of one cut.
 
 float32 shows what a run sees; in float64 rounding hides no error, and Adam, which divides by the gradient's size, enlarges none.
 """
@@ -12,6 +12,8 @@ from gate_jobs import Cut, cuts, measure
 from moerl.config.layout import Layout
 
 NUM_SEQUENCES = 16
+TRAINED = "packed-2"
+"""The cut that optimizer steps are taken with: a step takes the gradients, which are equal for every cut."""
 TOLERANCE = {"float32": 1e-5, "float64": 1e-11}
 CLIPPED = 1e-9
 """Of weights after three steps: Megatron keeps the gradient norm, by which gradients are clipped, in float32."""
@@ -23,9 +25,13 @@ def one_process(checkpoints):
     whole = [Cut(name=str(count), num_sequences=count, count=1) for count in (1, 2, 4, 8, 16)]
     batch = random_batch(num_sequences=NUM_SEQUENCES)
     return {
-        dtype: run_ranks(measure, 1, settings(checkpoints["qwen3_moe"], Layout(), dtype=dtype), batch, whole, dtype == "float64")
+        dtype: run_ranks(measure, 1, settings(checkpoints["qwen3_moe"], Layout(), dtype=dtype), batch, whole, _trained(dtype, "16"))
         for dtype in TOLERANCE
     }
+
+
+def _trained(dtype, cut):
+    return cut if dtype == "float64" else ""
 
 
 def assert_close(result, expected, tolerance, name):
@@ -39,15 +45,17 @@ def assert_equal(result, expected, tolerance):
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=max(tolerance, 1e-6))  # Megatron sums it in float32
     assert_close(result.logprobs_T, expected.logprobs_T, tolerance, "log-probs")
     assert_close(result.entropy_T, expected.entropy_T, tolerance, "entropy")
-    for kind, allowed in (("gradients", tolerance), ("weights", CLIPPED)):
-        tensors, wanted = getattr(result, kind), getattr(expected, kind)
-        assert tensors.keys() == wanted.keys()
-        for name, tensor in tensors.items():
-            assert_close(tensor, wanted[name], allowed, f"{kind} of {name}")
+    assert_tensors_equal(result.gradients, expected.gradients, tolerance, "gradients")
+
+
+def assert_tensors_equal(tensors, wanted, tolerance, kind):
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in tensors.items():
+        assert_close(tensor, wanted[name], tolerance, f"{kind} of {name}")
 
 
 IN_FLOAT32 = ("pp2-vpp2", "cp2-ep2", "tp2-pp2-vpp2-cp2-ep4")
-"""Every layout runs in float64; these, and with the slow tests all, in float32 as well."""
+"""Every layout runs in float64; these, and in a matrix all, in float32 as well."""
 CASES = [
     pytest.param(name, dtype, marks=[pytest.mark.matrix] if dtype == "float32" and name not in IN_FLOAT32 else [])
     for dtype in TOLERANCE
@@ -60,6 +68,8 @@ def test_a_layout_equals_one_process_for_every_cut_into_micro_batches(name, dtyp
     layout, batch = LAYOUTS[name], random_batch(num_sequences=NUM_SEQUENCES)
     wanted = cuts(layout, NUM_SEQUENCES)
     chosen = settings(checkpoints["qwen3_moe"], layout, dtype=dtype)
-    results = run_ranks(measure, layout.ranks, chosen, batch, wanted, dtype == "float64")
+    results = run_ranks(measure, layout.ranks, chosen, batch, wanted, _trained(dtype, TRAINED))
     for cut in wanted:
         assert_equal(results[cut.name], one_process[dtype][str(cut.num_sequences)], TOLERANCE[dtype])
+    assert_tensors_equal(results[TRAINED].weights, one_process[dtype]["16"].weights, CLIPPED, "weights")
+    assert bool(results[TRAINED].weights) == (dtype == "float64")
