@@ -1,9 +1,11 @@
 """Settings of the whole test process, made before any test module imports torch; processes that tests start inherit them."""
 
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,3 +32,22 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(tmp_path_factory.mktemp("elsewhere"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture
+def moerl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """moerl(words): what the command prints and exits with, in this process, which has imported what it needs."""
+
+    from moerl.__main__ import main
+
+    def run(*args: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["moerl", *map(str, args)])
+        code: Any = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(list(map(str, args)), code or 0, printed.out, printed.err)
+
+    return run

@@ -1,9 +1,6 @@
 """Folders to folders: every bit, valid files, resumed after a kill at any point, and every fault named at once."""
 
 import json
-import os
-import subprocess
-import sys
 
 import kills
 import pytest
@@ -238,13 +235,7 @@ def test_scales_that_do_not_fit_their_weights_are_all_listed(source, tmp_path):
     assert "stray.weight_scale_inv': has no FP8 weight" in text
 
 
-def test_the_command_line_exits_with_2_for_problems_and_1_for_differences(source, tmp_path):
-    def moerl(*arguments):
-        command = [sys.executable, "-m", "moerl", *map(str, arguments)]
-        return subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, check=False, text=True
-        )
-
+def test_the_command_line_exits_with_2_for_problems_and_1_for_differences(moerl, source, tmp_path):
     refused = moerl("convert", tmp_path / "absent", tmp_path / "out")
     assert refused.returncode == 2 and "is no directory" in refused.stderr
     assert moerl("convert", source, tmp_path / "out", "--dtype", "fp8").returncode == 0

@@ -12,11 +12,13 @@ from moerl.config.load import build, load
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 
 
-def moerl(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "moerl", *args], capture_output=True, text=True, check=False, timeout=120)
+@pytest.mark.parametrize(("words", "code"), [((), 0), (("num_stesp=7",), 2)])
+def test_a_process_ends_with_the_exit_code(words, code):
+    done = subprocess.run([sys.executable, "-m", "moerl", "check", DEMO, *words], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, "num_steps" in (done.stderr if code else done.stdout)) == (code, True)
 
 
-def test_check_prints_every_setting_as_yaml_that_can_be_read_again():
+def test_check_prints_every_setting_as_yaml_that_can_be_read_again(moerl):
     done = moerl("check", DEMO, "num_steps=7")
     assert (done.returncode, done.stderr) == (0, "")
     assert build(yaml.safe_load(done.stdout)) == load([DEMO, "num_steps=7"])
@@ -24,7 +26,7 @@ def test_check_prints_every_setting_as_yaml_that_can_be_read_again():
     assert "32 prompts * 8 = 256 samples" in done.stdout
 
 
-def test_check_of_a_wrong_configuration_prints_every_problem_and_exits_2():
+def test_check_of_a_wrong_configuration_prints_every_problem_and_exits_2(moerl):
     done = moerl("check", DEMO, "num_stesp=7", "data.task=no")
     assert (done.returncode, done.stdout) == (2, "")
     assert "2 problems in the configuration" in done.stderr
@@ -32,7 +34,7 @@ def test_check_of_a_wrong_configuration_prints_every_problem_and_exits_2():
     assert "Traceback" not in done.stderr
 
 
-def test_problems_of_settings_data_and_reward_come_together():
+def test_problems_of_settings_data_and_reward_come_together(moerl):
     done = moerl(
         "check", DEMO, "~data", "data={kind:files,files:[gone.jsonl],max_prompt_tokens:16}", "group_size=1", "reward.terms.x.kind=format"
     )
@@ -42,19 +44,19 @@ def test_problems_of_settings_data_and_reward_come_together():
 
 
 @pytest.mark.parametrize("verb", ["train", "check"])
-def test_a_verb_without_a_recipe_lists_the_recipes(verb: str):
+def test_a_verb_without_a_recipe_lists_the_recipes(moerl, verb: str):
     done = moerl(verb)
     assert done.returncode == 2
     assert "grpo-tiny-moe-1n2g-sync" in done.stderr
 
 
-def test_no_verb_prints_the_help():
+def test_no_verb_prints_the_help(moerl):
     done = moerl()
     assert "train" in done.stdout
     assert "check" in done.stdout
 
 
-def test_recipes_of_an_own_directory_are_found(tmp_path):
+def test_recipes_of_an_own_directory_are_found(moerl, tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\ndefaults: [grpo-tiny-moe-1n2g-sync, _self_]\nname: mine\n")
     done = moerl("check", "--config-dir", str(tmp_path), "recipe=mine")
@@ -62,7 +64,7 @@ def test_recipes_of_an_own_directory_are_found(tmp_path):
     assert "\nname: mine\n" in done.stdout
 
 
-def test_a_report_of_a_directory_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
+def test_a_report_of_a_directory_that_is_no_run_is_an_error_without_a_traceback(moerl, tmp_path):
     done = moerl("report", str(tmp_path))
     assert done.returncode == 1
     assert "metrics.jsonl" in done.stderr
@@ -97,14 +99,14 @@ def test_an_installed_wheel_brings_its_recipes(tmp_path):
     assert done.stdout.strip() == str(site / "moerl" / "_configs")
 
 
-def test_plan_prints_what_a_push_moves():
+def test_plan_prints_what_a_push_moves(moerl):
     done = moerl("plan", DEMO, "--servers", "2", "--gpus-per-server", "4", "--gpus-per-node", "4")
     assert (done.returncode, done.stderr) == (0, "")
     assert "rollout          2 servers of 4 GPUs on 2 nodes" in done.stdout
     assert "bound " in done.stdout
 
 
-def test_plan_of_a_fleet_that_cannot_hold_the_model_says_every_reason():
+def test_plan_of_a_fleet_that_cannot_hold_the_model_says_every_reason(moerl):
     done = moerl("plan", DEMO, "--gpus-per-server", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert "* --gpus-per-server = 3: must divide the model's 8 experts" in done.stderr
