@@ -18,6 +18,8 @@ class Lane:
     """Of the Makefile. None: started by hand."""
     in_ci: bool
     """Whether .ci/run runs it."""
+    is_part: bool = False
+    """Of all its tests, one of eight groups: what others run whole. No claim rests on it."""
 
     def takes(self, file: str, markers: Set[str]) -> bool:
         """file: its path from the repository's root."""
@@ -49,6 +51,6 @@ LANES = (
     Lane(name="real", marker="real", paths=("tests/real",), target="test-real", in_ci=True),
     Lane(name="engines", marker="engine", paths=("tests/rollout", "tests/run"), target="test-engines", in_ci=True),
     Lane(name="slurm", marker="slurm", paths=("tests/slurm",), target="test-slurm", in_ci=True),
-    Lane(name="py312", marker=_PLAIN, target="test-py312", in_ci=False),
+    Lane(name="py312", marker=_PLAIN, target="test-py312", in_ci=True, is_part=True),
     Lane(name="gpu", marker="gpu", paths=("tests/gpu",), target=None, in_ci=False),
 )
