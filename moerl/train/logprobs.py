@@ -19,9 +19,10 @@ def logprobs_and_entropy(
     """[T] log-prob of each label, with gradient, and entropy in nats, without (no loss has an entropy term); both of
     softmax(logits / temperature), in float32, or in float64 for logits in float64.
 
-    `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0. Collective
-    over `group`: two reductions of a few values per token. Peak memory beyond logits and their gradient: two chunks
-    [chunk_tokens, V / tp] in the result's dtype forward, one backward, and a few values per token.
+    `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0, like logits of
+    -inf, which have no part in the entropy; the log-prob of such a label is -inf. Collective over `group`: two reductions of a few values
+    per token. Peak memory beyond logits and their gradient: two chunks [chunk_tokens, V / tp] in the result's dtype forward, one
+    backward, and a few values per token.
     """
     shard = _Shard(
         first=group.rank() * logits_TV.shape[1],
@@ -53,8 +54,7 @@ class _Shard:
             tokens = slice(start, min(start + self.chunk_tokens, num_tokens))
             scaled_CV = buffer[: tokens.stop - start]
             scaled_CV.copy_(logits_TV[tokens]).div_(self.temperature)
-            # Finite, unlike -inf: a rank that holds nothing but padding has a maximum too.
-            scaled_CV[:, self.num_valid :] = torch.finfo(dtype).min / 2
+            scaled_CV[:, self.num_valid :] = _floor(dtype)
             yield tokens, scaled_CV
 
     def local(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +62,12 @@ class _Shard:
         columns_T = labels_T - self.first
         here_T = (columns_T >= 0) & (columns_T < self.num_valid)
         return torch.where(here_T, columns_T, 0), here_T
+
+
+def _floor(dtype: torch.dtype) -> float:
+    """Of probability 0 beside any logit, and finite: a rank that holds nothing else has a maximum too, 0 times it is 0, and so is its sum
+    over the columns of a vocabulary."""
+    return torch.finfo(dtype).min / 2**24
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -99,7 +105,8 @@ def _local_sums(logits_TV: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Ten
     sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=dtype)
     weights = None
     for tokens, scaled_CV in shard.chunks(logits_TV):
-        sums_3T[2, tokens] = scaled_CV.gather(1, columns_T[tokens, None])[:, 0] * here_T[tokens]
+        sums_3T[2, tokens] = torch.where(here_T[tokens], scaled_CV.gather(1, columns_T[tokens, None])[:, 0], 0.0)
+        scaled_CV.clamp_(min=_floor(dtype))  # logits may be -inf
         maximum_T[tokens] = scaled_CV.amax(-1)
         scaled_CV.sub_(maximum_T[tokens, None])
         weights = torch.empty_like(scaled_CV) if weights is None else weights

@@ -100,7 +100,7 @@ def micro_batch_loss(
     reference_T = None if columns.reference_logprobs_T is None else _masked(columns.reference_logprobs_T, mask_T)
 
     token_loss_T, clipped_T = objective.token_loss(logp_T, old_T, advantage_T, reference_T)
-    weight_T = _token_weights(columns.response_tokens_T, objective.normalize_by, denominators)
+    weight_T = _token_weights(columns.response_tokens_T.to(logp_T.dtype), objective.normalize_by, denominators)
     loss = torch.where(mask_T, token_loss_T * weight_T, 0.0).sum()
     with torch.no_grad():
         sums = _sums(mask_T, loss, logp_T, _masked(entropy_T, mask_T), old_T, reference_T, rollout_T, clipped_T)
@@ -146,7 +146,7 @@ def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def _token_weights(response_tokens_T: Tensor, normalize_by: NormalizeBy, denominators: Denominators) -> Tensor | float:
-    """What a response token's loss is multiplied by. Counts of 0 occur only where there is nothing to weigh."""
+    """What a response token's loss is multiplied by, in their own dtype. Counts of 0 occur only where there is nothing to weigh."""
     if normalize_by == "token":
         return 1.0 / max(denominators.num_tokens, 1)
     return 1.0 / (response_tokens_T.clamp(min=1) * max(denominators.num_sequences, 1))

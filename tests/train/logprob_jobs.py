@@ -18,7 +18,8 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Random logits of `num_tokens` x `vocab_size`, cut over `tp` ranks. `spread`: their standard deviation."""
+    """Random logits of `num_tokens` x `vocab_size`, cut over `tp` ranks. `spread`: their standard deviation. `num_dead`: columns of -inf,
+    the first ones, as of a model that masks part of its vocabulary."""
 
     tp: int = 1
     num_tokens: int = 37
@@ -27,6 +28,7 @@ class Case:
     temperature: float = 1.0
     chunk_tokens: int = 8
     spread: float = 3.0
+    num_dead: int = 0
 
     @property
     def padded_vocab_size(self) -> int:
@@ -36,6 +38,7 @@ class Case:
         """Logits [T, V] without padding in the case's dtype, labels, and the weight of each log-prob in a loss."""
         generator = torch.Generator().manual_seed(0)
         logits_TV = torch.randn(self.num_tokens, self.vocab_size, generator=generator, dtype=torch.float64) * self.spread
+        logits_TV[:, : self.num_dead] = -torch.inf
         labels_T = torch.randint(self.vocab_size, (self.num_tokens,), generator=generator)
         labels_T[:2] = torch.tensor([0, self.vocab_size - 1])
         weight_T = torch.randn(self.num_tokens, generator=generator, dtype=torch.float64)

@@ -25,7 +25,7 @@ def exact(case):
     table_TV = (logits_TV / case.temperature).log_softmax(-1)
     logprobs_T = table_TV.gather(1, labels_T[:, None])[:, 0]
     (logprobs_T * weight_T).sum().backward()
-    entropy_T = -(table_TV.exp() * table_TV).sum(-1)
+    entropy_T = torch.special.entr(table_TV.exp()).sum(-1)
     return logprobs_T.detach().numpy(), entropy_T.detach().numpy(), logits_TV.grad.numpy()
 
 
@@ -70,6 +70,18 @@ def test_logits_far_apart_neither_overflow_nor_lose_the_entropy():
     logprobs_T, entropy_T, _ = exact(case)
     np.testing.assert_allclose(values.logprobs_T, logprobs_T, rtol=1e-6, atol=1e-4)
     np.testing.assert_allclose(values.entropy_T, entropy_T, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_logits_of_minus_infinity_have_probability_zero_and_no_part_in_the_entropy(tp):
+    """On four ranks the first holds nothing else, so many columns that their sums must not overflow before they are scaled to 0."""
+    case = Case(tp=tp, num_dead=30, dtype="float64")
+    values = run_ranks(chunked, tp, case)
+    assert np.isneginf(values.logprobs_T).any()  # a label among them
+    assert_close(values, case, atol=1e-12)
+    in_float32 = run_ranks(chunked, tp, replace(case, dtype="float32"))
+    np.testing.assert_allclose(in_float32.entropy_T, values.entropy_T, atol=1e-5)
+    np.testing.assert_allclose(in_float32.logprobs_T, values.logprobs_T, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

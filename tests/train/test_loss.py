@@ -296,6 +296,17 @@ def test_a_step_of_several_mini_batches_reports_mismatch_and_kl_old_of_the_first
     )  # fmt: skip
 
 
+def test_a_loss_in_float64_is_weighted_in_float64():
+    batch = make_batch(np.random.default_rng(6), with_old=False)
+    packed = pack(batch, single(batch)[0], 1)
+    logp = torch.full((len(packed.labels_T),), -1.0, dtype=torch.float64, requires_grad=True)
+    columns = LossColumns.of(packed, device="cpu")
+    loss, _ = micro_batch_loss(logp, torch.ones_like(logp), columns, OBJECTIVES["grpo"], Denominators.of(batch))
+    # The ratio is 1, so a sequence's loss is the advantage of its tokens.
+    advantages = [batch.advantages_T[start] for start, tokens in zip(batch.offsets, batch.response_lengths, strict=False) if tokens]
+    assert loss.item() == pytest.approx(-np.mean(np.float64(advantages)), rel=1e-14)
+
+
 def test_half_precision_log_probs_are_summed_in_float32():
     rng = np.random.default_rng(5)
     batch = make_batch(rng)
