@@ -14,9 +14,7 @@ from moerl.config.slurm import SlurmConfig
 TRAIN = {
     "grpo_deepseek": ["recipe=grpo-deepseek-v3-32n8g-sync"],
     "grpo_qwen3_235b": ["recipe=grpo-qwen3-235b-16n8g-sync"],
-    "dapo_qwen3_235b": [
-        "recipe=grpo-qwen3-235b-16n8g-sync", "name=dapo-qwen3-235b-16n8g-sync", "algorithm=dapo", "algorithm.overlong_buffer=1024",
-    ],
+    "dapo_qwen3_235b": ["recipe=dapo-qwen3-235b-16n8g-sync"],
     "grpo_kimi_k2": ["recipe=grpo-kimi-k2-32n8g-sync"],
     "grpo_glm_4.5": ["recipe=grpo-glm-4.5-8n8g-sync"],
     "grpo_tiny_moe_cpu": [

@@ -20,6 +20,14 @@ def problems_of(*overrides: str, config_dir=None) -> list[Problem]:
     return caught.value.problems
 
 
+def test_the_large_dapo_recipe_has_the_settings_of_the_paper():
+    """Section 4.1 of arXiv:2503.14476."""
+    config = load(["recipe=dapo-qwen3-235b-16n8g-sync"])
+    assert config.algorithm == DAPOConfig(clip_low=0.2, clip_high=0.28, overlong="penalty", overlong_buffer=4096)
+    assert (config.groups_per_step, config.group_size, config.train.updates_per_step) == (512, 16, 16)
+    assert (config.train.optimizer.lr, config.train.optimizer.warmup_steps, config.rollout.max_response_tokens) == (1e-6, 20, 20480)
+
+
 def test_an_override_wins_over_the_recipe_and_a_setting_no_file_mentions_can_be_set():
     config = load([DEMO, "num_steps=7", "deadlines.start_seconds=5", "observe.wandb_project=x"])
     assert (config.num_steps, config.deadlines.start_seconds, config.observe.wandb_project) == (7, 5.0, "x")
