@@ -5,8 +5,13 @@ Validation also reads the declarations of model families, which import nothing b
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import moerl
 
@@ -32,6 +37,14 @@ OWNERS = {
     "wandb": ("observe/",),
 }
 """Third-party package -> where under moerl/ it may be imported."""
+
+DISTRIBUTIONS = {"transformer_engine": "transformer-engine"}
+"""Of packages that may not be installed where this runs: name of the import -> of the distribution, where they differ."""
+
+EXTRAS = ("gpu", "wandb", "mbridge", "vllm", "sglang")
+
+FOR_OTHERS = {"einops", "tensorboard"}
+"""Imported by megatron-core and by torch.utils.tensorboard, which do not declare them."""
 
 
 def level_of(part: str) -> int:
@@ -121,3 +134,24 @@ def test_the_levels_check_sees_an_import_inside_a_function_and_a_relative_one(tm
     file.parent.mkdir(parents=True)
     file.write_text("def f():\n    from moerl.loop import run\n    import torch\nfrom ..train import actor\nfrom . import y\n")
     assert set(imports_of(file)) == {"moerl.loop.run", "torch", "moerl.train.actor", "moerl.config.y"}
+
+
+def test_what_the_package_imports_is_declared_and_what_is_declared_is_imported():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    needed = {distribution(line) for line in project["dependencies"]}
+    optional = {distribution(line) for name in EXTRAS for line in project["optional-dependencies"][name]}
+    found = packages_distributions()
+    names = {name.split(".")[0] for file in sources() for name in imports_of(file)}
+    names -= {*sys.stdlib_module_names, "moerl", "megatron_patches"}
+    imported = {canonical(found.get(name, [DISTRIBUTIONS.get(name, name)])[0]) for name in names}
+    assert sorted(imported - needed - optional) == []
+    assert sorted(needed - imported - FOR_OTHERS) == []
+
+
+def distribution(requirement: str) -> str:
+    return canonical(Requirement(requirement).name)
+
+
+def canonical(name: str) -> str:
+    return str(canonicalize_name(name))
