@@ -44,7 +44,7 @@ async def run(
     """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     with observe.phase("load"):
         first_version, state = await train.load()
-        if state:
+        if "drawn" in state:  # else the run begins, perhaps with converted weights
             prompts.seek(state)  # refuses other data than the checkpoint was made with
     with observe.phase("push"):
         await weights.push(first_version)
@@ -66,7 +66,7 @@ async def run(
             batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
             with observe.phase("update"):
                 stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
-            _check(config, stats, step=step, is_first=step == first_version)
+            _check(config, stats, step=step, is_first=step == first_version, is_reference=not state)
             version, cursor, num_dropped = step + 1, buffer.oldest_untrained_ticket, buffer.num_drawn_by_last_take - len(groups)
             observe.step(
                 version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
@@ -178,9 +178,10 @@ async def _with_logprobs(config: RunConfig, batch: StoredBatch, train: TrainGrou
     return batch
 
 
-def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) -> None:
+def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool, is_reference: bool) -> None:
+    """`is_reference`: the run began with the weights of model.path."""
     # Routes of a server bind the policy alone: the reference routes by itself, and a near tie may go another way.
-    is_reference = step == 0 and config.train.updates_per_step == 1 and config.train.router_replay != "rollout"
+    fresh = is_reference and config.train.updates_per_step == 1 and config.train.router_replay != "rollout"
     check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
     if is_first:
         check_first_step(
@@ -188,5 +189,5 @@ def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool) ->
             limit=config.weights.mismatch_limit,
             on_policy=True,  # nothing older than the weights just pushed was running
             own_old_logprobs=config.train.old_logprobs == "trainer",
-            fresh=is_reference,
+            fresh=fresh,
         )

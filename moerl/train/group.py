@@ -150,8 +150,7 @@ class MegatronTrainGroup:
         if directory is None:
             return 0, {}
         state = await self._load(directory)
-        # Weights that were converted, not trained here: the run begins with them.
-        return (0, {}) if state.get("weights_only", False) else (state["version"], state)
+        return state["version"], state
 
     async def load_weights(self, directory: Path) -> int:
         """Of this checkpoint, and nothing else; its version. For a group that does not train."""

@@ -9,6 +9,7 @@ from in_process_run import InProcessRun, make_config, play
 
 from moerl.config.schema import DAPOConfig, GRPOConfig
 from moerl.train import checkpoint
+from moerl.train.fake import FakeTrainGroup
 from moerl.types import CheckpointError, DataError
 
 GRPO, DAPO = GRPOConfig(), DAPOConfig(overlong="none", max_attempts=50)
@@ -100,6 +101,19 @@ def test_a_run_with_a_larger_num_steps_goes_on(tmp_path):
     play(make_config(tmp_path, num_steps=2))
     longer = play(make_config(tmp_path, num_steps=5))
     assert longer.trained() == {3: [6, 7, 8], 4: [9, 10, 11], 5: [12, 13, 14]}
+
+
+def test_a_run_begins_with_converted_weights_which_are_not_its_reference(tmp_path, monkeypatch):
+    given = FakeTrainGroup.update
+
+    async def update(self, batch, objective, *, lr):
+        return replace(await given(self, batch, objective, lr=lr), kl_reference=1e-3)
+
+    monkeypatch.setattr(FakeTrainGroup, "update", update)
+    run = InProcessRun(make_config(tmp_path))
+    run.trainer._write(0, 0, {"weights_only": True})
+    asyncio.run(run.play())
+    assert list(run.groups) == [1, 2, 3, 4]
 
 
 def test_data_with_other_rows_than_the_checkpoint_was_made_with_is_refused(tmp_path):
