@@ -1,14 +1,14 @@
 """Loading with the checks of every package: what `moerl train` starts from and `moerl check` prints. Imports no torch."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moerl.config.compose import compose
-from moerl.config.load import Check, build, load
+from moerl.config.load import Check, build, checked
 from moerl.config.problems import problem
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
@@ -24,12 +24,17 @@ from moerl.types import CheckpointError, ConfigError, Problem
 
 
 def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
-    """Raises ConfigError with every problem, see `moerl.config.load.load`; then CheckpointError if the newest checkpoint is damaged.
+    """Raises ConfigError with every problem, see `moerl.config.load.checked`; then CheckpointError if the newest checkpoint is damaged.
 
     `starts`: the run is about to begin, and needs what a check alone can do without.
     """
+    return checked_run(compose(overrides if overrides is not None else (), config_dir), starts=starts)
+
+
+def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
+    """The run of composed settings, raising as `load_checked`."""
     checks = (_data_and_reward, _continued_run, *([_weights, start_problems] if starts else []))
-    config = load(overrides if overrides is not None else (), config_dir, checks=checks)
+    config = checked(plain, checks)
     directory = newest(_checkpoints(config))
     if directory is not None:
         check(directory)

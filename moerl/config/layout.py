@@ -5,15 +5,13 @@ Megatron's order: world = tp * cp * dp * pp for the dense part and etp * ep * ed
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from moerl.config.model_shape import ModelShape
 from moerl.config.pipeline import contradictions, pipeline_problems
+from moerl.config.strict import Size
 from moerl.types import Problem
-
-Size = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, kw_only=True)

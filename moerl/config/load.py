@@ -3,6 +3,8 @@ composition, schema, rules across fields."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moerl.config.compose import compose
 from moerl.config.explain import Explainer
+from moerl.config.plain import unusable
 from moerl.config.schema import RunConfig
 from moerl.config.validate import validate
 from moerl.types import ConfigError, Problem
@@ -26,7 +29,12 @@ def load(overrides: Sequence[str], config_dir: Path | None = None, *, checks: Se
     `config_dir` holds recipes and groups of the user's own. `checks` are rules of packages this one may not import (rewards, data).
     Raises ConfigError with every problem.
     """
-    config = build(compose(overrides, config_dir))
+    return checked(compose(overrides, config_dir), checks)
+
+
+def checked(plain: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
+    """The run of composed settings. Raises ConfigError with every problem."""
+    config = build(plain)
     problems = [problem for check in (validate, *checks) for problem in check(config)]
     if problems:
         raise ConfigError(problems)
@@ -35,19 +43,25 @@ def load(overrides: Sequence[str], config_dir: Path | None = None, *, checks: Se
 
 def build(plain: Mapping[str, Any]) -> RunConfig:
     """The typed form of composed settings; types are not converted ("4" is not 4). Raises ConfigError with every problem."""
-    explainer = Explainer(_ADAPTER.json_schema())
-    given, open_paths = _without_open(plain, "")
+    given = _given(plain, "")
     problems: list[Problem] = []
     try:
         # By way of JSON: in strict mode pydantic takes lists for tuples and mappings for dataclasses only from there.
-        config = _ADAPTER.validate_json(json.dumps(given), strict=True)
+        config = _ADAPTER.validate_json(json.dumps(given.value), strict=True)
     except ValidationError as error:
-        problems = [explainer.problem(details) for details in error.errors(include_url=False)]
+        problems = [_explainer().problem(details) for details in error.errors(include_url=False)]
+    unusable_paths = {problem.path for problem in given.unusable}
+    problems = [*given.unusable, *(problem for problem in problems if problem.path not in unusable_paths)]
     reported = {problem.path for problem in problems}
-    problems += [explainer.left_open(path) for path in open_paths if path not in reported]
+    problems += [_explainer().left_open(path) for path in given.open_paths if path not in reported]
     if problems:
         raise ConfigError(problems)
     return config
+
+
+@cache
+def _explainer() -> Explainer:
+    return Explainer(_ADAPTER.json_schema())
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
@@ -59,16 +73,29 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def _without_open(value: Any, path: str) -> tuple[Any, list[str]]:
-    """The settings without those left open by `???`, and the paths of these."""
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """The settings that pydantic can look at, and those that it need not."""
+
+    value: Any
+    open_paths: list[str]
+    """Left open by `???`."""
+    unusable: list[Problem]
+
+
+def _given(value: Any, path: str) -> _Given:
     if not isinstance(value, Mapping):
-        return value, []
-    given, open_paths = {}, []
+        return _Given(value=value, open_paths=[], unusable=[])
+    left = _Given(value={}, open_paths=[], unusable=[])
     for name, child in value.items():
         child_path = f"{path}.{name}" if path else str(name)
         if child == "???":
-            open_paths.append(child_path)
-            continue
-        given[name], found = _without_open(child, child_path)
-        open_paths += found
-    return given, open_paths
+            left.open_paths.append(child_path)
+        elif (fault := unusable({name: None if isinstance(child, Mapping) else child}, path)) is not None:
+            left.unusable.append(fault)
+        else:
+            inner = _given(child, child_path)
+            left.value[name] = inner.value
+            left.open_paths.extend(inner.open_paths)
+            left.unusable.extend(inner.unusable)
+    return left

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moerl.config.gpu_map import GPUMap, Machine, ServerShape, map_gpus
 from moerl.config.problems import problem
-from moerl.config.strict import Positive, Strict
+from moerl.config.strict import Positive, Size, Strict
 from moerl.types import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ class PlacementConfig(Strict):
     their own and go on, also with requests the first ones had begun. What shares GPUs needs train.offload=all."""
     num_shared: Positive | None = None
     """Servers on the trainer's GPUs, for group_colocated: at least 1, and not all of them."""
-    nodes: Positive = 1
+    nodes: Size = 1
     """A job of Slurm or Kubernetes has as many."""
-    gpus_per_node: Positive | None = None
+    gpus_per_node: Size | None = None
     """GPUs the run may use on every node. Where there are none: training ranks and servers that a node takes. None: one node, which takes
     all."""
-    nodes_per_domain: Positive = 1
+    nodes_per_domain: Size = 1
     """Nodes, one after the other in the topology's order, whose GPUs NVLink joins: groups that fit stay inside."""
     topology: str | None = None
     """File in the format of Slurm's topology.conf: nodes under one switch become neighbours. None: in the order of their names."""

@@ -15,7 +15,7 @@ from moerl.config.schema_deadlines import DeadlineConfig
 from moerl.config.schema_train import TrainConfig
 from moerl.config.server_layout import ServerLayout
 from moerl.config.slurm import SlurmConfig
-from moerl.config.strict import NotNegative, Positive, Seconds, Strict
+from moerl.config.strict import NotNegative, Positive, Seconds, Size, Strict
 
 # -- model -----------------------------------------------------------------------------------------------------
 
@@ -25,16 +25,16 @@ class ScratchModel(Strict):
     """A randomly initialised model with a character tokenizer, written as a Hugging Face checkpoint when the run starts."""
 
     family: Literal["qwen3", "qwen3_moe", "deepseek_v3"] = "qwen3_moe"
-    hidden_size: Positive = 128
-    num_layers: Positive = 4
-    num_heads: Positive = 4
-    num_kv_heads: Positive = 2
-    head_dim: Positive = 32
-    ffn_size: Positive = 128
+    hidden_size: Size = 128
+    num_layers: Size = 4
+    num_heads: Size = 4
+    num_kv_heads: Size = 2
+    head_dim: Size = 32
+    ffn_size: Size = 128
     """Inner size of one expert (qwen3_moe, deepseek_v3) or of the MLP (qwen3)."""
-    num_experts: Positive = 8
+    num_experts: Size = 8
     """Without effect for qwen3."""
-    experts_per_token: Positive = 2
+    experts_per_token: Size = 2
     """Without effect for qwen3. deepseek_v3: even; a token's experts come from half as many of the groups of two experts."""
     mtp_layers: NotNegative = 1
     """Layers of multi-token prediction (deepseek_v3); without effect for the others."""
@@ -173,7 +173,7 @@ class RolloutConfig(Strict):
     tokens, without a model."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
-    num_servers: Positive = 1
+    num_servers: Size = 1
     layout: ServerLayout = field(default_factory=ServerLayout)
     """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
     host: str | None = None

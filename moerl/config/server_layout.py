@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moerl.config.strict import NotNegative, Positive, Strict
+from moerl.config.strict import NotNegative, Size, Strict
 
 NUM_PORTS = 16
 """In a row, on the first node of a server of several: SGLang's data-parallel attention takes the port of its store and the 13 after it."""
@@ -15,14 +15,14 @@ NUM_PORTS = 16
 class ServerLayout(Strict):
     """Of every server alike. The defaults are one process on one GPU."""
 
-    gpus: Positive = 1
+    gpus: Size = 1
     """GPUs of one server, over all its nodes. On CPU: processes."""
-    gpus_per_node: Positive = 8
+    gpus_per_node: Size = 8
     """Servers fill nodes, or nodes fill servers."""
-    dp: Positive = 1
+    dp: Size = 1
     """Data-parallel groups of attention. Each has requests of its own, and attention is tensor parallel over the gpus / dp GPUs of a group.
     Without, models with few key/value heads, or latent attention, would hold the keys and values of a request many times."""
-    ep: Positive = 1
+    ep: Size = 1
     """Expert parallel: GPUs over which whole experts are spread; each expert is cut over gpus / ep of them."""
     all_to_all: Literal["gather", "deepep", "deepep_normal", "deepep_low_latency"] = "gather"
     """How tokens reach their experts. gather: every GPU of the server gets all of them. deepep: DeepEP's kernels, those made for

@@ -69,6 +69,15 @@ def _all_to_all_problems(layout: ServerLayout) -> Iterator[Problem]:
 
 
 def _model_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
+    if layout.gpus % layout.dp == 0:  # otherwise tp is no size, and may be 0
+        yield from _head_problems(layout, shape)
+    if layout.mtp_tokens and not shape.num_mtp_layers:
+        reason = "the model's config.json has no num_nextn_predict_layers: nothing could draft"
+        yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 for this model", reason, "mtp_tokens=0")
+    yield from _dense_problems(layout) if shape.num_experts is None else _expert_problems(layout, shape, shape.num_experts)
+
+
+def _head_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
     if shape.num_heads % layout.tp:
         reason = f"each GPU computes whole heads, and gpus={layout.gpus} over dp={layout.dp} groups leaves {layout.tp} for one"
         fix = f"a dp that leaves one of {_divisors(shape.num_heads)}"
@@ -78,10 +87,6 @@ def _model_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem
         reason = f"the {layout.tp} GPUs of a group share heads, or each head is on as many of them"
         fix = f"dp={max(1, layout.gpus // heads)}"
         yield _problem("dp", layout.dp, f"must leave a divisor or a multiple of the model's {heads} key/value heads", reason, fix)
-    if layout.mtp_tokens and not shape.num_mtp_layers:
-        reason = "the model's config.json has no num_nextn_predict_layers: nothing could draft"
-        yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 for this model", reason, "mtp_tokens=0")
-    yield from _dense_problems(layout) if shape.num_experts is None else _expert_problems(layout, shape, shape.num_experts)
 
 
 def _dense_problems(layout: ServerLayout) -> Iterator[Problem]:
@@ -100,6 +105,8 @@ def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) 
         fix = f"redundant_experts={-num_experts % layout.ep}" if layout.redundant_experts is not None else _divisors(num_experts)
         reason = "each GPU holds as many whole experts as any other"
         yield _problem("ep", layout.ep, f"must divide the model's {num_experts} experts{copies} together", reason, fix)
+    if layout.gpus % layout.ep:
+        return  # expert_tp is no size, and may be 0
     if shape.expert_ffn_size % layout.expert_tp:
         reason = f"gpus={layout.gpus} over ep={layout.ep} cut every expert into {layout.expert_tp} parts"
         rule = f"must leave a divisor of the experts' inner size {shape.expert_ffn_size}"

@@ -49,6 +49,11 @@ def broken(recipe, layout, **rollout):
     return list(layout_problems(changed, shape_of_config(model_config(config.model))))
 
 
+@pytest.mark.parametrize("gpus", [4, 12, 48])
+def test_sizes_that_do_not_divide_are_said_before_what_would_follow_from_them(gpus):
+    assert {found.path for found in problems(DEEPSEEK, f"rollout.layout.gpus={gpus}")} >= {"rollout.layout.ep"}
+
+
 @pytest.mark.parametrize(
     ("recipe", "layout", "path", "said"),
     [
