@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from moerl.config.schema import ScratchModel
 from moerl.config.scratch import CHAT_TEMPLATE, EOS, PAD, TOKEN_IDS, TURN_END, TURN_START, UNKNOWN, scratch_config
@@ -23,6 +24,7 @@ def write_scratch_model(scratch: ScratchModel, max_context: int, directory: Path
             f"{directory} exists already: a scratch model is never written over something; remove it or name another place"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # the terminal is the run's
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as unfinished:
         built = Path(unfinished) / directory.name
         _random_model(scratch, max_context, seed).save_pretrained(built)

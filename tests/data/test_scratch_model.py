@@ -162,3 +162,8 @@ def test_the_command_line_refuses_unknown_settings(mini_model, tmp_path, setting
     result = CliRunner().invoke(mini_model, [str(tmp_path / "mini"), setting])
     assert result.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_it_puts_no_progress_bar_on_the_terminal(tmp_path, capfd):
+    write_scratch_model(ScratchModel(num_layers=1, hidden_size=32, num_experts=4), 32, tmp_path / "model", 0)
+    assert capfd.readouterr() == ("", "")
