@@ -26,7 +26,7 @@ class Chart:
     note: str
     x: list[float]
     traces: list[Trace]
-    kind: Literal["lines", "stacked"] = "lines"
+    kind: Literal["lines", "stacked", "bars"] = "lines"
     log: bool = False
     wide: bool = False
 
@@ -90,7 +90,9 @@ def _evaluation_chart(rows: Rows) -> Chart:
 def _phase_chart(rows: Rows) -> Chart:
     names = [name for name in _family(rows, "time/") if name not in ("time/step", "time/other")]
     chart = _chart(rows, "Time per step", [*names, "time/other"], note="wall time by phase")
-    return Chart(title=chart.title, unit="s", note=chart.note, x=chart.x, traces=chart.traces, kind="stacked", wide=True)
+    # An area between steps needs two of them.
+    kind: Literal["stacked", "bars"] = "stacked" if len(rows) > 1 else "bars"
+    return Chart(title=chart.title, unit="s", note=chart.note, x=chart.x, traces=chart.traces, kind=kind, wide=True)
 
 
 def _chart(rows: Rows, title: str, names: Sequence[str], *, note: str, log: bool = False) -> Chart:

@@ -42,7 +42,9 @@ function lineTraces(chart) {
 function stackedTraces(chart) {
   return chart.traces.map((trace, index) => {
     const own = trace.name === "other" ? series(SERIES - 1) : series(index);
-    return { x: chart.x, y: trace.y.map((value) => value ?? 0), name: trace.name, mode: "lines", stackgroup: "all", line: { width: 0.5, color: own } };
+    const drawn = { x: chart.x, y: trace.y.map((value) => value ?? 0), name: trace.name };
+    if (chart.kind === "bars") return { ...drawn, type: "bar", width: 0.5, marker: { color: own } };
+    return { ...drawn, mode: "lines", stackgroup: "all", line: { width: 0.5, color: own } };
   });
 }
 
@@ -56,6 +58,7 @@ function layout(chart) {
     hovermode: "x unified",
     hoverlabel: { bgcolor: color("--raised"), bordercolor: color("--line"), font: { color: color("--ink") } },
     showlegend: chart.traces.length > 1,
+    barmode: "stack",
     legend: { orientation: "h", traceorder: "normal", x: 0, y: 0, yref: "container", yanchor: "bottom" },
     xaxis: { ...axis, showgrid: false, tickformat: "d" },
     yaxis: { ...axis, ...(chart.log ? { type: "log", exponentformat: "power", dtick: 1 } : { exponentformat: "e" }) },
@@ -71,7 +74,7 @@ const plots = data.charts.map((chart) => {
 
 function drawCharts() {
   for (const { chart, plot } of plots) {
-    const traces = chart.kind === "stacked" ? stackedTraces(chart) : lineTraces(chart);
+    const traces = chart.kind === "lines" ? lineTraces(chart) : stackedTraces(chart);
     Plotly.react(plot, traces, layout(chart), { responsive: true, displaylogo: false, displayModeBar: false });
   }
 }

@@ -69,7 +69,7 @@ def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:
 def _facts(config: Mapping[str, Any]) -> dict[str, str]:
     """The settings a reader asks for first; those that a run does not have are left out."""
     scratch, layout = _at(config, "model.scratch"), _at(config, "train.layout") or {}
-    sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name == "ranks" or size != 1)
+    sizes = ", ".join(f"{name} {size}" for name, size in layout.items() if name == "ranks" or str(size) not in ("None", "False", "1"))
     facts = {
         "Model": _at(config, "model.path") or (scratch and f"{scratch.get('family')} from scratch"),
         "Data": _at(config, "data.task") or _at(config, "data.files"),

@@ -1,10 +1,13 @@
 import base64
 import hashlib
 import json
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
+import yaml
 
+from moerl.config.layout import Layout
 from moerl.config.load import to_yaml
 from moerl.observe import report
 from moerl.observe.observer import Observer
@@ -111,6 +114,26 @@ def test_charts_hold_the_numbers_of_the_run(make_run):
     assert charts["Reward"]["x"] == [1, 2, 3]
     band = charts["Reward"]["traces"][1]
     assert band["y"] == band["upper"] == [0.5] * 3, "one sample has no spread"
+
+
+def test_phases_of_a_single_step_are_bars(make_run):
+    """An area has nothing to show between one step and no other."""
+
+    def phases(num_steps):
+        found = page_of(write_report(make_run(num_steps=num_steps, name=f"steps-{num_steps}"))).data["charts"]
+        return next(chart for chart in found if chart["title"] == "Time per step")
+
+    assert (phases(1)["kind"], phases(2)["kind"]) == ("bars", "stacked")
+    assert [len(trace["y"]) for trace in phases(1)["traces"]] == [1, 1]
+
+
+def test_the_layout_is_told_by_what_was_set(make_run):
+    run_dir = make_run()
+    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
+    settings["train"]["layout"] = asdict(Layout(ranks=4, pp=2, last_stage_layers=3, loss_as_layer=True))
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    text = write_report(run_dir).read_text()
+    assert "<dd>ranks 4, pp 2, last_stage_layers 3, loss_as_layer True</dd>" in text
 
 
 def test_a_run_that_is_still_going_can_be_shown(make_run):
