@@ -5,6 +5,7 @@ wrote past it, so that no step appears twice.
 """
 
 import re
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,7 +71,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A wandb run whose id follows from the run's name, so that resuming goes on in the same one.
+    """A wandb run whose id is kept in the run's directory, so that resuming goes on in the same one.
 
     Charts use `step` as their axis. wandb cannot take back what an earlier process logged past a resumed step; both stay.
     """
@@ -81,7 +82,7 @@ class WandbWriter:
             self._run = self._wandb.init(
                 project=project,
                 name=name,
-                id=wandb_id(name),
+                id=wandb_id(run_dir, name),
                 resume="allow",
                 mode=mode,
                 dir=run_dir,
@@ -105,9 +106,18 @@ class WandbWriter:
         self._wandb.teardown()
 
 
-def wandb_id(name: str) -> str:
-    """wandb ids may not hold / \\ # ? % : and have at most 128 characters."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:128]
+def wandb_id(run_dir: Path, name: str) -> str:
+    """The id of the run in `run_dir`, made once: people who run the same recipe share its name, and may share a wandb project.
+
+    wandb ids may not hold / \\ # ? % : and have at most 128 characters.
+    """
+    path = run_dir / "wandb_id.txt"
+    if path.exists() and (kept := path.read_text().strip()):
+        return kept
+    made = f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)[:119]}-{secrets.token_hex(4)}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(made + "\n")
+    return made
 
 
 def _import_wandb(mode: str) -> Any:

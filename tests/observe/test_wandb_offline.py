@@ -27,5 +27,6 @@ def test_an_offline_run_leaves_a_file_and_no_process(tmp_path: Path):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "BEFORE 1 ALIVE 0\n", "wandb's service ran, has ended, and wandb printed nothing"
-    (recorded,) = tmp_path.glob("wandb/offline-run-*-a-run/run-a-run.wandb")
+    name = (tmp_path / "wandb_id.txt").read_text().strip()
+    (recorded,) = tmp_path.glob(f"wandb/offline-run-*-{name}/run-{name}.wandb")
     assert b"reward/mean" in recorded.read_bytes()

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 
@@ -94,6 +95,17 @@ def test_tensorboard_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_wandb_id_follows_from_the_name_and_is_one_wandb_takes():
-    assert wandb_id("grpo/qwen3 30b#1") == wandb_id("grpo/qwen3 30b#1") == "grpo-qwen3-30b-1"
-    assert len(wandb_id("x" * 200)) == 128
+def test_a_wandb_id_is_of_one_run_directory_and_one_wandb_takes(tmp_path):
+    """Two people who run one recipe have two runs; a resumed run is the same, wherever its directory has been moved."""
+    mine, yours = tmp_path / "mine", tmp_path / "yours"
+    mine.mkdir(), yours.mkdir()
+    first = wandb_id(mine, "grpo/qwen3 30b#1")
+    assert re.fullmatch("grpo-qwen3-30b-1-[0-9a-f]{8}", first)
+    assert wandb_id(yours, "grpo/qwen3 30b#1") != first
+    assert wandb_id(mine.rename(tmp_path / "moved"), "another name") == first
+    assert len(wandb_id(mine.parent, "x" * 200)) == 128
+
+
+def test_a_wandb_id_that_was_cut_off_is_made_anew(tmp_path):
+    (tmp_path / "wandb_id.txt").write_text("")
+    assert wandb_id(tmp_path, "run") == wandb_id(tmp_path, "run") != ""
