@@ -71,8 +71,11 @@ def tensors_to_push(hf: Mapping[str, Any], train: TrainConfig, *, max_context: i
 def _no_memory() -> Iterator[None]:
     device, new_group = torch.cuda.current_device, dist.new_group
 
-    def new_fake_group(*args: Any, backend: str | None = None, pg_options: Any = None, **kwargs: Any) -> Any:
-        return new_group(*args, **kwargs)
+    def new_fake_group(ranks: Any = None, *args: Any, backend: str | None = None, pg_options: Any = None, **kwargs: Any) -> Any:
+        # Every rank tells torch of every group. Those of others, hundreds to a group of its own, would take most of the time.
+        if ranks is not None and dist.get_rank() not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks, *args, **kwargs)
 
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     dist.new_group = new_fake_group

@@ -4,6 +4,7 @@ import pickle
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     places: dict[int, Place] = {}
     held: dict[Place, dict[str, tuple[int, ...]]] = {}
     num_ranks, per_stage = train.layout.ranks, train.layout.ranks // train.layout.pp
+    _list_groups_once()
     dist.destroy_process_group()
     for rank in (rank for rank in range(num_ranks) if rank // per_stage % num_parts == part):
         with as_rank(rank, train.layout):
@@ -58,6 +60,17 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (directory / f"part-{part}").write_bytes(pickle.dumps(Survey(places=places, held=held, sizes=built.sizes, peak_bytes=peak_bytes)))
+
+
+def _list_groups_once() -> None:
+    """Megatron lists the ranks of all groups from the sizes alone; for every rank anew, that takes as long as the models."""
+    from megatron.core import parallel_state
+
+    given = parallel_state.generate_masked_orthogonal_rank_groups
+    listed = cache(lambda num_ranks, sizes, mask: given(num_ranks, list(sizes), list(mask)))
+    parallel_state.generate_masked_orthogonal_rank_groups = lambda num_ranks, sizes, mask: [
+        ranks.copy() for ranks in listed(num_ranks, tuple(sizes), tuple(mask))
+    ]
 
 
 def read_survey(directory: Path) -> Survey:
