@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from deepseek_cases import deepseek_settings, slow, write_deepseek
+from deepseek_cases import deepseek_settings, write_deepseek
 from engine_cases import LAYOUTS, random_batch
 from engine_jobs import new_engine, train
 from engine_ranks import run_ranks
@@ -160,7 +160,7 @@ def plain_step(model, batch, chosen):
     return float(loss.detach()), float(mtp_loss.detach()), float(grad_norm)
 
 
-@pytest.mark.parametrize("layout", ["one", slow("tp2"), slow("pp2"), "cp2"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "cp2"])
 def test_a_training_step_equals_the_plain_computation(layout, directory, tmp_path):
     batch, model = random_batch(), plain_model(directory)
     chosen = deepseek_settings(directory, Layout() if layout == "one" else LAYOUTS[layout], mtp_loss=0.3)
@@ -179,7 +179,7 @@ def test_a_training_step_equals_the_plain_computation(layout, directory, tmp_pat
         np.testing.assert_array_equal(result.weights[f"model.layers.{NUM_LAYERS}.{copy}.weight"], result.weights[original])
 
 
-@pytest.mark.parametrize("tokens", [20, slow(4096)])
+@pytest.mark.parametrize("tokens", [20, 4096])
 def test_the_loss_does_not_depend_on_micro_batches(tokens, directory):
     options = {"mtp_loss": 0.3, "dtype": "float64"}
     expected = run_ranks(train, 1, deepseek_settings(directory, Layout(), **options), random_batch(), 1)
