@@ -195,7 +195,9 @@ def convert(
     ] = "hf",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16, float32, or fp8 (blocks of 128 x 128).")] = "keep",
     scales: Annotated[str, typer.Option(help="Of fp8: float32, or ue8m0 (powers of two).")] = "float32",
-    files_from: Annotated[Path | None, typer.Option(help="The folder with tokenizer and settings, if not SRC.", show_default=False)] = None,
+    files_from: Annotated[
+        Path | None, typer.Option(help="The folder with tokenizer and settings, if not SRC or its run's model.", show_default=False)
+    ] = None,
     experts: Annotated[int | None, typer.Option(help="Of --to moe: copies of the MLP in a layer.", show_default=False)] = None,
     top_k: Annotated[int | None, typer.Option(help="Of --to moe: experts of a token.", show_default=False)] = None,
     router_seed: Annotated[int | None, typer.Option(help="Of --to moe: of the random routers; 0 if not given.", show_default=False)] = None,

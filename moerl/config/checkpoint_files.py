@@ -10,7 +10,7 @@ from moerl.models import FAMILIES
 from moerl.models.unknown import explain_unknown
 from moerl.types import Problem
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def checkpoint_problems(path: Path) -> Iterator[Problem]:
@@ -19,8 +19,8 @@ def checkpoint_problems(path: Path) -> Iterator[Problem]:
         yield _problem(path, "is not a directory", f"nothing is read from the network; looked in {path.absolute()}", fix)
         return
     yield from _config_problems(path)
-    if not any((path / name).is_file() for name in _TOKENIZERS):
-        reason = f"none of {', '.join(_TOKENIZERS)} is there"
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        reason = f"none of {', '.join(TOKENIZERS)} is there"
         yield _problem(path, "has no tokenizer", reason, "copy the tokenizer files of the model there")
     yield from _weight_problems(path)
 

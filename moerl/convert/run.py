@@ -11,10 +11,11 @@ import torch
 from moerl import __version__
 from moerl.config.problems import problem
 from moerl.convert import hf_plan
+from moerl.convert.carried import origin_of, origin_problems
 from moerl.convert.completeness import copied_problems, tensor_problems
 from moerl.convert.entry import Entry
 from moerl.convert.fp8 import SCALE_SUFFIX, ScaleFormat
-from moerl.convert.hf_writing import WriteOptions, carried_files, hf_jobs, write_hf
+from moerl.convert.hf_writing import WriteOptions, hf_jobs, write_hf
 from moerl.convert.nonfinite import NonFinite, report
 from moerl.convert.parameters import family_of
 from moerl.convert.progress import progress_bar
@@ -37,7 +38,7 @@ class Conversion:
     dtype: hf_plan.Dtype = "keep"
     scales: ScaleFormat = "float32"
     files_from: Path | None = None
-    """Tokenizer, generation settings and, for a checkpoint of a run, weights that were not trained; else the source."""
+    """Tokenizer, generation settings and, for a checkpoint of a run, weights that were not trained; else the source, or its run's model."""
     upcycling: Upcycling | None = None
     """With `to` moe."""
     options: WriteOptions = field(default_factory=WriteOptions)
@@ -100,7 +101,7 @@ def conversion_of(
 
 def convert(conversion: Conversion, *, dry_run: bool) -> str:
     """What was written, or would be. Raises ConvertError."""
-    problems = list(target_problems(conversion.target))
+    problems = [*target_problems(conversion.target), *origin_problems(conversion.files_from)]
     problems += (
         [] if conversion.source.is_dir() else [problem("SRC", str(conversion.source), "is no directory", "nothing to read", "its path")]
     )
@@ -145,7 +146,7 @@ def _sharded_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
         fix = "--dtype bfloat16 first, then moerl convert of that folder with --dtype fp8"
         raise ConvertError([problem("--dtype", "fp8", "needs a Hugging Face folder as SRC", reason, fix)])
     dtype = None if conversion.dtype == "keep" else getattr(torch, conversion.dtype)
-    entries = entries_of(source, conversion.files_from, dtype)
+    entries = entries_of(source, origin_of(conversion.source, conversion.files_from).directory, dtype)
     # As it is stored, the dtype of config.json is the one the run trained in, which may differ from the model's.
     named = conversion.dtype if dtype is not None else str(entries[0].dtype).removeprefix("torch.")
     config = hf_plan.config_for(source.config, cast(hf_plan.Dtype, named), conversion.scales, [])
@@ -165,19 +166,19 @@ def _write_hf(
     if not config_is_final:
         config = hf_plan.config_for(config, conversion.dtype, conversion.scales, _unquantized(entries))
     jobs = hf_jobs(entries, conversion.options)
+    origin = origin_of(conversion.source, conversion.files_from)
     if not dry_run:
         with progress_bar(f"writing {conversion.target.name}", sum(job.num_bytes for job in jobs)) as on_bytes:
             write_hf(
                 entries,
                 conversion.target,
                 config=config,
-                carried_from=_carried_from(conversion),
+                carried_from=origin.directory,
                 plan=conversion.plan | {"files": identity},
                 options=conversion.options,
                 on_bytes=on_bytes,
             )
-    carried = ["config.json", *(file.name for file in carried_files(_carried_from(conversion)))]
-    return describe(conversion, jobs, len(entries), carried, dry_run=dry_run)
+    return describe(conversion, jobs, len(entries), origin.lines(), dry_run=dry_run)
 
 
 def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
@@ -203,12 +204,6 @@ def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
     return describe(conversion, jobs, len(parts), [], dry_run=dry_run)
 
 
-def _carried_from(conversion: Conversion) -> Path | None:
-    if conversion.files_from is not None:
-        return conversion.files_from
-    return None if is_sharded(conversion.source) else conversion.source
-
-
 def _unquantized(entries: Sequence[Entry]) -> list[str]:
     """Modules of matrices without scales."""
     names = {entry.name for entry in entries}
@@ -224,7 +219,7 @@ def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, 
         free = shutil.disk_usage(_existing(conversion.target)).free
         lines += [f"  {job.name}: {job.num_bytes / 1e9:.3f} GB" for job in jobs]
         lines.append(f"needs {(total + SPARE_BYTES) / 1e9:.3f} GB of disk, {free / 1e9:.3f} GB are free")
-    return "\n".join(lines + ([f"with {', '.join(carried)}"] if carried else []))
+    return "\n".join([*lines, *carried])
 
 
 def _existing(path: Path) -> Path:

@@ -1,6 +1,8 @@
 """Hugging Face folders become checkpoints that every layout loads, and checkpoints of runs become folders, bit by bit."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,6 +118,36 @@ def test_untrained_layers_of_multi_token_prediction_come_from_the_original_folde
         convert(Conversion(source=directory, target=tmp_path / "hf"), dry_run=False)
     convert(Conversion(source=directory, target=tmp_path / "hf", files_from=deepseek), dry_run=False)
     assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "out"))
+
+
+def test_a_runs_checkpoint_becomes_a_folder_with_the_tokenizer_of_its_model(checkpoints, tmp_path):
+    """The settings of the run, beside its checkpoints, name the model; one from scratch lies in the run's directory."""
+    model, run = tmp_path / "model-of-run", tmp_path / "run"
+    shutil.copytree(checkpoints["qwen3"], model)
+    (model / "tokenizer.json").write_text('{"of": "the model"}')
+    directory = to_sharded(model, run)
+    (run / "config.yaml").write_text(f"model: {{path: {model}}}")
+    said = convert(Conversion(source=directory, target=tmp_path / "hf", options=SMALL), dry_run=False)
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == '{"of": "the model"}'
+    assert f"tokenizer.json, tokenizer_config.json ({model})" in said and "without" not in said
+    (run / "config.yaml").write_text("model: {path: null, scratch: {family: qwen3}}")
+    model.rename(run / "model")
+    assert f"tokenizer_config.json ({run / 'model'})" in convert(Conversion(source=directory, target=tmp_path / "dry"), dry_run=True)
+
+
+def test_a_checkpoint_whose_model_is_not_known_says_what_its_folder_lacks(checkpoints, tmp_path):
+    directory = to_sharded(checkpoints["qwen3"], tmp_path)
+    lacking = "without a tokenizer and generation_config.json: a run's checkpoint holds weights alone, and"
+
+    def said():
+        return convert(Conversion(source=directory, target=tmp_path / "hf"), dry_run=True).splitlines()[-2:]
+
+    hint = "; --files-from MODEL takes them from the folder of a model"
+    assert said() == ["with config.json", f"{lacking} {tmp_path / 'config.yaml'}, which names its model, is not there{hint}"]
+    (tmp_path / "config.yaml").write_text("model: {path: /nowhere/qwen3}")
+    assert said() == ["with config.json", f"{lacking} the run's model, /nowhere/qwen3, is not there{hint}"]
+    with pytest.raises(ConvertError, match="--files-from = '/nowhere': must be a directory"):
+        convert(Conversion(source=directory, target=tmp_path / "hf", files_from=Path("/nowhere")), dry_run=True)
 
 
 def test_a_folder_and_its_checkpoint_compare_equal(checkpoints, tmp_path):
