@@ -69,13 +69,13 @@ def evaluate(
 
 @app.command()
 def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
-    """Print every setting of a run, or everything that is wrong with it. Needs no GPU and loads no torch."""
-    from moerl.check import load_checked
-    from moerl.config.summary import summary
+    """Print every setting of a run and what keeps it from starting, or everything that is wrong with it. Needs no GPU, loads no torch."""
+    from moerl.check import cannot_start, load_checked
+    from moerl.config.summary import refusals, summary
     from moerl.rollout.commands import described
 
     config = load_checked(overrides, config_dir)
-    typer.echo(summary(config, described(config)), nl=False)
+    typer.echo(summary(config, [*described(config), *refusals(list(cannot_start(config)))]), nl=False)
 
 
 @app.command()
@@ -101,7 +101,7 @@ def launch(
         raise typer.BadParameter("has no meaning without --eval", param_hint="--checkpoint")
     if kuberay:
         # What the paths name is on the pods' volumes: `moerl train` looks at it there.
-        manifest = render_rayjob(load_for_pods(words, config_dir), words, config_dir)
+        manifest = render_rayjob(load_for_pods(words, config_dir, starts=not dry_run), words, config_dir)
         typer.echo(manifest if dry_run else create_rayjob(manifest), nl=not dry_run)
         return
     if evaluates:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.compose import compose
+from moerl.config.engines import unserved
 from moerl.config.load import Check, build, checked
+from moerl.config.model_config import model_config
+from moerl.config.model_shape import shape_of_config
 from moerl.config.problems import problem
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
@@ -33,7 +36,7 @@ def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None
 
 def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
     """The run of composed settings, raising as `load_checked`."""
-    checks = (_data_and_reward, _continued_run, *([_weights, start_problems] if starts else []))
+    checks = (_data_and_reward, _continued_run, *([cannot_start] if starts else []))
     config = checked(plain, checks)
     directory = newest(_checkpoints(config))
     if directory is not None:
@@ -50,7 +53,7 @@ def load_evaluation(
     problems = list(source_problems(config, checkpoint))
     if source is not None and not problems:
         config = with_model(config, source)
-    checks = (validate, _data_and_reward, _trained_model(source), *([_weights, start_problems] if starts else []))
+    checks = (validate, _data_and_reward, _trained_model(source), *([cannot_start] if starts else []))
     problems += [found for check_of in checks for found in check_of(config)]
     if problems:
         raise ConfigError(problems)
@@ -79,6 +82,14 @@ def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
     for name, dataset in config.eval.datasets.items() if config.eval is not None else ():
         found = [*check_data(dataset.data), *(check_reward(dataset.reward) if dataset.reward is not None else ())]
         yield from (replace(each, path=f"eval.datasets.{name}.{each.path}") for each in found)
+
+
+def cannot_start(config: RunConfig) -> Iterator[Problem]:
+    """What can be checked and planned, and what `train` and `launch` refuse."""
+    yield from _weights(config)
+    if config.model.is_only_named:  # otherwise a rule of every check
+        yield from unserved(config.rollout, shape_of_config(model_config(config.model)))
+    yield from start_problems(config)
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:

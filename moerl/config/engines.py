@@ -40,7 +40,7 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
     arguments, and the model's sizes.
 
     A model that is only named (model.published without a path) cannot be started, and a login node that checks its recipe needs no
-    environment: what belongs to starting is asked for with model.path.
+    environment: what belongs to starting is asked for with model.path, or listed by `moerl check` (`unserved`).
     """
     rollout = config.rollout
     if rollout.engine not in FAMILIES:
@@ -50,24 +50,29 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
                 "rollout.engine_args", rollout.engine_args, "has no effect", reason, "rollout.engine=vllm or sglang, or leave it out"
             )
         return
-    families = FAMILIES[rollout.engine]
     if config.deterministic:
         reason = f"{rollout.engine}'s results depend on which requests share a batch"
         yield problem("deterministic", True, f"cannot be kept by rollout.engine={rollout.engine}", reason, "rollout.engine=hf")
     if config.model.is_only_named:
         return
-    if shape is not None and shape.model_type not in families:
-        rule = f"serves {', '.join(families)}; the model is {shape.model_type}"
-        reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
-        yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf")
+    yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
     if python.is_file():
-        model = model_config(config.model) if shape is not None and shape.model_type in families else None
+        model = model_config(config.model) if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None:  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
         reason = "engines pin packages that a trainer's environment cannot have"
         yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
+
+
+def unserved(rollout: "RolloutConfig", shape: ModelShape | None) -> Iterator[Problem]:
+    """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
+    families = FAMILIES.get(rollout.engine)
+    if families is not None and shape is not None and shape.model_type not in families:
+        rule = f"serves {', '.join(families)}; the model is {shape.model_type}"
+        reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
+        yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
 
 
 def _own_environment(engine: str) -> Path:

@@ -107,7 +107,8 @@ def _in_blocks(block: int, machine: Machine) -> list[GPU]:
     """All GPUs but those at the end of a node, or domain, that do not make a block."""
     nodes = 1 if block <= machine.gpus_per_node else machine.nodes_per_domain
     size = nodes * machine.gpus_per_node
-    rooms = [machine.gpus[begin : begin + size] for begin in range(0, machine.num_gpus, size)]
+    gpus = machine.gpus
+    rooms = [gpus[begin : begin + size] for begin in range(0, machine.num_gpus, size)]
     return [gpu for room in rooms for gpu in room[: len(room) // block * block]]
 
 
@@ -130,7 +131,9 @@ def _place_servers(servers: ServerShape, ranks: Sequence[GPU], machine: Machine)
 
 def _server_gpus(num_gpus: int, free: Sequence[GPU], machine: Machine) -> list[tuple[GPU, ...]]:
     """As many servers as `free` has room for: inside a node, or of whole nodes that follow each other, inside a domain if they fit."""
-    by_node = [[gpu for gpu in free if gpu.node == node] for node in range(machine.num_nodes)]
+    by_node: list[list[GPU]] = [[] for _ in range(machine.num_nodes)]
+    for gpu in free:
+        by_node[gpu.node].append(gpu)
     if num_gpus <= machine.gpus_per_node:
         return [tuple(node[begin : begin + num_gpus]) for node in by_node for begin in range(0, len(node) // num_gpus * num_gpus, num_gpus)]
     if num_gpus % machine.gpus_per_node:

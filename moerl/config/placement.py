@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from moerl.config.gpu_map import GPUMap, Machine, ServerShape, map_gpus
 from moerl.config.problems import problem
-from moerl.config.strict import Positive, Size, Strict
+from moerl.config.strict import MOST, Positive, Size, Strict
 from moerl.types import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def gpu_map(config: "RunConfig") -> GPUMap:
 
 
 def placement_problems(config: "RunConfig") -> Iterator[Problem]:
-    found = [*_mode_problems(config), *_node_problems(config)]
+    found = [*_mode_problems(config), *_node_problems(config), *_too_many(config)]
     yield from found
     if found or any(config.train.layout.problems(None)):
         return
@@ -81,6 +81,18 @@ def placement_problems(config: "RunConfig") -> Iterator[Problem]:
         reason = f"rollout.layout.gpus_per_node={layout.gpus_per_node} says so; servers would be on {', '.join(map(str, sorted(numbers)))}"
         fix = f"rollout.layout.gpus_per_node={layout.gpus if gpus is None else gpus}, or servers of fewer GPUs"
         yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
+
+
+def _too_many(config: "RunConfig") -> Iterator[Problem]:
+    """Of factors that are each in range. Every GPU is placed by itself, so that more would be placed for hours."""
+    placement, rollout = config.placement, config.rollout
+    per_node = 1 if placement.gpus_per_node is None else placement.gpus_per_node
+    if placement.nodes * per_node > MOST:
+        reason, fix = f"with {per_node} GPUs on each they would be {placement.nodes * per_node} GPUs", "fewer nodes"
+        yield problem("placement.nodes", placement.nodes, f"must have at most {MOST} GPUs together", reason, fix)
+    if rollout.num_servers * gpus_per_server(rollout) > MOST:
+        reason, fix = f"with {gpus_per_server(rollout)} GPUs each they would have {rollout.num_servers * gpus_per_server(rollout)}", "fewer"
+        yield problem("rollout.num_servers", rollout.num_servers, f"must have at most {MOST} GPUs together", reason, fix)
 
 
 def _mode_problems(config: "RunConfig") -> Iterator[Problem]:

@@ -6,7 +6,8 @@ from pydantic import ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
-Size = Annotated[int, Field(gt=0, le=2**17)]
+MOST = 2**17
+Size = Annotated[int, Field(gt=0, le=MOST)]
 """Of what is counted out one by one, as GPUs and layers are: a slip of the keyboard must not compute for hours."""
 Seconds = Annotated[float, Field(gt=0)]
 

@@ -1,15 +1,23 @@
 """A run on one page: what follows from its settings as comments, then every setting as YAML."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from moerl.config.load import to_yaml
 from moerl.config.object_store import most_bytes, sample_bytes
 from moerl.config.schema import RunConfig
+from moerl.types import Problem
 
 
 def summary(config: RunConfig, further: Iterable[str] = ()) -> str:
     """Valid YAML: what `moerl check` prints can be kept and read again. `further`: lines from packages this one may not import."""
     return "".join(f"# {line}\n" for line in (*_derived(config), *further)) + to_yaml(config)
+
+
+def refusals(problems: Sequence[Problem]) -> Iterator[str]:
+    """Lines for people: what the run lacks to be started."""
+    if problems:
+        yield f"cannot start    moerl train and moerl launch refuse it, for {len(problems)} reason{'s' if len(problems) > 1 else ''}:"
+        yield from (f"  {line}" for problem in problems for line in str(problem).splitlines())
 
 
 def _derived(config: RunConfig) -> list[str]:

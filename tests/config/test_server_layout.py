@@ -2,10 +2,14 @@
 
 import functools
 import json
+import re
 from dataclasses import replace
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+from moerl.__main__ import app
 from moerl.check import load_checked
 from moerl.config import engines
 from moerl.config.model_config import model_config
@@ -47,6 +51,23 @@ def broken(recipe, layout, **rollout):
     config = loaded(recipe)
     changed = replace(config, rollout=replace(config.rollout, layout=layout, **rollout))
     return list(layout_problems(changed, shape_of_config(model_config(config.model))))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "refused"),
+    [
+        (DEEPSEEK, {"model.path"}),
+        (GLM, {"model.path", "rollout.engine"}),
+        ("grpo-kimi-k2-32n8g-sync", {"model.path", "rollout.engine", "rollout.layout.weights"}),
+    ],
+)
+def test_a_named_model_can_be_checked_and_the_check_says_what_a_start_refuses(recipe, refused):
+    assert {found.path for found in problems(recipe, starts=True)} == refused
+    shown = CliRunner().invoke(app, ["check", f"recipe={recipe}"])
+    assert shown.exit_code == 0 and yaml.safe_load(shown.output)["name"] == recipe
+    (heading,) = [line for line in shown.output.splitlines() if line.startswith("# cannot start")]
+    listed = {line.split()[1] for line in shown.output.partition(heading)[2].splitlines() if re.match(r"#   \w+\.\S+ = ", line)}
+    assert listed == refused
 
 
 @pytest.mark.parametrize("gpus", [4, 12, 48])
