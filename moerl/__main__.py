@@ -88,7 +88,7 @@ def launch(
     checkpoint: Checkpoint = None,
 ) -> None:
     """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
-    from moerl.check import load_checked, load_evaluation
+    from moerl.check import cannot_start, load_checked, load_evaluation
     from moerl.cluster.kuberay import create_rayjob, load_for_pods, render_rayjob
     from moerl.cluster.launch import submit
     from moerl.cluster.script import render_eval, render_train
@@ -101,7 +101,7 @@ def launch(
         raise typer.BadParameter("has no meaning without --eval", param_hint="--checkpoint")
     if kuberay:
         # What the paths name is on the pods' volumes: `moerl train` looks at it there.
-        manifest = render_rayjob(load_for_pods(words, config_dir, starts=not dry_run), words, config_dir)
+        manifest = render_rayjob(load_for_pods(words, config_dir, checks=() if dry_run else (cannot_start,)), words, config_dir)
         typer.echo(manifest if dry_run else create_rayjob(manifest), nl=not dry_run)
         return
     if evaluates:

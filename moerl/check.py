@@ -13,6 +13,7 @@ from moerl.config.load import Check, build, checked
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import shape_of_config
 from moerl.config.problems import problem
+from moerl.config.published import published_names
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
 from moerl.config.scratch import scratch_config
@@ -87,7 +88,7 @@ def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
 def cannot_start(config: RunConfig) -> Iterator[Problem]:
     """What can be checked and planned, and what `train` and `launch` refuse."""
     yield from _weights(config)
-    if config.model.is_only_named:  # otherwise a rule of every check
+    if config.model.is_only_named and config.model.published in published_names():  # with a path, a rule of every check
         yield from unserved(config.rollout, shape_of_config(model_config(config.model)))
     yield from start_problems(config)
 

@@ -18,10 +18,9 @@ from typing import Any
 
 import yaml
 
-from moerl.check import cannot_start
 from moerl.config.compose import compose
 from moerl.config.kubernetes import VolumeConfig, job_name, launch_problems
-from moerl.config.load import build
+from moerl.config.load import Check, build
 from moerl.config.placement import num_gpus
 from moerl.config.schema import RunConfig
 from moerl.config.validate import validate
@@ -34,15 +33,14 @@ _TTL_SECONDS = 60
 _LABEL = "moerl/run"
 
 
-def load_for_pods(overrides: Sequence[str], config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
-    """As `moerl.check.load_checked`; but the model may be on a volume that only pods have, where model.published says what it is."""
+def load_for_pods(overrides: Sequence[str], config_dir: Path | None = None, *, checks: Sequence[Check] = ()) -> RunConfig:
+    """As `moerl.config.load.load`; but the model may be on a volume that only pods have, where model.published says what it is."""
     config = build(compose(overrides, config_dir))
     model, path = config.model, config.model.path
     is_elsewhere = path is not None and model.published is not None and not Path(path).exists()
     checked = replace(config, model=replace(model, path=None)) if is_elsewhere else config
-    problems = list(validate(checked))
-    if starts:
-        problems += [found for found in cannot_start(checked) if not (is_elsewhere and found.path == "model.path")]
+    problems = [found for check in (validate, *checks) for found in check(checked)]
+    problems = [found for found in problems if not (is_elsewhere and found.path == "model.path")]
     if problems:
         raise ConfigError(problems)
     return config

@@ -4,6 +4,7 @@ A key that no file mentions may be set without Hydra's `+`: the files hold only 
 """
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from yaml import YAMLError
 from moerl.config.problems import NOT_SET, problem
 from moerl.config.published import shipped_configs
 from moerl.types import ConfigError, Problem
+
+NEAR = 0.8
+"""How like a name must be to be taken for a slip of the keyboard: gspo is 0.75 like grpo, and another algorithm."""
 
 
 def options(group: str, config_dir: Path | None = None) -> list[str]:
@@ -90,15 +94,20 @@ def _group_problems(parsed: list[Override], config_dir: Path | None) -> Iterator
     if not any(override.key_or_group == "recipe" for override in parsed):
         reason = "a recipe holds the settings that have no default"
         yield problem("recipe", NOT_SET, "must be named", reason, _one_of("recipe", config_dir))
-    for override in parsed:
+    chosen = [override for override in parsed if not override.is_delete() and _names_file(override, config_dir)]
+    for group, times in Counter(override.key_or_group for override in chosen).items():
+        if times > 1:
+            names = [override.get_value_element_as_str() for override in chosen if override.key_or_group == group]
+            reason = f"one command names {' and '.join(names)}, and a run is made from one of them"
+            yield problem(group, names, "must be named once", reason, f"{group}={names[-1]} alone")
+    for override in chosen:
         group = override.key_or_group
-        if override.is_delete() or not _names_file(override, config_dir):
-            continue
         value = override.get_value_element_as_str()
         holders = [root for root in _roots(config_dir) if (root / group / f"{value}.yaml").is_file()]
         if not holders:
-            near = difflib.get_close_matches(value, options(group, config_dir), n=1)
-            fix = f"{group}={near[0]}" if near else _one_of(group, config_dir)
+            near = difflib.get_close_matches(value, options(group, config_dir), n=1, cutoff=NEAR)
+            known = _one_of(group, config_dir)
+            fix = f"{group}={near[0]}? Known: {known}" if near else known
             yield problem(group, value, f"is not one of the {group} files", f"{group}=NAME reads {group}/NAME.yaml", fix)
         elif len(holders) > 1:
             reason = f"{value}.yaml is in {' and in '.join(str(root / group) for root in holders)}"

@@ -156,7 +156,7 @@ def _description(node: Node) -> str:
 
 
 def _nearest(prefix: str, value: object, choices: Sequence[str], otherwise: str = "") -> str:
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.8)  # 0.75: gspo would be taken for grpo
     if near:
         return f"{prefix}{near[0]}"
     return f"{prefix}<{'one of ' + ', '.join(choices) if choices else otherwise}>"

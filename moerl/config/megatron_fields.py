@@ -1,4 +1,4 @@
-"""Which names `train.megatron` may hold: the fields of Megatron's TransformerConfig, less those moerl sets itself.
+"""Which names `train.megatron` may hold: of the fields of Megatron's TransformerConfig, less those moerl sets itself, the allowed ones.
 
 The fields are read from the installed source text, because importing Megatron imports torch.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+from moerl.config.megatron_allowed import allowed_problems
 from moerl.config.model_shape import ModelShape
 from moerl.types import Problem
 
@@ -121,7 +122,7 @@ def megatron_fields() -> Mapping[str, str]:
 
 
 def megatron_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
-    """What is wrong with the names under `train.megatron`."""
+    """What is wrong with the names under `train.megatron`, and with values by themselves."""
     fields = megatron_fields()
     if settings and not fields:
         reason = "the names are checked against Megatron's own fields"
@@ -136,6 +137,8 @@ def megatron_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
             yield _problem(name, value, "is not a field of Megatron's TransformerConfig", "it would have no effect", fix)
         elif any(word in fields[name] for word in ("Callable", "dtype", "ContextManager")):
             yield _problem(name, value, "cannot be written in a file", f"Megatron wants {fields[name]}", "leave it out")
+        else:
+            yield from allowed_problems(name, value)
 
 
 def router_problems(settings: Mapping[str, object], shape: ModelShape | None) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from moerl.config.megatron_allowed import replay_problems_of
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.problems import problem
@@ -20,18 +21,6 @@ _WITHOUT_ROUTES = {
 }
 """Why, of the engines that do not."""
 
-_IN_THE_WAY = {
-    "moe_router_fusion": "the fused router chooses experts itself and takes no routes",
-    "moe_expert_capacity_factor": "it drops routes of full experts, so that not all of those given could be followed",
-    "moe_router_force_load_balancing": "it replaces what the routers compute by random numbers",
-    "overlap_moe_expert_parallel_comm": "it runs two micro-batches in one pass, and routes belong to one",
-    "enable_cuda_graph": "a captured router would repeat the routes of the micro-batch it was captured with",
-    "external_cuda_graph": "a captured router would repeat the routes of the micro-batch it was captured with",
-    "cuda_graph_impl": "a captured router would repeat the routes of the micro-batch it was captured with",
-}
-"""Fields of train.megatron that do not go with replay."""
-_OFF = (None, False, "none")
-
 
 def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
     """Every rule it breaks, for a model of `shape` if it is known."""
@@ -45,10 +34,7 @@ def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
         reason = _WITHOUT_ROUTES.get(engine, f"rollout.engine={engine} does not say which experts its tokens went to")
         fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
         yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
-    for name, reason in _IN_THE_WAY.items():
-        value = config.train.megatron.get(name)
-        if value not in _OFF:
-            yield problem(f"train.megatron.{name}", value, f"does not go with {path}={mode}", reason, f"leave it out, or {path}=off")
+    yield from replay_problems_of(config.train.megatron, mode)
 
 
 def routes_to_replay(config: "RunConfig") -> RouteShape | None:

@@ -1,7 +1,7 @@
 """How Slurm runs a job of moerl: the settings under `slurm`, the rules between them, and the GPUs a run needs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -79,6 +79,43 @@ def slurm_problems(slurm: SlurmConfig, num_nodes: int) -> Iterator[Problem]:
         if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[^:,]+)?", mount):
             reason = "nodes and the container have no common working directory"
             yield problem(f"slurm.container.mounts.{index}", mount, "must be /HOST:/CONTAINER[:OPTIONS]", reason, "/data:/data:ro")
+
+
+def time_problems(slurm: SlurmConfig, deadlines: Mapping[str, float]) -> Iterator[Problem]:
+    """What does not fit into the time limit. `deadlines`: setting -> seconds, of a run's waits."""
+    if slurm.time is None or slurm.time == "UNLIMITED" or not re.fullmatch(_WORDS["time"], slurm.time):
+        return
+    seconds = limit_seconds(slurm.time)
+    if seconds is None:
+        reason = "sbatch takes minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS or UNLIMITED"
+        yield problem("slurm.time", slurm.time, "is no time limit", reason, "slurm.time=04:00:00")
+    elif 0 < seconds <= slurm.end_seconds:
+        reason = f"Slurm asks the job to save slurm.end_seconds={slurm.end_seconds} before the limit: as soon as it starts"
+        yield problem(
+            "slurm.time", slurm.time, f"must be more than {slurm.end_seconds} seconds", reason, "a longer time, or less end_seconds"
+        )
+    elif seconds > 0:
+        for path, deadline in deadlines.items():
+            if deadline >= seconds:
+                reason = "the job would end before the deadline, and a hang with it, without a word about who did not arrive"
+                rule, fix = (
+                    f"must be less than slurm.time={slurm.time}, {seconds} seconds",
+                    f"{path}={seconds // 4}, or a longer slurm.time",
+                )
+                yield problem(path, deadline, rule, reason, fix)
+
+
+def limit_seconds(time: str) -> int | None:
+    """Of a limit as sbatch takes it; 0 for none; None if it is no such text."""
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time, re.ASCII)
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is None and len(numbers) < 3:  # minutes, and seconds
+        numbers = [0, *numbers]
+    hours, minutes, rest = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
 
 
 def size_problems(slurm: SlurmConfig, num_nodes: int, placed_per_node: int | None, needed: int) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from moerl.config.bridge import bridge_problems
 from moerl.config.checkpoint_files import checkpoint_problems
@@ -22,8 +22,9 @@ from moerl.config.problems import problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
+from moerl.config.schema_deadlines import Phase
 from moerl.config.server_layout_rules import layout_problems
-from moerl.config.slurm import slurm_problems
+from moerl.config.slurm import slurm_problems, time_problems
 from moerl.types import Problem
 
 
@@ -273,6 +274,9 @@ def _fp8(config: RunConfig) -> Iterator[Problem]:
 
 def _slurm(config: RunConfig) -> Iterator[Problem]:
     yield from slurm_problems(config.slurm, config.placement.nodes)
+    waits = [phase for phase in get_args(Phase) if phase != "eval" or (config.eval is not None and config.eval.every > 0)]
+    deadlines = {f"deadlines.{phase}_seconds": config.deadlines.of(phase) for phase in waits}
+    yield from time_problems(config.slurm, {"slurm.start_seconds": config.slurm.start_seconds, **deadlines})
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (

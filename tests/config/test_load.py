@@ -12,6 +12,8 @@ from moerl.config.schema import DAPOConfig, GRPOConfig
 from moerl.types import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+LONG = ("logprobs", "update", "save")
+"""Phases whose deadline is an hour, beside that of loading."""
 
 
 def problems_of(*overrides: str, config_dir=None) -> list[Problem]:
@@ -72,8 +74,7 @@ def test_a_group_file_replaces_the_recipes_choice():
         ("train.micro_batch_tokens=???", "train.micro_batch_tokens", "leaves it open with ???"),
         ("data.task=???", "data.task", "write data.task=<one of repeat, add>"),
         ("model.path=???", "model.path", "write model.path=<text, or null>"),
-        ("recipe=grpo-tiny-moe-1n2g-async", "recipe", "recipe=grpo-tiny-moe-1n2g-sync"),
-        ("model=tiny", "model", "model=tiny-moe"),
+        ("model=tiny", "model", "qwen3-235b-a22b, tiny-moe"),
         ("num_steps=1,2", "num_steps", "a command is one run"),
         ("num_steps", "override", "must read key=value"),
         ("=3", "override", "there is no key before ="),
@@ -176,3 +177,39 @@ def test_loading_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("override", ["algorithm=gspo", "algorithm.name=gspo"])
+def test_an_algorithm_that_there_is_not_is_answered_with_those_there_are(override):
+    (problem,) = problems_of(DEMO, override)
+    assert "one of" in problem.fix and "grpo" in problem.fix and "dapo" in problem.fix and "=grpo" not in problem.fix
+
+
+def test_a_recipe_that_there_is_not_is_answered_with_the_nearest_and_all():
+    (problem,) = problems_of("recipe=grpo-tiny-moe-1n2g-async")
+    assert problem.fix.startswith("recipe=grpo-tiny-moe-1n2g-sync? Known: ") and "dapo-tiny-moe-1n2g-async" in problem.fix
+
+
+def test_of_two_recipes_in_one_command_neither_wins():
+    (problem,) = problems_of(DEMO, "num_steps=3", "recipe=grpo-tiny-add-1n2g-sync")
+    assert (problem.path, problem.rule) == ("recipe", "must be named once")
+    (problem,) = problems_of(DEMO, "algorithm=dapo", "algorithm=grpo")
+    assert problem.path == "algorithm"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "paths"),
+    [
+        (["slurm.time='5'"], ["slurm.time"]),
+        (["slurm.time=1:2:3:4"], ["slurm.time"]),
+        (["slurm.time=01:00:00"], ["deadlines.load_seconds", "deadlines.rollout_seconds", *(f"deadlines.{name}_seconds" for name in LONG)]),
+        (["slurm.time=01:00:01", "deadlines.rollout_seconds=900"], []),
+        (["slurm.time=0-3"], []),
+        (["slurm.time='0'"], []),
+    ],
+)
+def test_a_time_limit_leaves_room_for_the_end_and_for_every_deadline(overrides, paths):
+    if paths:
+        assert sorted(problem.path for problem in problems_of(DEMO, *overrides)) == sorted(paths)
+    else:
+        load([DEMO, *overrides])

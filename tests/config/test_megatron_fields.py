@@ -1,7 +1,11 @@
 """Names under train.megatron against Megatron's real dataclass."""
 
 import dataclasses
+from collections import Counter
 
+import pytest
+
+from moerl.config.megatron_allowed import ALLOWED, REFUSED, WITHOUT_REPLAY
 from moerl.config.megatron_fields import OWNED, megatron_fields, megatron_problems
 
 
@@ -25,3 +29,32 @@ def test_without_megatron_any_name_is_refused_and_none_is_fine(monkeypatch):
     assert not list(megatron_problems({}))
     (problem,) = megatron_problems({"moe_z_loss_coeff": 0.1})
     assert problem.rule == "needs megatron-core"
+
+
+def test_every_field_is_set_by_moerl_allowed_or_refused_with_a_reason():
+    written = {
+        name for name, kind in megatron_fields().items() if not any(word in kind for word in ("Callable", "dtype", "ContextManager"))
+    }
+    assert set(Counter([*OWNED, *ALLOWED, *REFUSED]).values()) == {1}
+    assert written <= {*OWNED, *ALLOWED, *REFUSED} <= set(megatron_fields())
+    assert set(WITHOUT_REPLAY) <= set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"moe_expert_capacity_factor": 1.0}, "beyond an expert's capacity"),
+        ({"moe_input_jitter_eps": 0.1}, "log-probs of two passes"),
+        ({"moe_router_force_load_balancing": True}, "random numbers"),
+        ({"softmax_scale": 0.1}, "config.json says what the model computes"),
+        ({"moe_router_dtype": None}, "must be fp32 or fp64"),
+        ({"moe_token_dispatcher_type": "allgather"}, "must be alltoall or flex"),
+        ({"moe_token_dispatcher_type": "alltoal"}, "must be alltoall or flex"),
+        ({"moe_z_loss_coeff": float("nan")}, "must be a number >= 0"),
+        ({"moe_grouped_gemm": "yes"}, "must be true or false"),
+        ({"cp_comm_type": ["p2p"]}, "must be one of p2p"),
+    ],
+)
+def test_what_would_change_the_model_is_refused_with_the_reason(setting, said):
+    (problem,) = megatron_problems(setting)
+    assert said in f"{problem.rule}: {problem.reason}"
