@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from rich.console import Console
@@ -28,7 +29,14 @@ STEP = {
 }
 
 
-def doctor(*args, **environment):
+@pytest.fixture
+def doctor(moerl, monkeypatch):
+    """The command in this process; the one test of a Ray cluster and the other tasks of a step start one."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return partial(moerl, "doctor")
+
+
+def started(*args, **environment):
     command = [sys.executable, "-m", "moerl", "doctor", *map(str, args)]
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(command, env=inherited | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -39,10 +47,10 @@ def ended(process):
     return process.returncode, out, errors
 
 
-def test_fake_h100_are_read_judged_and_their_faults_come_with_commands(h100_node, tmp_path):
+def test_fake_h100_are_read_judged_and_their_faults_come_with_commands(doctor, h100_node, tmp_path):
     file = tmp_path / "new" / "doctor.json"
-    code, out, errors = ended(doctor("--no-measure", "--fix", "--gpus-per-node", 8, "--json", file, "--run-dir", tmp_path))
-    assert (code, errors) == (1, "")
+    done = doctor("--no-measure", "--fix", "--gpus-per-node", 8, "--json", file, "--run-dir", tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
     found = json.loads(file.read_text())
     verdicts = {finding["check"]: finding["verdict"] for finding in found["findings"]}
     assert {verdicts[check] for check in ("ECC", "clocks", "NVLink", "NVSwitch fabric", "InfiniBand", "MIG")} == {"ok"}
@@ -50,22 +58,24 @@ def test_fake_h100_are_read_judged_and_their_faults_come_with_commands(h100_node
     assert found["exit_code"] == 1
     settings = {setting["name"]: setting["value"] for node in found["network"].values() for setting in node}
     assert settings["NCCL_IB_HCA"].startswith("=mlx5_0:1,mlx5_1:1,")
-    assert f"NCCL_IB_HCA={settings['NCCL_IB_HCA']}  # active InfiniBand ports at 400 Gb/s" in out
-    assert "python -c 'import torch; torch.cuda.init()'" in out
-    assert "0 skipped" not in out
+    assert f"NCCL_IB_HCA={settings['NCCL_IB_HCA']}  # active InfiniBand ports at 400 Gb/s" in done.stdout
+    assert "python -c 'import torch; torch.cuda.init()'" in done.stdout
+    assert "0 skipped" not in done.stdout
 
 
-def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(fake_tools, tmp_path):
+def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(doctor, fake_tools, tmp_path, monkeypatch):
     fake_tools(scontrol='[ "$*" = "show hostnames n[0-1]" ] && printf "n0\\nn1\\n"')
     args = ("--run-dir", tmp_path, "--nodes", 2, "--json", tmp_path / "doctor.json")
-    second, first = (doctor(*args, **STEP, SLURM_PROCID=str(index)) for index in (1, 0))
+    second = started(*args, **STEP, SLURM_PROCID="1")
+    for name, value in {**STEP, "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    first = doctor(*args)
     assert ended(second) == (0, "", "")
-    code, out, errors = ended(first)
     found = json.loads((tmp_path / "doctor.json").read_text())
-    assert (code, errors) == (found["exit_code"], "")
+    assert (first.returncode, first.stderr) == (found["exit_code"], "")
     assert list(found["network"]) == ["n0", "n1"]
     assert found["bandwidth_gb_per_second"]["between_nodes"]["n0 - n1"] > 0
-    assert "n0, n1" in out
+    assert "n0, n1" in first.stdout
     assert not list(tmp_path.glob(".doctor-*"))
 
 
@@ -76,10 +86,10 @@ def test_a_ray_cluster_is_examined_on_each_of_its_nodes_also_inside_a_slurm_step
     try:
         cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
         cluster.wait_for_nodes()
-        processes = [started for node in cluster.list_all_nodes() for started in node.all_processes.values()]
-        own = {one.process.pid for started in processes for one in started}
+        processes = [each for node in cluster.list_all_nodes() for each in node.all_processes.values()]
+        own = {one.process.pid for each in processes for one in each}
         code, _, errors = ended(
-            doctor("--json", tmp_path / "doctor.json", "--nodes", 2, **STEP, SLURM_PROCID="0", RAY_ADDRESS=cluster.address)
+            started("--json", tmp_path / "doctor.json", "--nodes", 2, **STEP, SLURM_PROCID="0", RAY_ADDRESS=cluster.address)
         )
     finally:
         cluster.shutdown()
@@ -98,10 +108,10 @@ def test_preflight_raises_what_failed_with_its_fix(fake_tools, tmp_path, monkeyp
         preflight(load([DEMO, f"output_dir={tmp_path}"]))
 
 
-def test_a_wrong_recipe_is_a_problem_of_the_configuration():
-    code, out, errors = ended(doctor("recipe=none"))
-    assert (code, out) == (2, "")
-    assert "1 problem in the configuration" in errors
+def test_a_wrong_recipe_is_a_problem_of_the_configuration(doctor):
+    done = doctor("recipe=none")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "1 problem in the configuration" in done.stderr
 
 
 def test_what_a_recipe_needs_is_what_the_nodes_are_held_to(tmp_path):
