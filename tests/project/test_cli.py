@@ -72,9 +72,11 @@ def test_a_report_of_a_directory_that_is_no_run_is_an_error_without_a_traceback(
 
 
 def test_check_loads_neither_torch_nor_megatron_nor_ray():
+    """Neither of a model from scratch nor of a published one, whose family's rules are checked too."""
     code = (
         "import sys; from moerl.__main__ import app\n"
         f"app(['check', '{DEMO}'], standalone_mode=False)\n"
+        "app(['check', 'recipe=grpo-glm-4.5-8n8g-sync'], standalone_mode=False)\n"
         "print('loaded:', {'torch', 'megatron', 'ray', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
