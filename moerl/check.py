@@ -12,7 +12,7 @@ from moerl.config.engines import unserved
 from moerl.config.load import Check, build, checked
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import shape_of_config
-from moerl.config.problems import problem
+from moerl.config.problems import can_be, problem
 from moerl.config.published import published_names
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.schema import RunConfig
@@ -101,6 +101,8 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
 
 def _continued_run(config: RunConfig) -> Iterator[Problem]:
     """What keeps a run that exists from being continued with these settings."""
+    if not all(can_be(Path(place)) for place in (config.run_dir, config.model.path) if place is not None):
+        return  # reported by validation
     saved = config.run_dir / "config.yaml"
     if saved.exists():
         yield from resume_differences(saved.read_text(), config)

@@ -282,7 +282,8 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.path} = {self.value!r}: {self.rule}\n    why: {self.reason}\n    fix: {self.fix}"
+        text = f"{self.path} = {self.value!r}: {self.rule}\n    why: {self.reason}\n    fix: {self.fix}"
+        return text.encode(errors="backslashreplace").decode()  # a name may be no UTF-8, which no terminal takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

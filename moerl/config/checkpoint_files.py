@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.model_shape import shape_of_config
+from moerl.config.problems import can_be
 from moerl.models import FAMILIES
 from moerl.models.unknown import explain_unknown
 from moerl.types import Problem
@@ -14,7 +15,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def checkpoint_problems(path: Path) -> Iterator[Problem]:
-    if not path.is_dir():
+    if not can_be(path) or not path.is_dir():
         fix = "write the absolute path of the directory" if not path.is_absolute() else "download the model there, or correct the path"
         yield _problem(path, "is not a directory", f"nothing is read from the network; looked in {path.absolute()}", fix)
         return

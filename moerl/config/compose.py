@@ -28,7 +28,8 @@ NEAR = 0.8
 
 def options(group: str, config_dir: Path | None = None) -> list[str]:
     """What `group=...` may be, e.g. the names of every recipe."""
-    return sorted({file.stem for root in _roots(config_dir) for file in (root / group).glob("*.yaml")})
+    holders = [root / group for root in _roots(config_dir) if any(child.name == group for child in root.iterdir())]
+    return sorted({file.stem for holder in holders for file in holder.glob("*.yaml")})
 
 
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
     try:
         with initialize_config_dir(str(shipped_configs()), version_base="1.3"):
             composed = OmegaConf.to_container(hydra_compose("config", overrides=lines), resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError([_composition_problem(error)]) from error
     return {str(key): value for key, value in composed.items()}  # type: ignore[union-attr]
 
@@ -73,8 +74,8 @@ def _parse(overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
     for text in overrides:
         try:
             override = parser.parse_override(text)
-        except HydraException as error:
-            problems.append(_syntax_problem(text, str(error).splitlines()[0]))
+        except (HydraException, ValueError, RecursionError) as error:  # Python's own, of numbers too long and lists too deep
+            problems.append(_syntax_problem(_shortened(text), str(error).splitlines()[0]))
             continue
         if not override.key_or_group:
             problems.append(_syntax_problem(text, "there is no key before ="))
@@ -103,7 +104,7 @@ def _group_problems(parsed: list[Override], config_dir: Path | None) -> Iterator
     for override in chosen:
         group = override.key_or_group
         value = override.get_value_element_as_str()
-        holders = [root for root in _roots(config_dir) if (root / group / f"{value}.yaml").is_file()]
+        holders = [root for root in _roots(config_dir) if _is_file(root / group / f"{value}.yaml")]
         if not holders:
             near = difflib.get_close_matches(value, options(group, config_dir), n=1, cutoff=NEAR)
             known = _one_of(group, config_dir)
@@ -112,6 +113,17 @@ def _group_problems(parsed: list[Override], config_dir: Path | None) -> Iterator
         elif len(holders) > 1:
             reason = f"{value}.yaml is in {' and in '.join(str(root / group) for root in holders)}"
             yield problem(group, value, "must be one file", reason, "give your own another name")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, or below a file
+        return False
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:100]}... ({len(text)} characters)"
 
 
 def _one_of(group: str, config_dir: Path | None) -> str:

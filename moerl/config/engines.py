@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape
-from moerl.config.problems import problem
+from moerl.config.problems import can_be, problem
 from moerl.types import Problem
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
         return
     yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
-    if python.is_file():
+    if can_be(python) and python.is_file():
         model = model_config(config.model) if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None:  # one that is given and missing is another rule's

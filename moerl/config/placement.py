@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moerl.config.gpu_map import GPUMap, Machine, ServerShape, map_gpus
-from moerl.config.problems import problem
+from moerl.config.problems import can_be, problem
 from moerl.config.strict import MOST, Positive, Size, Strict
 from moerl.types import ConfigError, Problem
 
@@ -117,7 +117,7 @@ def _mode_problems(config: "RunConfig") -> Iterator[Problem]:
 
 def _node_problems(config: "RunConfig") -> Iterator[Problem]:
     placement = config.placement
-    if placement.topology is not None and not Path(placement.topology).is_file():
+    if placement.topology is not None and not (can_be(Path(placement.topology)) and Path(placement.topology).is_file()):
         reason = "the order of the nodes is read from it"
         yield problem("placement.topology", placement.topology, "is not a file", reason, "a topology.conf, or leave it out")
     if placement.nodes == 1:

@@ -18,7 +18,7 @@ from moerl.config.model_config import model_config
 from moerl.config.model_shape import ModelShape, shape_of_config
 from moerl.config.network import network_problems
 from moerl.config.placement import placement_problems
-from moerl.config.problems import problem
+from moerl.config.problems import can_be, problem
 from moerl.config.published import differences, published_config, published_names
 from moerl.config.router_replay import replay_problems
 from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
@@ -37,6 +37,9 @@ def _run(config: RunConfig) -> Iterator[Problem]:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
         reason = "it is the name of the run's directory under output_dir"
         yield problem("name", config.name, "must be letters, digits, dots, dashes and underscores", reason, "name=my-run-1")
+    if not can_be(config.run_dir):
+        reason = "the run's directory is made there, and no file system takes that"
+        yield problem("output_dir", config.output_dir, "must be a path, and name a part of one", reason, "shorter names")
     if config.group_size < 2:
         reason = f"{config.algorithm.name} compares the samples of one prompt with each other; one sample has advantage 0"
         yield problem("group_size", config.group_size, "must be at least 2", reason, "group_size=8")
@@ -221,7 +224,7 @@ def _rollout(config: RunConfig) -> Iterator[Problem]:
         reason = f"{rollout.num_servers} servers count up from it, and the last port would be {last}"
         fix = f"rollout.port={65536 - rollout.num_servers} or lower, or 0"
         yield problem("rollout.port", rollout.port, f"must be at most {65536 - rollout.num_servers}", reason, fix)
-    if rollout.python is not None and not Path(rollout.python).is_file():
+    if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()):
         reason = "the servers are started with it"
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from moerl.config.problems import can_be
 from moerl.config.schema import RewardConfig, RewardTerm
 from moerl.rewards.function import ARGUMENTS, split_path
 from moerl.types import Problem
@@ -51,7 +52,7 @@ def _pattern(path: str, pattern: str | None) -> Iterator[Problem]:
         return
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield Problem(path=path, value=pattern, rule="must be a regular expression of Python's re", reason=str(error), fix=fix)
 
 
@@ -87,7 +88,7 @@ def _function(path: str, value: str | None) -> Iterator[Problem]:
 def _source_file(source: str) -> Path | None:
     """The file that holds the module; found without importing it or its parent packages."""
     if source.endswith(".py"):
-        return Path(source) if Path(source).is_file() else None
+        return Path(source) if can_be(Path(source)) and Path(source).is_file() else None
     search: list[str] | None = sys.path
     spec: ModuleSpec | None = None
     package = ""

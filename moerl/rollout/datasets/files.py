@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from moerl.config.problems import can_be
 from moerl.config.schema import FileData
 from moerl.rollout.datasets.rows import Complaints, Row
 from moerl.types import Problem
@@ -119,7 +120,7 @@ def check(config: FileData) -> Iterator[Problem]:
             near = difflib.get_close_matches(file.suffix, _FORMATS, n=1)
             fix = f"rename it to {file.stem}{near[0]} if that is what it holds" if near else f"a {suffixes} file"
             yield Problem(path=path, value=name, rule=f"must end in {suffixes}", reason="the suffix says how to read it", fix=fix)
-        elif not file.is_file():
+        elif not (can_be(file) and file.is_file()):
             yield Problem(path=path, value=name, rule="is not a file", reason=f"looked at {file.absolute()}", fix="correct the path")
 
 
