@@ -5,11 +5,13 @@ from collections import Counter
 
 import pytest
 
+import megatron_patches
 from moerl.config.megatron_allowed import ALLOWED, REFUSED, WITHOUT_REPLAY
 from moerl.config.megatron_fields import OWNED, megatron_fields, megatron_problems
 
 
 def test_the_names_read_from_source_are_the_fields_of_the_dataclass():
+    megatron_patches.activate()  # before the import, for tests of this process that need them
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     assert set(megatron_fields()) == {field.name for field in dataclasses.fields(TransformerConfig)}
