@@ -80,7 +80,7 @@ def _model_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem
 def _head_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
     if shape.num_heads % layout.tp:
         reason = f"each GPU computes whole heads, and gpus={layout.gpus} over dp={layout.dp} groups leaves {layout.tp} for one"
-        fix = f"a dp that leaves one of {_divisors(shape.num_heads)}"
+        fix = f"a dp that leaves {_divisors(shape.num_heads)}"
         yield _problem("dp", layout.dp, f"must leave a divisor of the model's {shape.num_heads} attention heads", reason, fix)
     heads = shape.num_kv_heads
     if not shape.has_latent_attention and heads % layout.tp and layout.tp % heads:
