@@ -25,7 +25,9 @@ LAYOUTS = {
 
 
 def train(output_dir, *overrides):
-    run.train(load_checked([f"recipe={SYNC}", *SMALL, f"output_dir={output_dir}", "num_steps=3", DIGIT, *overrides]))
+    """Of four layers: a chunk of an interleaved pipeline has at least one."""
+    small = [*SMALL, "model.scratch.num_layers=4", "num_steps=3", DIGIT]
+    run.train(load_checked([f"recipe={SYNC}", *small, f"output_dir={output_dir}", *overrides]))
     return rows(output_dir)
 
 
