@@ -40,6 +40,10 @@ def train(
 
     config = load_checked(overrides, config_dir, starts=True)
 
+    from moerl.cluster.forks import server
+
+    server.start()  # before Ray is imported
+
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
 
     typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
@@ -58,6 +62,10 @@ def evaluate(
     from moerl.check import load_evaluation
 
     evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
+
+    from moerl.cluster.forks import server
+
+    server.start()  # before Ray is imported
 
     from moerl import run  # after the check: loads torch and Ray, which takes seconds
     from moerl.evaluation.results import print_table

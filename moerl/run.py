@@ -12,11 +12,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
+from moerl.cluster.forks.ray_workers import forked_workers
 from moerl.cluster.hang import HangReports
 from moerl.cluster.network import applied, find_settings
 from moerl.cluster.process_log import process_seconds
@@ -274,9 +276,11 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
 def _local_ray() -> Iterator[None]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Without an address Ray would also join a cluster that somebody else started on this machine.
-    ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    with reaping_ray():
+    others = [child.pid for child in psutil.Process().children()]
+    with forked_workers():
+        # Without an address Ray would also join a cluster that somebody else started on this machine.
+        ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    with reaping_ray(others):
         try:
             yield
         finally:

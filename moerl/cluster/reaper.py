@@ -7,7 +7,7 @@ brings, it waits for the daemons and then kills the agents.
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -16,9 +16,10 @@ DAEMON_SECONDS = 20.0
 
 
 @contextmanager
-def reaping_ray() -> Iterator[None]:
-    """For the block after ray.init: no process of a cluster that this process started outlives it by long."""
-    daemons = psutil.Process().children()
+def reaping_ray(others: Collection[int]) -> Iterator[None]:
+    """For the block after ray.init: no process of a cluster that this process started outlives it by long. `others`: children that this
+    process had before."""
+    daemons = [child for child in psutil.Process().children() if child.pid not in others]
     agents = [child for daemon in daemons for child in daemon.children() if "agent" in " ".join(child.cmdline()).lower()]
     listed = [",".join(f"{p.pid}:{p.create_time():.2f}" for p in group) for group in (daemons, agents)]
     # A session of its own: Ctrl-C in the terminal must not end it before the driver.

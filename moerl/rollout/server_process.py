@@ -17,6 +17,7 @@ from types import MappingProxyType
 import psutil
 from pydantic import ValidationError
 
+from moerl.cluster.forks.client import CannotForkError, ForkedChild, can_fork
 from moerl.cluster.free_ports import free_ports
 from moerl.cluster.party import Party, ProcessId
 from moerl.rollout import wire
@@ -43,7 +44,7 @@ class ServerProcess:
         self._log_path, self._has_log = log_path, has_log
         self._start_seconds = start_seconds
         self._close_seconds = close_seconds
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | ForkedChild | None = None
         self._ready = False
 
     @property
@@ -125,11 +126,7 @@ class ServerProcess:
         with self._log_path.open("ab" if self._has_log else "wb") as log:
             self._has_log = True
             try:
-                # A session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order.
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                    start_new_session=True, env={**os.environ, **self._environment},
-                )  # fmt: skip
+                self._process = await _start([*self._command, *arguments], {**os.environ, **self._environment}, log.fileno())
             except OSError as error:
                 raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
 
@@ -156,6 +153,17 @@ class ServerProcess:
         with self._log_path.open(errors="replace") as log:
             lines = deque(log, maxlen=LOG_LINES)
         return f"last lines of {self._log_path}:\n" + "".join(f"    {line}" for line in lines)
+
+
+async def _start(command: Sequence[str], environment: Mapping[str, str], log: int) -> asyncio.subprocess.Process | ForkedChild:
+    """In a session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order."""
+    if can_fork(command):
+        try:
+            return await ForkedChild.start(command, stderr=log, environment=environment)
+        except CannotForkError as error:
+            logger.info("the server is executed: %s", error)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, env=environment)
 
 
 def _describe_exit(code: int) -> str:

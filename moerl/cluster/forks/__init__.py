@@ -1,0 +1,1 @@
+"""Processes of a run on one host that begin as forks of one that has imported what they import: none imports torch for itself."""

@@ -1,0 +1,177 @@
+"""What is forked instead of executed cannot tell: environment, directory, files, signals, exit code; and it ends with its server."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moerl.cluster.forks.client import CannotForkError, ForkedChild, ForkedProcess, can_fork
+from moerl.cluster.forks.server import VARIABLE, ForkServer, listen, new_name
+
+SECONDS = 60
+HEAD = "import os, signal, sys, time, json\n"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Of this process, without what a run's preloads: its pid."""
+    name, parent = new_name(), os.getpid()
+    listener = listen(name)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ForkServer(listener, parent).run()
+        finally:
+            os._exit(1)
+    listener.close()
+    monkeypatch.setenv(VARIABLE, name)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def program(tmp_path, server):
+    """program(source, **settings): it runs as a script; what it prints is in the file `out`."""
+
+    def start(source, *arguments, **settings):
+        file = tmp_path / "program.py"
+        file.write_text(HEAD + source)
+        with (tmp_path / "out").open("w") as out:
+            return ForkedProcess([sys.executable, str(file), *arguments], stdin=0, stdout=out.fileno(), stderr=out.fileno(), **settings)
+
+    return start
+
+
+def printed(tmp_path, text, process):
+    """What the program has printed, once `text` is in it."""
+    for _ in range(SECONDS * 100):
+        if text in (said := (tmp_path / "out").read_text()):
+            return said
+        assert process.poll() is None, said
+        signal.sigtimedwait([], 0.01)
+    raise AssertionError(said)
+
+
+ENDS = {
+    "pass": 0, "sys.exit(7)": 7, "sys.exit('why')": 1, "raise ValueError('why')": 1, "os._exit(9)": 9,
+    "os.kill(os.getpid(), signal.SIGKILL)": -9, "os.kill(os.getpid(), signal.SIGTERM)": -15, "raise KeyboardInterrupt": -2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ENDS)
+def test_every_end_has_the_exit_code_of_an_executed_program(source, program, tmp_path):
+    process = program(source)
+    assert process.wait(SECONDS) == ENDS[source]
+    assert process.poll() == process.returncode == ENDS[source]
+    executed = subprocess.run([sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True)
+    assert executed.returncode == ENDS[source]
+    assert (tmp_path / "out").read_text().splitlines()[-1:] == executed.stderr.splitlines()[-1:]
+
+
+def test_it_has_the_arguments_the_environment_and_the_directory_that_were_asked_for(program, tmp_path):
+    source = "print(sys.argv[1:], sorted(os.environ), os.environ['A'], os.getcwd())"
+    assert program(source, "x", "y z", environment={"A": "1", "PATH": "/bin"}, cwd=Path("/")).wait(SECONDS) == 0
+    assert (tmp_path / "out").read_text() == "['x', 'y z'] ['A', 'PATH'] 1 /\n"
+
+
+def test_what_it_starts_has_its_environment(program, tmp_path):
+    assert program("os.execv('/usr/bin/env', ['env'])", environment={"A": "1" * 5000}).wait(SECONDS) == 0
+    assert (tmp_path / "out").read_text() == f"A={'1' * 5000}\n"
+
+
+def test_it_has_no_file_of_another_process(program, tmp_path):
+    assert program("print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])").wait(SECONDS) == 0
+    assert (tmp_path / "out").read_text() == "[0, 1, 2]\n"
+
+
+def test_it_has_the_signals_of_who_asked_and_no_handler_of_the_server(program, tmp_path):
+    source = "print(signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGHUP), signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        assert program(source).wait(SECONDS) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert (tmp_path / "out").read_text().startswith("0 1 {<Signals.SIGUSR2")
+
+
+def test_two_of_them_draw_different_numbers_and_numpy_too(program, tmp_path):
+    drawn = set()
+    for _ in range(2):
+        assert program("import random, numpy; print(random.random(), numpy.random.random())").wait(SECONDS) == 0
+        drawn |= set((tmp_path / "out").read_text().split())
+    assert len(drawn) == 4
+
+
+def test_the_system_shows_its_own_command_line_and_session(program, tmp_path):
+    process = program("print('up', flush=True); time.sleep(99)", "x" * 100, session=True)
+    printed(tmp_path, "up", process)
+    assert " ".join(psutil.Process(process.pid).cmdline()).split()[1:] == [str(tmp_path / "program.py"), "x" * 100]
+    assert os.getsid(process.pid) == process.pid
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.05)
+    process.terminate()
+    assert process.wait(SECONDS) == -signal.SIGTERM
+    process.kill()  # of nobody: it has ended
+
+
+def test_it_ends_with_its_server_and_is_said_to_be_killed(program, server, tmp_path):
+    process = program("print('up', flush=True); time.sleep(99)")
+    printed(tmp_path, "up", process)
+    child = psutil.Process(process.pid)
+    os.kill(server, signal.SIGKILL)
+    assert process.wait(SECONDS) == -signal.SIGKILL
+    child.wait(SECONDS)
+
+
+def test_the_server_ends_with_the_process_that_started_it(tmp_path):
+    source = """
+import os, time
+from moerl.cluster.forks.server import ForkServer, listen, new_name
+listener, parent = listen(new_name()), os.getpid()
+pid = os.fork()
+if pid == 0: ForkServer(listener, parent).run()
+print(pid, flush=True)
+time.sleep(99)
+"""
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as owner:
+        server = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+        server.wait(SECONDS)
+
+
+def test_pipes_of_a_forked_child_are_those_of_asyncio(program, server, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(HEAD + "print('ready', flush=True); sys.stdin.read(); sys.exit(5)")
+
+    async def use():
+        with (tmp_path / "log").open("wb") as log:
+            child = await ForkedChild.start([sys.executable, str(file)], stderr=log.fileno(), environment=dict(os.environ))
+        line = await child.stdout.readline()
+        assert child.returncode is None
+        child.terminate()
+        return line, await child.wait(), child.returncode
+
+    assert asyncio.run(use()) == (b"ready\n", -signal.SIGTERM, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("address", ["", "nobody-listens-here"])
+def test_without_a_server_nothing_is_started(address, monkeypatch):
+    monkeypatch.setenv(VARIABLE, address)
+    with pytest.raises(CannotForkError):
+        ForkedProcess([sys.executable, "-c", "pass"], stdin=0, stdout=1, stderr=2)
+
+
+def test_programs_of_another_interpreter_are_executed(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "name")
+    assert can_fork([sys.executable, "-m", "moerl.rollout.hf"])
+    assert not can_fork(["/usr/bin/python3", "-m", "moerl.rollout.hf"])
+    monkeypatch.setenv(VARIABLE, "")
+    assert not can_fork([sys.executable, "-m", "moerl.rollout.hf"])
