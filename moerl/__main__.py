@@ -40,13 +40,12 @@ def train(
 
     config = load_checked(overrides, config_dir, starts=True)
 
-    from moerl.cluster.forks import server
+    from moerl.cluster.forks.server import forking
 
-    server.start()  # before Ray is imported
+    with forking():  # loads torch, and before Ray is imported
+        from moerl import run  # after the check: takes seconds
 
-    from moerl import run  # after the check: loads torch and Ray, which takes seconds
-
-    typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
+        typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
 
 
 @app.command(name="eval")
@@ -63,14 +62,13 @@ def evaluate(
 
     evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
 
-    from moerl.cluster.forks import server
+    from moerl.cluster.forks.server import forking
 
-    server.start()  # before Ray is imported
+    with forking():  # loads torch, and before Ray is imported
+        from moerl import run  # after the check: takes seconds
+        from moerl.evaluation.results import print_table
 
-    from moerl import run  # after the check: loads torch and Ray, which takes seconds
-    from moerl.evaluation.results import print_table
-
-    path, results = run.evaluate(evaluation)
+        path, results = run.evaluate(evaluation)
     print_table(results)
     typer.echo(f"results: {path}")
 

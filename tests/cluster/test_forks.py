@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from moerl.cluster.forks.client import CannotForkError, ForkedChild, ForkedProcess, can_fork
-from moerl.cluster.forks.server import VARIABLE, ForkServer, listen, new_name
+from moerl.cluster.forks.server import VARIABLE, fork_server, forking, new_name
 
 SECONDS = 60
 HEAD = "import os, signal, sys, time, json\n"
@@ -20,15 +20,8 @@ HEAD = "import os, signal, sys, time, json\n"
 @pytest.fixture
 def server(monkeypatch):
     """Of this process, without what a run's preloads: its pid."""
-    name, parent = new_name(), os.getpid()
-    listener = listen(name)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            ForkServer(listener, parent).run()
-        finally:
-            os._exit(1)
-    listener.close()
+    name = new_name()
+    pid = fork_server(name)
     monkeypatch.setenv(VARIABLE, name)
     yield pid
     os.kill(pid, signal.SIGKILL)
@@ -132,16 +125,8 @@ def test_it_ends_with_its_server_and_is_said_to_be_killed(program, server, tmp_p
 
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path):
-    source = """
-import os, time
-from moerl.cluster.forks.server import ForkServer, listen, new_name
-listener, parent = listen(new_name()), os.getpid()
-pid = os.fork()
-if pid == 0: ForkServer(listener, parent).run()
-print(pid, flush=True)
-time.sleep(99)
-"""
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True) as owner:
+    source = "from moerl.cluster.forks.server import fork_server, new_name; print(fork_server(new_name()), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         server = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
         server.wait(SECONDS)
@@ -175,3 +160,13 @@ def test_programs_of_another_interpreter_are_executed(monkeypatch):
     assert not can_fork(["/usr/bin/python3", "-m", "moerl.rollout.hf"])
     monkeypatch.setenv(VARIABLE, "")
     assert not can_fork([sys.executable, "-m", "moerl.rollout.hf"])
+
+
+def test_a_process_that_already_knows_where_to_fork_or_nowhere_starts_no_server(monkeypatch):
+    for name, value in ((VARIABLE, ""), (VARIABLE, "another"), ("RAY_ADDRESS", "10.0.0.1:6379")):
+        with monkeypatch.context() as patch:
+            patch.delenv(VARIABLE, raising=False)
+            patch.setenv(name, value)
+            before = dict(os.environ)
+            with forking():
+                assert dict(os.environ) == before

@@ -22,8 +22,8 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -46,30 +46,44 @@ _BACKLOG = 128
 _KILLED_BY_EXCEPTION = 1
 
 
-def start() -> None:
-    """Fork a server from this process, which has imported what it preloads; its address is in the environment from here on.
+@contextmanager
+def forking() -> Iterator[None]:
+    """For the block: a server forked from this process, which has imported what it preloads. Its address is in the environment.
 
     Nothing is started, and every process is executed, where the environment already says where to fork, or nowhere; where ranks are
     started by a cluster of several nodes; and where a fork would not be a good copy of this process.
     """
     if VARIABLE in os.environ or "RAY_ADDRESS" in os.environ:
+        yield
         return
     preload()
     reason = unfit()
     if reason is not None:
         logger.info("every process is executed: %s", reason)
+        yield
         return
     name = new_name()
-    listener = listen(name)
-    parent = os.getpid()
-    if os.fork() == 0:
-        try:
-            os.setsid()  # Ctrl-C in the terminal goes to the driver alone
-            ForkServer(listener, parent).run()
-        finally:
-            os._exit(1)
-    listener.close()
+    server = fork_server(name)
     os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def fork_server(name: str) -> int:
+    """Its pid; it listens already."""
+    with listen(name) as listener:
+        parent, server = os.getpid(), os.fork()
+        if server == 0:
+            try:
+                os.setsid()  # Ctrl-C in the terminal goes to the driver alone
+                ForkServer(listener, parent).run()
+            finally:
+                os._exit(1)
+    return server
 
 
 def preload() -> None:
