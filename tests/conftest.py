@@ -13,7 +13,7 @@ from hypothesis import settings
 # What deals the tests and counts their costs.
 sys.path[:0] = [str(Path(__file__).parent / "suite"), str(Path(__file__).parents[1] / "tools")]
 
-pytest_plugins = ["shards", "costs"]
+pytest_plugins = ["shards", "costs", "forked"]
 
 # Two OpenMP threads on two busy cores spin against each other: 5 to 10 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -26,6 +26,7 @@ POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 _record: ProgressRecord | None = None
 """Of this process. None in a process that is no rank of a run."""
+_is_watching = False
 
 
 def keep_record(*, beside: str) -> Callable[[type[T]], type[T]]:
@@ -43,20 +44,28 @@ def keep_record(*, beside: str) -> Callable[[type[T]], type[T]]:
 
 
 def open_record() -> None:
-    """From here on this process is a rank. Before Megatron is imported: it takes some functions of torch.distributed by their names."""
+    """From here on this process is a rank."""
     global _record
-    if _record is not None:
+    if _record is None:
+        watch_collectives()
+        _record = ProgressRecord()
+
+
+def watch_collectives() -> None:
+    """Note them once there is a record. Before Megatron is imported: it takes some functions of torch.distributed by their names."""
+    global _is_watching
+    if _is_watching:
         return
-    _record = ProgressRecord()
+    _is_watching = True
     groups = _Groups()
     for name in COLLECTIVES:
-        setattr(dist, name, _counted(getattr(dist, name), name, _record, groups))
+        setattr(dist, name, _counted(getattr(dist, name), name, groups))
     for name in POINT_TO_POINT:
-        marked = _marked(getattr(dist, name), COLLECTIVE, name, _record)
+        marked = _marked(getattr(dist, name), COLLECTIVE, name)
         setattr(dist, name, marked)
         # P2POp takes isend and irecv alone, and tells them apart by identity, with the names of the module that defines them.
         setattr(dist.distributed_c10d, name, marked)
-    dist.Work.wait = _marked(dist.Work.wait, WAIT, "wait", _record)  # type: ignore[method-assign]
+    dist.Work.wait = _marked(dist.Work.wait, WAIT, "wait")  # type: ignore[method-assign]
 
 
 def counted(micro_batches: Sequence[T]) -> Iterator[T]:
@@ -102,30 +111,34 @@ def _noted(method: Callable[..., Any], line: int) -> Callable[..., Any]:
     return call
 
 
-def _counted(function: Callable[..., Any], name: str, record: ProgressRecord, groups: _Groups) -> Callable[..., Any]:
+def _counted(function: Callable[..., Any], name: str, groups: _Groups) -> Callable[..., Any]:
     text, place = name.encode(), list(inspect.signature(function).parameters).index("group")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if _record is None:
+            return function(*args, **kwargs)
         line, group_text = groups.line(args[place] if len(args) > place else kwargs.get("group"))
         groups.num_entered[line] += 1
-        record.write(line, groups.num_entered[line], 0, group_text)
-        record.write(COLLECTIVE, 1, line, text)
+        _record.write(line, groups.num_entered[line], 0, group_text)
+        _record.write(COLLECTIVE, 1, line, text)
         result = function(*args, **kwargs)
-        record.write(COLLECTIVE, 0, line, text)
+        _record.write(COLLECTIVE, 0, line, text)
         return result
 
     return call
 
 
-def _marked(function: Callable[..., Any], line: int, name: str, record: ProgressRecord) -> Callable[..., Any]:
+def _marked(function: Callable[..., Any], line: int, name: str) -> Callable[..., Any]:
     text = name.encode()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        record.write(line, 1, 0, text)
+        if _record is None:
+            return function(*args, **kwargs)
+        _record.write(line, 1, 0, text)
         result = function(*args, **kwargs)
-        record.write(line, 0, 0, text)
+        _record.write(line, 0, 0, text)
         return result
 
     return call

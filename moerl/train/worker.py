@@ -28,6 +28,7 @@ from moerl.cluster.stacks import answer_stack_requests
 from moerl.config.schema import NetworkConfig, WeightsConfig
 from moerl.payloads import InStore, keep
 from moerl.push_types import Transport
+from moerl.train import rank_imports
 from moerl.train.balance import Planner
 from moerl.train.calls import RankPlace
 from moerl.train.checkpoint import FileDigests, WrittenShards
@@ -95,7 +96,7 @@ class TrainWorker:
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
         began = time.monotonic()
-        megatron_patches.activate()
+        rank_imports.load()
         from moerl.train.engine import MegatronEngine
         from moerl.train.model import initialize_groups
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from moerl.cluster.forks.client import CannotForkError, ForkedChild, ForkedProcess, can_fork
-from moerl.cluster.forks.server import VARIABLE, fork_server, forking, new_name
+from moerl.cluster.forks.server import VARIABLE, fork_server, forking, listen, new_name
 
 SECONDS = 60
 HEAD = "import os, signal, sys, time, json\n"
@@ -21,7 +21,7 @@ HEAD = "import os, signal, sys, time, json\n"
 def server(monkeypatch):
     """Of this process, without what a run's preloads: its pid."""
     name = new_name()
-    pid = fork_server(name)
+    pid = fork_server(listen(name))
     monkeypatch.setenv(VARIABLE, name)
     yield pid
     os.kill(pid, signal.SIGKILL)
@@ -73,6 +73,12 @@ def test_it_has_the_arguments_the_environment_and_the_directory_that_were_asked_
     assert (tmp_path / "out").read_text() == "['x', 'y z'] ['A', 'PATH'] 1 /\n"
 
 
+def test_it_imports_what_its_own_python_path_has(program, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "only_there.py").write_text("")
+    assert program("import only_there", environment={"PYTHONPATH": str(tmp_path / "there")}).wait(SECONDS) == 0
+
+
 def test_what_it_starts_has_its_environment(program, tmp_path):
     assert program("os.execv('/usr/bin/env', ['env'])", environment={"A": "1" * 5000}).wait(SECONDS) == 0
     assert (tmp_path / "out").read_text() == f"A={'1' * 5000}\n"
@@ -115,6 +121,16 @@ def test_the_system_shows_its_own_command_line_and_session(program, tmp_path):
     process.kill()  # of nobody: it has ended
 
 
+def test_what_ends_its_process_group_ends_no_other_and_not_the_server(program, server, tmp_path):
+    """Ray does that to the group of a worker that it lost."""
+    process = program("print('up', flush=True); time.sleep(99)")
+    printed(tmp_path, "up", process)
+    assert os.getpgid(process.pid) == process.pid
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(SECONDS) == -signal.SIGTERM
+    assert program("pass").wait(SECONDS) == 0
+
+
 def test_it_ends_with_its_server_and_is_said_to_be_killed(program, server, tmp_path):
     process = program("print('up', flush=True); time.sleep(99)")
     printed(tmp_path, "up", process)
@@ -125,7 +141,9 @@ def test_it_ends_with_its_server_and_is_said_to_be_killed(program, server, tmp_p
 
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path):
-    source = "from moerl.cluster.forks.server import fork_server, new_name; print(fork_server(new_name()), flush=True); input()"
+    source = (
+        "from moerl.cluster.forks.server import fork_server, listen, new_name; print(fork_server(listen(new_name())), flush=True); input()"
+    )
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         server = psutil.Process(int(owner.stdout.readline()))
         owner.kill()

@@ -28,10 +28,9 @@ INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layer
 
 
 @pytest.fixture(scope="module")
-def collectors(run):
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+def collectors(run, shared_ray):
     path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # the actors import what this process can import
-    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1, runtime_env=path)
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", runtime_env=path)
     collectors = RayCollectors(INTAKE, num_actors=1, max_in_flight=16)
     run(collectors.start())
     yield collectors

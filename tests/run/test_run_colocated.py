@@ -9,6 +9,8 @@ from whole_runs import DIGIT, SMALL, SYNC, rows
 from moerl import run
 from moerl.check import load_checked
 
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
 OVERRIDES = ("num_steps=3", "save_every=2", "weights.canary_every=0", DIGIT)
 SHARED = ("placement.mode=colocated", "train.offload=all")
 PUSH, CANARY, STEP = ["sharing", "serving"], ["sharing", "serving"], ["training", "sharing", "serving"]

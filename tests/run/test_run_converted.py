@@ -21,6 +21,8 @@ from moerl.convert.upcycle import Upcycling
 from moerl.models.scratch import character_tokenizer
 from moerl.types import ConfigError
 
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):

@@ -15,6 +15,8 @@ from moerl.check import load_checked, load_evaluation
 from moerl.config.load import load
 from moerl.convert.run import Conversion, convert
 
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
 # More than one layout and dtype is not needed: a checkpoint loads into any (tests/train/test_resharding.py).
 WORDS = (
     f"recipe={SYNC}", *SMALL, "eval=tiny-repeat", "num_steps=1", "eval.datasets.repeat.num_prompts=12", "eval.datasets.repeat.samples=2",

@@ -17,7 +17,7 @@ from moerl.check import load_checked
 from moerl.config.scratch import TOKEN_IDS, VOCAB_SIZE
 from moerl.models.scratch import character_tokenizer
 
-pytestmark = pytest.mark.matrix  # twenty seconds each
+pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]  # twenty seconds each
 
 DENSE = ("train.layout.ep=1",)
 CASES = {

@@ -9,6 +9,8 @@ from moerl import run
 from moerl.check import load_checked
 from moerl.types import EngineError
 
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
 OVERRIDES = ("num_steps=4", "save_every=0", "deadlines.probe_seconds=2", "weights.bucket_bytes=100000", DIGIT)
 """A push of half a megabyte has several buckets."""
 

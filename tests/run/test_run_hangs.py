@@ -13,6 +13,8 @@ from moerl.check import load_checked
 from moerl.train.group import MegatronTrainGroup
 from moerl.types import HangError
 
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
 OVERRIDES = ("num_steps=3", "save_every=1", "deadlines.update_seconds=10", DIGIT)
 
 

@@ -13,8 +13,9 @@ from whole_runs import DIGIT, SMALL, SYNC, command, find, rows
 
 from moerl import run
 from moerl.check import load_checked
+from moerl.cluster.forks.server import VARIABLE
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]
 
 LAYOUTS = {
     "data parallel": {"ranks": 2, "ep": 1},
@@ -64,7 +65,7 @@ def cluster():
     """The environment variables of a Ray cluster with another owner, and its processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", VARIABLE: ""}  # a server shows its environment if it is executed
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as temp_dir:  # short: its sockets' paths have a limit
         start = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
         options = [*start, "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={temp_dir}"]

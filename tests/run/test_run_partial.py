@@ -8,6 +8,8 @@ from whole_runs import ASYNC, DIGIT, SMALL, rows
 from moerl import run
 from moerl.check import load_checked
 
+pytestmark = pytest.mark.usefixtures("shared_ray")
+
 OVERRIDES = (
     "sft=null", "num_steps=3", "save_every=0", "max_staleness=1", "rollout.partial=true", "rollout.max_running=3", DIGIT,
     "rollout.max_response_tokens=40", "model.max_context=64",

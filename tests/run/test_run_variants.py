@@ -17,7 +17,7 @@ from moerl.check import load_checked
 from moerl.train.checkpoint import newest
 from moerl.types import CheckpointError, EngineError, MoerlError
 
-pytestmark = pytest.mark.matrix  # whole runs beyond what `make test` has time for
+pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]  # whole runs beyond what `make test` has time for
 
 TP_GLOO = (
     "num_steps=2", "train.layout.ep=1", "train.layout.tp=2", "train.layout.etp=2", "train.updates_per_step=2", "weights.transport=nccl",

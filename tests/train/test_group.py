@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 from awake import awake
 
 from moerl.algorithms.sft import SFT
@@ -46,18 +45,8 @@ LONG_BATCH = sft_batch([((1, 2, 3), tuple(range(4, 30)))] * 60)
 """Of many micro-batches."""
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1
-    )  # fewer cores than ranks, as on a laptop
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def run_with(cluster, checkpoints, tmp_path):
+def run_with(connected, checkpoints, tmp_path):
     """Runs a scenario with a started group of two ranks and their process ids."""
     config = RunConfig(
         name="group",

@@ -8,7 +8,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-import ray
 
 from moerl.algorithms.sft import SFT
 from moerl.config.layout import Layout
@@ -23,16 +22,8 @@ from moerl.types import CheckpointError, TrainError
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def run_with(cluster, checkpoints, tmp_path):
+def run_with(connected, checkpoints, tmp_path):
     """Runs a scenario with a started group and its process ids; every group of a test has the same checkpoints."""
     config = RunConfig(
         name="group",

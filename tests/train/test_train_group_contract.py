@@ -1,7 +1,6 @@
 """What moerl.train.group.TrainGroup promises, for the Megatron group, the oracle and the fake. Tests share one started group."""
 
 import asyncio
-import os
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -9,7 +8,6 @@ from math import isfinite
 
 import numpy as np
 import pytest
-import ray
 from awake import awake
 from engine_cases import random_batch, settings
 from hf_trainer import HFTrainGroup
@@ -33,8 +31,6 @@ OBJECTIVE, BATCH = GRPO(GRPOConfig(kl_coefficient=0.1)), random_batch()
 
 
 def megatron(directory, checkpoint_dir):
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", num_cpus=1)
     config = RunConfig(
         name="contract",
         num_steps=1,
@@ -68,6 +64,8 @@ def fake(directory, checkpoint_dir):
 def served(request, checkpoints, tmp_path_factory):
     """A function that runs a scenario, an async function of the group and its checkpoint directory, with the group awake if not told."""
     checkpoint_dir = tmp_path_factory.mktemp("contract")
+    if request.param is megatron:
+        request.getfixturevalue("connected")
     group = request.param(checkpoints["qwen3_moe"], checkpoint_dir)
 
     async def run(scenario, *, is_awake):
@@ -81,8 +79,6 @@ def served(request, checkpoints, tmp_path_factory):
         finally:
             runner.run(group.close())
             runner.run(group.close())
-            if request.param is megatron:
-                ray.shutdown()
 
 
 async def update(group, batch=BATCH):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from moerl.cluster.forks.server import VARIABLE
+from moerl.cluster.forks.server import VARIABLE, for_workers
 
 _REPLY_SECONDS = 120.0
 """For a server that is importing what it preloads."""
@@ -28,10 +28,10 @@ class ForkedProcess:
 
     def __init__(
         self, argv: Sequence[str], *, stdin: int, stdout: int, stderr: int, environment: Mapping[str, str] | None = None,
-        session: bool = False, titled: bool = True, cwd: Path | None = None,
+        session: bool = False, is_worker: bool = False, cwd: Path | None = None,
     ):  # fmt: skip
         """`argv`: that of an interpreter: PYTHON -m MODULE ..., or PYTHON FILE .... The files are this process's; the child has copies.
-        `titled`: the system shows `argv`, as if it had been executed. CannotForkError: nothing was started."""
+        `is_worker`: of Ray, which shows a title of its own; otherwise the system shows `argv`. CannotForkError: nothing was started."""
         self.args = list(argv)
         self.returncode: int | None = None
         request = {
@@ -39,13 +39,14 @@ class ForkedProcess:
             "env": dict(os.environ if environment is None else environment),
             "cwd": str(Path.cwd() if cwd is None else cwd),
             "session": session,
-            "titled": titled,
+            "titled": not is_worker,
             "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "ignored": [int(n) for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN and n != signal.SIGPIPE],
         }
+        name = os.environ.get(VARIABLE, "")
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.pid = self._ask(json.dumps(request).encode(), [stdin, stdout, stderr])
+            self.pid = self._ask(for_workers(name) if is_worker else name, json.dumps(request).encode(), [stdin, stdout, stderr])
         except (OSError, ValueError) as error:
             self._connection.close()
             raise CannotForkError(str(error)) from error
@@ -76,9 +77,8 @@ class ForkedProcess:
         """Readable when it has ended."""
         return self._connection.fileno()
 
-    def _ask(self, text: bytes, files: Sequence[int]) -> int:
+    def _ask(self, name: str, text: bytes, files: Sequence[int]) -> int:
         self._connection.settimeout(_REPLY_SECONDS)
-        name = os.environ.get(VARIABLE)
         if not name:
             raise OSError(f"{VARIABLE} is not set")
         self._connection.connect(b"\0" + name.encode())

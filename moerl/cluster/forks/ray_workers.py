@@ -39,7 +39,7 @@ def forked_workers() -> Iterator[None]:
 
 def main() -> None:
     try:
-        ForkedProcess([sys.executable, "-m", "moerl.cluster.forks.ray_worker", *sys.argv[1:]], stdin=0, stdout=1, stderr=2, titled=False)
+        ForkedProcess([sys.executable, "-m", "moerl.cluster.forks.ray_worker", *sys.argv[1:]], stdin=0, stdout=1, stderr=2, is_worker=True)
     except CannotForkError:
         os.execv(sys.executable, [sys.executable, default_worker(), *sys.argv[1:]])
 

@@ -22,7 +22,8 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ PRELOADED = (
     "moerl.rollout.hf.server", "moerl.rollout.hf.worker", "moerl.weights.receive",
 )  # fmt: skip
 """By their names: packages of this one's level, of which none imports Ray."""
+_RANK_IMPORTS = "moerl.train.rank_imports"
 _REQUEST_SECONDS = 10.0
 _BACKLOG = 128
 _KILLED_BY_EXCEPTION = 1
@@ -63,7 +65,7 @@ def forking() -> Iterator[None]:
         yield
         return
     name = new_name()
-    server = fork_server(name)
+    server = fork_servers(name)
     os.environ[VARIABLE] = name
     try:
         yield
@@ -73,22 +75,51 @@ def forking() -> Iterator[None]:
         os.waitpid(server, 0)
 
 
-def fork_server(name: str) -> int:
-    """Its pid; it listens already."""
-    with listen(name) as listener:
+def fork_servers(name: str, prepare: Callable[[], object] = lambda: None) -> int:
+    """The pid of the first, of which the other, for Ray's workers, is a fork. Both listen already, and answer when they have imported
+    what their processes will, the first after `prepare`."""
+    listener, for_ranks = listen(name), listen(for_workers(name))
+
+    def prepared() -> None:
+        prepare()
+        fork_server(for_ranks, preload_for_ranks)
+
+    with for_ranks:
+        return fork_server(listener, prepared)
+
+
+def fork_server(listener: socket.socket, before: Callable[[], object] = lambda: None) -> int:
+    """Its pid; it answers when it has done `before`. The listener is its own from here on. If it fails, processes are executed."""
+    with listener:
         parent, server = os.getpid(), os.fork()
         if server == 0:
             try:
                 os.setsid()  # Ctrl-C in the terminal goes to the driver alone
-                ForkServer(listener, parent).run()
+                end_with_parent()
+                if os.getppid() == parent:
+                    before()
+                    ForkServer(listener).run()
             finally:
                 os._exit(1)
     return server
 
 
+def for_workers(name: str) -> str:
+    """Where the server listens that Ray's workers are forked from."""
+    return f"{name}-workers" if name else ""
+
+
 def preload() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
+
+
+def preload_for_ranks() -> None:
+    """Megatron, where no GPU is: with one it asks for it when it is imported, and a process that has opened a GPU cannot be forked."""
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        return
+    with warnings.catch_warnings(action="ignore"):  # they would be the terminal's
+        importlib.import_module(_RANK_IMPORTS).load()
 
 
 def unfit() -> str | None:
@@ -118,15 +149,11 @@ def listen(name: str) -> socket.socket:
 
 
 class ForkServer:
-    def __init__(self, listener: socket.socket, parent: int):
-        """`parent`: the process with which this one ends."""
-        self._listener, self._parent = listener, parent
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> NoReturn:
-        end_with_parent()
-        if os.getppid() != self._parent:
-            os._exit(1)
         set_title(["moerl.cluster.forks"])
         gc.collect()
         gc.freeze()  # the collector would write to every page that forks share
@@ -196,6 +223,8 @@ def become(request: Mapping[str, Any], files: Sequence[int], parent: int) -> NoR
 def _take_place(request: Mapping[str, Any], files: Sequence[int]) -> None:
     if request["session"]:
         os.setsid()
+    else:
+        os.setpgrp()  # a raylet that loses a worker kills its process group, in which nobody else may be
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.closerange(3, max(int(name) for name in os.listdir("/proc/self/fd")) + 1)
@@ -227,6 +256,8 @@ def _set_signals(*, ignored: Sequence[int], blocked: Sequence[int]) -> None:
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]  # this interpreter was started with another
     os.environ.clear()
     ctypes.CDLL(None).clearenv()  # C code may have added some that Python does not know
     os.environ.update(environment)

@@ -1,0 +1,15 @@
+"""What a training rank imports, in its order: for a rank, and for the process that ranks are forked from. None of it imports Ray."""
+
+import importlib
+
+import megatron_patches
+from moerl.train.rank_progress import watch_collectives
+
+
+def load() -> None:
+    """Where it has been called before, that is in a fork, it does nothing."""
+    watch_collectives()
+    megatron_patches.activate()
+    # The optimizer would import dynamo on its first use.
+    for name in ("moerl.train.engine", "moerl.train.model", "torch._dynamo"):
+        importlib.import_module(name)

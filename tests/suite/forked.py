@@ -1,0 +1,81 @@
+"""Plugin of pytest: the fork server and the Ray that tests of one process share, so that a rank or a server costs a fork, not imports.
+
+Both are the product's own. Runs that tests start as a user does, by their command line, have neither: they start their own.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from moerl.cluster.forks.ray_workers import forked_workers
+from moerl.cluster.forks.server import VARIABLE, new_name
+from moerl.cluster.reaper import reaping_ray
+
+_SERVER = """
+import os, sys
+from moerl.cluster.forks.server import fork_servers, preload
+server = fork_servers(sys.argv[1], preload)
+print("listening", flush=True)
+sys.stdin.read()
+os.kill(server, 9)
+os.waitpid(server, 0)
+"""
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[str]:
+    """What VARIABLE is to say."""
+    name = new_name()
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", _SERVER, name], **pipes) as owner:
+        assert owner.stdout.readline() == "listening\n"
+        yield name
+
+
+@pytest.fixture(scope="session")
+def ray_of_session(fork_server: str) -> Iterator[str]:
+    """The address of a Ray on one core, fewer than ranks, as on a laptop: nobody has connected to it."""
+    from ray.cluster_utils import Cluster
+
+    others = [child.pid for child in psutil.Process().children()]
+    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, fork_server)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        with forked_workers():
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+    with reaping_ray(others):
+        try:
+            yield cluster.address
+        finally:
+            cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def forked(fork_server: str) -> Iterator[None]:
+    """Servers that this module's runs start, and Ray's workers, are forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, fork_server)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_ray(forked: None, ray_of_session: str) -> Iterator[None]:
+    """Runs of this module use it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray_of_session)
+        yield
+
+
+@pytest.fixture(scope="module")
+def connected(shared_ray: None) -> Iterator[None]:
+    """This process has joined it."""
+    import ray
+
+    ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
