@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms import build_algorithm
-from moerl.cluster.forks.ray_workers import forked_workers
+from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.hang import HangReports
 from moerl.cluster.network import applied, find_settings
 from moerl.cluster.process_log import process_seconds
@@ -277,7 +277,7 @@ def _local_ray() -> Iterator[None]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     others = [child.pid for child in psutil.Process().children()]
-    with forked_workers():
+    with own_ray():
         # Without an address Ray would also join a cluster that somebody else started on this machine.
         ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with reaping_ray(others):

@@ -1,6 +1,7 @@
 """Settings of the whole test process, made before any test module imports torch; processes that tests start inherit them."""
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ pytest_plugins = ["shards", "costs", "forked"]
 os.environ["OMP_NUM_THREADS"] = "1"
 # A name that is no local directory must fail at once instead of being looked up on the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Every Ray of a test process has one token, as the first one that a process joins stays its token; nothing is written into the home.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 # The same examples in every run; no deadline, because a busy machine is no failure.
 settings.register_profile("moerl", derandomize=True, deadline=None)

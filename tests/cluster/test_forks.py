@@ -11,21 +11,28 @@ import psutil
 import pytest
 
 from moerl.cluster.forks.client import CannotForkError, ForkedChild, ForkedProcess, can_fork
-from moerl.cluster.forks.server import VARIABLE, fork_server, forking, listen, new_name
+from moerl.cluster.forks.server import VARIABLE, forking, new_name
 
 SECONDS = 60
 HEAD = "import os, signal, sys, time, json\n"
 
 
+OWNER = """
+import sys
+import numpy
+from moerl.cluster.forks.server import fork_server, listen
+print(fork_server(listen(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.fixture
 def server(monkeypatch):
-    """Of this process, without what a run's preloads: its pid."""
+    """The pid of one without what a run's preloads. Not a fork of this process, whose exit functions its forks would run."""
     name = new_name()
-    pid = fork_server(listen(name))
     monkeypatch.setenv(VARIABLE, name)
-    yield pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    with subprocess.Popen([sys.executable, "-c", OWNER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        yield int(owner.stdout.readline())
 
 
 @pytest.fixture

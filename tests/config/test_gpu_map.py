@@ -3,13 +3,14 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from megatron.core.parallel_state import RankGenerator
 
+import megatron_patches
 from moerl.config.gpu_map import GPU, Machine, ServerShape, map_gpus
 from moerl.config.layout import Layout
 from moerl.config.load import load
@@ -21,13 +22,21 @@ from moerl.types import ConfigError
 NO_SERVERS = ServerShape(num_servers=1, gpus_per_server=0, num_shared=0)
 
 
+@cache
+def rank_generator():
+    megatron_patches.activate()  # before the import, for tests of this process that need them
+    from megatron.core.parallel_state import RankGenerator
+
+    return RankGenerator
+
+
 def groups(layout, kind):
     """Megatron's own, as lists of ranks. kind: tp, cp, pp; ep, etp of the experts."""
     if kind in ("ep", "etp"):
         sizes = dict(tp=layout.etp, ep=layout.ep, dp=layout.edp, pp=layout.pp, cp=1)
-        return RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks({"ep": "ep", "etp": "tp"}[kind])
+        return rank_generator()(**sizes, order="tp-cp-ep-dp-pp").get_ranks({"ep": "ep", "etp": "tp"}[kind])
     sizes = dict(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp)
-    return RankGenerator(**sizes, order="tp-cp-ep-dp-pp").get_ranks(kind)
+    return rank_generator()(**sizes, order="tp-cp-ep-dp-pp").get_ranks(kind)
 
 
 def nodes_of(mapped, ranks):

@@ -2,12 +2,14 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import megatron_patches
 from moerl.config.layout import Layout
 from moerl.config.pipeline import chunk_layers, contradictions, pipeline_problems, stage_layers
 
@@ -28,9 +30,15 @@ def accepted(layout, num_layers):
     return not [*contradictions(layout), *pipeline_problems(layout, num_layers)]
 
 
-def megatron_layers(layout, num_layers, stage, chunk):
+@cache
+def layers_to_build():
+    megatron_patches.activate()  # before the import, for tests of this process that need them
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
+    return get_num_layers_to_build
+
+
+def megatron_layers(layout, num_layers, stage, chunk):
     config = SimpleNamespace(
         num_layers=num_layers,
         pipeline_model_parallel_size=layout.pp,
@@ -41,7 +49,7 @@ def megatron_layers(layout, num_layers, stage, chunk):
         account_for_loss_in_pipeline_split=layout.loss_as_layer,
         pipeline_model_parallel_layout=None,
     )
-    return get_num_layers_to_build(config, vp_stage=chunk if layout.vpp > 1 else None, pp_rank=stage)
+    return layers_to_build()(config, vp_stage=chunk if layout.vpp > 1 else None, pp_rank=stage)
 
 
 @given(cuts, st.integers(1, 40))

@@ -3,12 +3,14 @@
 import dataclasses
 import importlib.util
 import re
+from functools import partial
 
 import pytest
 import torch
 from bridge_jobs import build_engine, differences, group_limits
 from engine_cases import settings
-from engine_ranks import RankError, run_ranks
+from engine_ranks import RankError
+from engine_ranks import run_ranks as run_plain_ranks
 from family_cases import CASES, write_case
 from safetensors.torch import load_file, save_file
 
@@ -28,6 +30,8 @@ LAYOUTS = {
     "tp2-pp2-ep2-etp2": (Layout(ranks=8, tp=2, pp=2, ep=2, etp=2), SPARSE),
     "pp2-vpp2": (Layout(ranks=2, pp=2, vpp=2), ("qwen3_moe", "qwen2-tied")),
 }
+run_ranks = partial(run_plain_ranks, imports="mbridge")
+"""Its import is two seconds of every rank."""
 
 
 @pytest.fixture(scope="module")

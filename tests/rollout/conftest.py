@@ -23,6 +23,7 @@ from tiny_servers import (
     write_checkpoint,
 )
 
+from moerl.cluster.forks.server import VARIABLE
 from moerl.rollout.http_engine import HTTPEngine
 
 
@@ -44,14 +45,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 
 
 @pytest.fixture(scope="session")
-def hf_engines(run, checkpoints, tmp_path_factory) -> Iterator[dict[str, HTTPEngine]]:
+def hf_engines(run, checkpoints, tmp_path_factory, fork_server) -> Iterator[dict[str, HTTPEngine]]:
     logs = tmp_path_factory.mktemp("logs")
     engines = {name: hf_engine(checkpoints[name].directory, logs / name, *options) for name, options in SERVER_OPTIONS.items()}
 
     async def together(calls):
         await asyncio.gather(*calls)
 
-    run(together(engine.start() for engine in engines.values()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, fork_server)
+        run(together(engine.start() for engine in engines.values()))
     yield engines
     run(together(engine.close() for engine in engines.values()))
 

@@ -11,6 +11,8 @@ from moerl.cluster.hang import HangReports
 from moerl.rollout.pool import RolloutPool
 from moerl.types import EngineError, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SAMPLING = SamplingParams(max_tokens=200, seed=3)
 
 

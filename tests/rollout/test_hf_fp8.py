@@ -18,6 +18,8 @@ from moerl.types import WeightError
 from moerl.weights.fp8_pairs import in_fp8
 from moerl.weights.spec import spec_of
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 NAME = "model.layers.0.self_attn.q_proj.weight"
 SCALES = NAME + fp8.SCALE_SUFFIX
 

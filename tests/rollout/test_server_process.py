@@ -17,6 +17,8 @@ from moerl.rollout.http_engine import HTTPEngine
 from moerl.rollout.server_process import ServerProcess
 from moerl.types import EngineError, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SAMPLING = SamplingParams(max_tokens=240, seed=0)
 
 

@@ -49,7 +49,8 @@ class Ended:
 def go(output_dir: Path, stop: Stop | None = None) -> Ended:
     before = shared_memory()
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command(output_dir, *OVERRIDES), **pipes, start_new_session=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}  # as a user's: Ray's own default
+    process = subprocess.Popen(command(output_dir, *OVERRIDES), **pipes, start_new_session=True, env=environment)
     printed, family = [], []
     for line in process.stdout:
         printed.append(line)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from moerl.cluster.forks.ray_workers import forked_workers
+from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.forks.server import VARIABLE, new_name
 from moerl.cluster.reaper import reaping_ray
 
@@ -42,12 +42,11 @@ def ray_of_session(fork_server: str) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     others = [child.pid for child in psutil.Process().children()]
-    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, fork_server)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        with forked_workers():
-            cluster = Cluster(initialize_head=True, head_node_args=head)
+        with own_ray():
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     with reaping_ray(others):
         try:
             yield cluster.address

@@ -7,6 +7,7 @@ its traceback. Whatever happens, the processes of a case are gone when `run_rank
 import atexit
 import functools
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -35,11 +36,14 @@ class RankError(Exception):
     """A rank failed, died or was late; its traceback, as far as it had one."""
 
 
-def run_ranks(job: Job, num_ranks: int, *args: Any, without: Sequence[str] = (), deadline_seconds: float = DEADLINE_SECONDS) -> Any:
-    """What `job(*args)` returned on rank 0. `without`: names of patches that are left out. Raises RankError."""
+def run_ranks(
+    job: Job, num_ranks: int, *args: Any, without: Sequence[str] = (), imports: str = "", deadline_seconds: float = DEADLINE_SECONDS
+) -> Any:
+    """What `job(*args)` returned on rank 0. `without`: names of patches that are left out. `imports`: a module that every rank of this
+    case and of later ones has. Raises RankError."""
     server = _server()
     try:
-        succeeded, value = server.ask((job, num_ranks, args, tuple(without), deadline_seconds), deadline_seconds + _SPARE_SECONDS)
+        succeeded, value = server.ask((imports, job, num_ranks, args, tuple(without), deadline_seconds), deadline_seconds + _SPARE_SECONDS)
     except BaseException:
         server.close()
         _server.cache_clear()
@@ -102,9 +106,11 @@ def _serve(connection: Connection) -> None:
     gc.freeze()
     while True:
         try:
-            request = connection.recv()
+            imports, *request = connection.recv()
         except EOFError:
             return
+        if imports:
+            importlib.import_module(imports)
         connection.send(_run_case(*request))
 
 

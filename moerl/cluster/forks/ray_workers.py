@@ -16,21 +16,23 @@ from moerl.cluster.forks.server import VARIABLE
 
 
 @contextmanager
-def forked_workers() -> Iterator[None]:
-    """For the block: a raylet that this process starts has its workers forked, if there is a fork server."""
-    if not os.environ.get(VARIABLE):
-        yield
-        return
+def own_ray() -> Iterator[None]:
+    """For the block: a Ray that this process starts has what a run on one host needs, and its workers forked if there is a fork server.
+
+    It has no autoscaler, and no process that reads workers' logs for a driver that prints none of them.
+    """
     # Ray's own file for the purpose, and the only way to give another: ray.init takes none.
     from ray._private.parameter import RayParams
 
     upstream = RayParams.__init__
 
-    def with_worker_path(self: Any, *args: Any, **kwargs: Any) -> None:
+    def with_less(self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
-        self.worker_path = __file__
+        self.no_monitor, self.include_log_monitor = True, False
+        if os.environ.get(VARIABLE):
+            self.worker_path = __file__
 
-    RayParams.__init__ = with_worker_path
+    RayParams.__init__ = with_less
     try:
         yield
     finally:
