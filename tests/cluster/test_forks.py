@@ -195,3 +195,12 @@ def test_a_process_that_already_knows_where_to_fork_or_nowhere_starts_no_server(
             before = dict(os.environ)
             with forking():
                 assert dict(os.environ) == before
+
+
+def test_what_is_imported_before_the_forks_starts_no_thread_and_imports_no_ray():
+    """A pool of threads would be gone in a fork, which would wait for it for good. numpy's own library restarts its pool."""
+    source = "import os, sys; from moerl.cluster.forks.server import preload, preload_for_ranks; preload(); preload_for_ranks()"
+    says = "; print(len(os.listdir('/proc/self/task')), 'ray' in sys.modules, 'moerl.train.engine' in sys.modules)"
+    environment = os.environ | {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1"}
+    imported = subprocess.run([sys.executable, "-c", source + says], capture_output=True, text=True, env=environment, timeout=SECONDS * 2)
+    assert imported.stdout == "1 False True\n", imported.stderr

@@ -9,7 +9,7 @@ from whole_runs import DIGIT, SMALL, SYNC, assert_all_end, left_in_shared_memory
 from moerl import run as in_process
 from moerl.check import load_checked
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_ray")]
 
 NUM_STEPS = 3
 COMMON = (

@@ -107,6 +107,13 @@ def stopped(tmp_path_factory):
 # -- bits ------------------------------------------------------------------------------------------------------
 
 
+def test_ranks_and_the_server_are_forks_of_processes_that_have_imported_what_they_need(never_stopped):
+    output_dir, ended = never_stopped
+    assert sum(line.split()[:1] == ["moerl.cluster.forks"] for line in ended.family) == 2
+    logs = [output_dir / SYNC / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
+    assert all(re.search(r"importing Megatron took 0\.\d s", log.read_text()) for log in logs)
+
+
 def test_a_run_ends_with_one_row_per_step_and_the_path_of_its_report(never_stopped):
     output_dir, ended = never_stopped
     assert ended.exit_code == 0, ended.stderr

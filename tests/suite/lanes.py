@@ -51,6 +51,6 @@ LANES = (
     Lane(name="real", marker="real", paths=("tests/real",), target="test-real", in_ci=True),
     Lane(name="engines", marker="engine", paths=("tests/rollout", "tests/run"), target="test-engines", in_ci=True),
     Lane(name="slurm", marker="slurm", paths=("tests/slurm",), target="test-slurm", in_ci=True),
-    Lane(name="py312", marker=_PLAIN, target="test-py312", in_ci=False, is_part=True),
+    Lane(name="py312", marker=_PLAIN, target="test-py312", in_ci=True, is_part=True),
     Lane(name="gpu", marker="gpu", paths=("tests/gpu",), target=None, in_ci=False),
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from moerl.algorithms.grpo import GRPO
@@ -94,6 +95,10 @@ def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], lis
 
 
 # -- for the tests of engine_ranks itself --------------------------------------------------------------------------
+
+
+def zeros(size: int) -> torch.Tensor:
+    return torch.zeros(size)
 
 
 def session() -> int:

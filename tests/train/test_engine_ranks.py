@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from engine_jobs import die_on_rank, fail_on_rank, leave_a_child_behind, session, wait_for_ever_on_rank
+from engine_jobs import die_on_rank, fail_on_rank, leave_a_child_behind, session, wait_for_ever_on_rank, zeros
 from engine_ranks import RankError, run_ranks
 
 
@@ -47,4 +47,4 @@ def test_what_a_rank_started_ends_with_it():
 
 
 def test_a_tensor_arrives_although_its_rank_is_gone():
-    assert run_ranks(torch.zeros, 2, 3).equal(torch.zeros(3))
+    assert run_ranks(zeros, 2, 3).equal(torch.zeros(3))

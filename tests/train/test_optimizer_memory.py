@@ -55,7 +55,11 @@ def test_narrower_states_take_the_bytes_they_say(checkpoints):
     assert held["narrowest"]["gradients"] * 2 == held["wide"]["gradients"]
 
 
-@pytest.mark.parametrize("memory", [AWARE, NARROW, NARROWEST], ids=["aware", "narrow", "narrowest"])
+@pytest.mark.parametrize(
+    "memory",
+    [pytest.param(AWARE, marks=pytest.mark.matrix), pytest.param(NARROW, marks=pytest.mark.matrix), NARROWEST],
+    ids=["aware", "narrow", "narrowest"],
+)
 def test_a_checkpoint_of_narrower_states_continues_as_if_nothing_had_happened(memory, checkpoints, tmp_path):
     chosen = case(checkpoints, memory, offload="all")
     straight, again = run_ranks(save_and_continue, 2, chosen, random_batch(), tmp_path, True)
