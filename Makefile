@@ -42,7 +42,7 @@ test: venv ## every test that needs neither a GPU, an engine's environment, nor 
 venv-py312: ## make or update .venv-py312: Python 3.12 with the newest megatron-core (PYTHON312=...)
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
 
-test-py312: venv-py312 ## an eighth of the same tests there (docs/testing.md; MOERL_SHARD=all for all)
+test-py312: venv-py312 ## an eighth of the files of make test there (docs/testing.md; MOERL_SHARD=all for all)
 	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile -m "not engine and not slurm and not gpu and not real" $(ARGS)
 
 test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB

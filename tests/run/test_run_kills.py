@@ -1,24 +1,38 @@
-"""kill -9 of the driver, of one rank and of all while a whole run writes a checkpoint: the same command goes on with the same bits."""
+"""kill -9 of the driver, of one rank and of all while a whole run writes a checkpoint: the same run goes on with the same bits."""
 
-import os
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, assert_all_end, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory
+from whole_runs import (
+    DIGIT,
+    SMALL,
+    SYNC,
+    assert_all_end,
+    checkpoint_tensors,
+    command,
+    find,
+    left_in_shared_memory,
+    rows,
+    shared_memory,
+    users_environment,
+)
 
+from moerl import run
+from moerl.check import load_checked
 from moerl.train.checkpoint import complete
 from moerl.train.checkpoint_check import faults_of_part, read_state
 from moerl.types import KILLED
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]
 
 OVERRIDES = ("num_steps=6", "save_every=1", DIGIT)
 
 
 def go(output_dir):
-    return subprocess.run(command(output_dir, *OVERRIDES), capture_output=True, text=True, timeout=180, check=True)
+    run.train(load_checked([f"recipe={SYNC}", *SMALL, f"output_dir={output_dir}", *OVERRIDES]))
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +53,12 @@ KILLS = {
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version, never_killed, tmp_path):
     before = shared_memory()
-    process = subprocess.Popen(command(tmp_path, *OVERRIDES), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(tmp_path, *OVERRIDES), **pipes, env=users_environment())
     checkpoints = tmp_path / SYNC / "checkpoints"
     temporary = checkpoints / f"step-{version:06d}.tmp"
     while not temporary.exists() and process.poll() is None:
-        os.sched_yield()
+        time.sleep(0.001)
     driver = psutil.Process(process.pid)
     family = driver.children(recursive=True)
     KILLS[name](driver, family)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory
+from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory, users_environment
 
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import read_state
@@ -49,8 +49,7 @@ class Ended:
 def go(output_dir: Path, stop: Stop | None = None) -> Ended:
     before = shared_memory()
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}  # as a user's: Ray's own default
-    process = subprocess.Popen(command(output_dir, *OVERRIDES), **pipes, start_new_session=True, env=environment)
+    process = subprocess.Popen(command(output_dir, *OVERRIDES), **pipes, start_new_session=True, env=users_environment())
     printed, family = [], []
     for line in process.stdout:
         printed.append(line)

@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 
+from moerl.cluster.forks.server import VARIABLE
 from moerl.train.checkpoint import newest
 
 SMALL = (
@@ -25,6 +26,11 @@ SYNC, ASYNC, ADD = "grpo-tiny-moe-1n2g-sync", "dapo-tiny-moe-1n2g-async", "grpo-
 
 def command(output_dir: Path, *overrides: str, recipe: str = SYNC) -> list[str]:
     return [sys.executable, "-m", "moerl", "train", f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *overrides]
+
+
+def users_environment() -> dict[str, str]:
+    """Without what tests of one process share: a run has a Ray and forks of its own, as a user's."""
+    return {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
 
 
 def run(output_dir: Path, *overrides: str, recipe: str = SYNC, seconds: float = 180) -> "subprocess.CompletedProcess[str]":

@@ -1,6 +1,7 @@
 """What part of the tests a change runs: of each matrix (marker `matrix`) one of eight groups, drawn by the number of the commit.
 
-`MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. With `--part`, tests that are in no matrix are dealt in the same way.
+`MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. With `--part`, the files are dealt in the same way, as a file's tests share
+fixtures, and their matrices are left out.
 """
 
 import os
@@ -38,7 +39,7 @@ def _commits() -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", action="store_true", help="of all tests, not of the matrices alone, run the group that MOERL_SHARD draws")
+    parser.addoption("--part", action="store_true", help="run the files of the group that MOERL_SHARD draws, without their matrices")
 
 
 def pytest_report_header() -> str:
@@ -50,9 +51,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     group = drawn(os.environ.get("MOERL_SHARD"))
     if group is None:
         return
-    is_dealt = [config.getoption("--part") or item.get_closest_marker("matrix") is not None for item in items]
-    others = [item for item, dealt in zip(items, is_dealt, strict=True) if dealt and group_of(item.nodeid) != group]
+    others = [item for item in items if not (_in_part if config.getoption("--part") else _in_group)(item, group)]
     if others:
         config.hook.pytest_deselected(items=others)
         gone = set(others)
         items[:] = [item for item in items if item not in gone]
+
+
+def _in_group(item: pytest.Item, group: int) -> bool:
+    return item.get_closest_marker("matrix") is None or group_of(item.nodeid) == group
+
+
+def _in_part(item: pytest.Item, group: int) -> bool:
+    return item.get_closest_marker("matrix") is None and group_of(item.nodeid.partition("::")[0]) == group
