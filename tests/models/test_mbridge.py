@@ -40,7 +40,7 @@ def directories(tmp_path_factory):
     return {name: write_case(name, root) for name in NAMES}
 
 
-ALWAYS = ("one", "tp2-pp2-ep2-etp2", "pp2-vpp2")
+ALWAYS = ("one", "tp2-etp1-ep2-pp2", "pp2-vpp2")
 
 
 @pytest.mark.parametrize("layout", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.matrix) for name in LAYOUTS])

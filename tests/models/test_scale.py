@@ -65,7 +65,7 @@ class Case:
         return self.config.train.layout.etp if rule.is_expert else self.config.train.layout.tp
 
 
-@pytest.fixture(scope="module", params=[RECIPES[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in RECIPES[1:])])
+@pytest.fixture(scope="module", params=[RECIPES[0], *(pytest.param(name, marks=pytest.mark.matrix(name)) for name in RECIPES[1:])])
 def case(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("survey")
     config = load([f"recipe={request.param}", f"output_dir={directory}"])

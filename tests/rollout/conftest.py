@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_servers import (
     CONFIGS,
-    MAX_CONTEXT,
     NATIVE,
+    NATIVE_LONG,
     NATIVE_MAX_CONTEXT,
     SERVER_OPTIONS,
     Checkpoint,
@@ -120,8 +120,8 @@ def serve(kind: str, request: pytest.FixtureRequest, run: Callable, checkpoints:
         engine = request.getfixturevalue("native_engines")(kind)
     else:
         engine = request.getfixturevalue("hf_engines")[kind]
-    max_context = NATIVE_MAX_CONTEXT if kind in NATIVE else MAX_CONTEXT
-    served = Served(engine=engine, tensors=checkpoint.tensors, max_context=max_context)
+    sizes = dict(max_context=NATIVE_MAX_CONTEXT, long=NATIVE_LONG.get(kind, 500)) if kind in NATIVE else {}
+    served = Served(engine=engine, tensors=checkpoint.tensors, **sizes)
 
     async def begin() -> None:
         if kind == "fake":

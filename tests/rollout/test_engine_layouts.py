@@ -32,7 +32,7 @@ CASES = {
     "vllm-dp2-dense": ("vllm-dense32", ServerLayout(gpus=2, dp=2), "ipc"),
 }
 """vLLM has no expert parallelism on CPU."""
-SLOW = {"vllm-tp2-dense", "vllm-tp2-latent", "vllm-two-nodes-dense", "vllm-two-nodes-of-two", "vllm-two-nodes-dp2"}
+ALWAYS = {"tp2-ep2", "two-nodes", "vllm-two-nodes-moe"}
 
 
 def left_in_memory(engine: str) -> set[str]:
@@ -45,7 +45,7 @@ def pids(engine):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.matrix) if case in SLOW else case for case in CASES])
+@pytest.mark.parametrize("case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.matrix) for case in CASES])
 def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
     kind, layout, transport = CASES[case]
     engine_name, name = kind.split("-")

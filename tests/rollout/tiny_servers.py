@@ -73,6 +73,8 @@ ROUTES = {
 
 NATIVE = ("sglang-dense", "sglang-moe", "sglang-latent", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
+NATIVE_LONG = {"sglang-latent": 300, "vllm-latent512": 200}
+"""`Served.long` of those that take the longest for a token; of the others 500."""
 
 
 def collector(routes: RouteShape | None = None) -> LocalCollector:
@@ -121,11 +123,8 @@ class Served:
     engine: RolloutEngine
     tensors: Tensors
     max_context: int = MAX_CONTEXT
-
-    @property
-    def long(self) -> int:
-        """Tokens of a completion that is still running whenever a test looks at it."""
-        return 200 if self.max_context == MAX_CONTEXT else 500
+    long: int = 200
+    """Tokens of a completion that is still running whenever a test looks at it."""
 
     async def push(self, version: int, *, scale: float = 1.0, transport: Transport = "ipc", damaged: str = "") -> None:
         """The checkpoint's tensors times `scale`."""

@@ -6,7 +6,7 @@ import psutil
 import pytest
 from whole_runs import DIGIT, SYNC, assert_all_end, below, left_in_shared_memory, rows, shared_memory, start, wait_for_step
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 ENGINES = {"sglang": ("sgl", "INFO sglang.srt.entrypoints.engine: server_args"), "vllm": ("psm_", "Resolved architecture: ")}
 """How the names of its files in /dev/shm begin, and what it writes once when it starts."""
@@ -21,10 +21,7 @@ def with_children(processes):
     return [each for process in processes for each in (process, *process.children(recursive=True))]
 
 
-@pytest.mark.parametrize(
-    ("engine", "transport"),
-    [("sglang", "auto"), pytest.param("sglang", "disk", marks=pytest.mark.matrix), pytest.param("vllm", "auto", marks=pytest.mark.matrix)],
-)
+@pytest.mark.parametrize(("engine", "transport"), [("sglang", "auto"), ("sglang", "disk"), ("vllm", "auto")])
 def test_a_server_over_two_nodes_that_loses_a_follower_is_started_again_whole(tmp_path, raylets, engine, transport):
     files, says_once = ENGINES[engine]
     before = shared_memory()

@@ -11,6 +11,7 @@ TWO_NODES = (
 )  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes_back(tmp_path, raylets):
     process = start(tmp_path, *TWO_NODES)
     family = wait_for_step(process, 1)

@@ -55,6 +55,7 @@ def copied(tp_gloo, tmp_path):
     return tmp_path
 
 
+@pytest.mark.matrix("tp_gloo")
 def test_tensor_parallel_ranks_push_over_gloo_and_take_two_updates_per_step(tp_gloo):
     rows = tp_gloo[1]
     assert [row["step"] for row in rows] == [1, 2]
@@ -100,6 +101,7 @@ def test_servers_in_fp8_get_what_the_ranks_made_of_their_shards_and_it_shows_in_
 # -- what cannot be continued ----------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix("tp_gloo")
 def test_another_seed_model_or_group_is_refused_with_exit_code_2_and_every_field(copied, monkeypatch, capsys):
     overrides = [*SMALL, *TP_GLOO, "seed=1", "model.scratch.num_layers=3", "group_size=8"]
     monkeypatch.setattr(sys, "argv", ["moerl", "train", f"recipe={SYNC}", f"output_dir={copied}", *overrides])
@@ -114,6 +116,7 @@ def test_another_seed_model_or_group_is_refused_with_exit_code_2_and_every_field
     assert (copied / SYNC / "config.yaml").read_text() == before
 
 
+@pytest.mark.matrix("tp_gloo")
 def test_a_run_continues_under_another_layout_and_dtype(copied):
     """From tensor parallel float32 on two ranks: first to pipeline parallel, then to one rank in bfloat16."""
     layout = ("train.layout.tp=1", "train.layout.etp=1")
@@ -126,6 +129,7 @@ def test_a_run_continues_under_another_layout_and_dtype(copied):
     assert rows[-1]["mismatch/mean"] < 0.03
 
 
+@pytest.mark.matrix("tp_gloo")
 def test_a_second_process_on_the_same_run_is_refused(copied):
     with (copied / SYNC / ".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -133,6 +137,7 @@ def test_a_second_process_on_the_same_run_is_refused(copied):
             train(copied, *TP_GLOO)
 
 
+@pytest.mark.matrix("tp_gloo")
 def test_a_damaged_shard_is_named_with_its_tensors_and_stops_every_process(copied):
     directory = newest(copied / SYNC / "checkpoints")
     shard = max(directory.glob("__1_*.distcp"))
@@ -159,6 +164,7 @@ def dapo(tmp_path_factory):
     return output_dir, train(output_dir, *WARM, "num_steps=4", "group_size=8", "save_every=0", recipe=ASYNC)
 
 
+@pytest.mark.matrix("dapo")
 def test_dapo_trains_on_samples_at_most_one_step_old(dapo):
     rows = dapo[1]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -169,6 +175,7 @@ def test_dapo_trains_on_samples_at_most_one_step_old(dapo):
     assert all(row["groups/uniform"] == 0 for row in rows)
 
 
+@pytest.mark.matrix("dapo")
 def test_a_continued_run_skips_the_warm_start(dapo, capsys):
     output_dir, before = dapo
     weights = list((output_dir / ASYNC / "warm_start").glob("*.safetensors"))

@@ -1,7 +1,7 @@
 """One run that is stopped in every way a run can be, beside the same run never stopped: the same bits, and nothing left behind.
 
 The stopped run is a chain of processes of one command, each ended at the first row from step 3 on, that is after a checkpoint and
-before the end: kill -9, SIGTERM, Ctrl-C, a killed train rank, a killed rollout server. The last process runs to the end.
+before the end: kill -9, SIGTERM, Ctrl-C, a killed train rank, a killed rollout server. Then the run goes on to the end in this process.
 """
 
 import os
@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory, users_environment
+from whole_runs import DIGIT, SMALL, SYNC, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory, users_environment
 
+from moerl import run
+from moerl.check import load_checked
 from moerl.train.checkpoint import newest
 from moerl.train.checkpoint_check import read_state
 
@@ -80,7 +82,7 @@ STOPS: dict[str, Stop] = {
     "rank": lambda driver, family: find(family, "ray::TrainWorker").kill(),
     "server": lambda driver, family: find(family, "moerl.rollout.hf").kill(),
 }
-every_stop = pytest.mark.parametrize("how", [*STOPS, "end"])
+every_stop = pytest.mark.parametrize("how", STOPS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,7 +102,15 @@ def never_stopped(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     output_dir = tmp_path_factory.mktemp("stopped")
-    return output_dir, {how: go(output_dir, stop) for how, stop in STOPS.items()} | {"end": go(output_dir)}
+    return output_dir, {how: go(output_dir, stop) for how, stop in STOPS.items()}
+
+
+@pytest.fixture(scope="module")
+def continued(stopped, shared_ray):
+    """Its directory, when it is at its end."""
+    output_dir = stopped[0]
+    run.train(load_checked([f"recipe={SYNC}", *SMALL, *OVERRIDES, f"output_dir={output_dir}"]))
+    return output_dir
 
 
 # -- bits ------------------------------------------------------------------------------------------------------
@@ -135,9 +145,9 @@ def test_the_same_command_gives_the_same_bits_however_often_it_was_stopped(never
     assert rows == never_stopped[1].rows[: len(rows)]
 
 
-def test_a_stopped_run_ends_with_each_step_once_and_the_same_weights_and_optimizer(never_stopped, stopped):
-    assert [row["step"] for row in stopped[1]["end"].rows] == STEPS
-    tensors, expected = (checkpoint_tensors(output_dir / SYNC) for output_dir in (stopped[0], never_stopped[0]))
+def test_a_stopped_run_ends_with_each_step_once_and_the_same_weights_and_optimizer(never_stopped, continued):
+    assert rows(continued) == never_stopped[1].rows
+    tensors, expected = (checkpoint_tensors(output_dir / SYNC) for output_dir in (continued, never_stopped[0]))
     assert tensors.keys() == expected.keys()
     assert {name for name, bits in tensors.items() if bits != expected[name]} == set()
     assert any("exp_avg" in name for name in tensors)
@@ -166,16 +176,21 @@ def test_no_process_and_no_shared_memory_is_left_by_a_run_that_was_not_stopped(n
 
 def test_every_way_to_stop_has_its_exit_code(stopped):
     assert {how: ended.exit_code for how, ended in stopped[1].items()} == {
-        "kill -9": -signal.SIGKILL, "SIGTERM": 143, "Ctrl-C": 130, "rank": 76, "server": 1, "end": 0,
+        "kill -9": -signal.SIGKILL, "SIGTERM": 143, "Ctrl-C": 130, "rank": 76, "server": 1,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "word"), [("SIGTERM", "interrupted"), ("Ctrl-C", "interrupted"), ("rank", "failed"), ("end", "finished")])
+@pytest.mark.parametrize(("how", "word"), [("SIGTERM", "interrupted"), ("Ctrl-C", "interrupted"), ("rank", "failed")])
 def test_the_summary_says_how_the_run_ended(stopped, how, word):
     assert re.search(rf"(?m)^{word}$", stopped[1][how].stdout)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C", "end"])
+def test_a_finished_run_says_so_and_complains_about_nothing(never_stopped):
+    assert re.search(r"(?m)^finished$", never_stopped[1].stdout)
+    assert [line for line in never_stopped[1].stderr.splitlines() if line and "Writing model shards" not in line] == []
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_an_interrupted_run_complains_about_nothing(stopped, how):
     noise = [line for line in stopped[1][how].stderr.splitlines() if line and "Writing model shards" not in line]
     assert noise == (["moerl: stopped: SIGTERM; the same command continues the run"] if how == "SIGTERM" else [])

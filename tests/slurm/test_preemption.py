@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slurm
 STEPS = ("save_every=0", "observe.dump_every=1", "observe.dump_groups=4")
 
 
+@pytest.mark.matrix
 def test_a_job_that_another_one_preempts_saves_is_queued_again_and_goes_on(jobs: Jobs):
     number = jobs.submit(*STEPS, "num_steps=40")
     jobs.cluster.wait_for("a step", lambda: bool(prompts(jobs)), 240)

@@ -127,6 +127,7 @@ def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     assert sorted(set(steps_of(jobs))) == list(range(1, 101))
 
 
+@pytest.mark.matrix
 def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs: Jobs):
     number = jobs.submit("num_steps=60")
     jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)

@@ -1,7 +1,7 @@
 """What part of the tests a change runs: of each matrix (marker `matrix`) one of eight groups, drawn by the number of the commit.
 
-`MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. With `--part`, the files are dealt in the same way, as a file's tests share
-fixtures, and their matrices are left out.
+`MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. Cases of a file that share what is dear have a name in common, as in
+`matrix("name")`, and so one group. With `--part`, files are dealt in the same way, and their matrices are left out.
 """
 
 import os
@@ -15,9 +15,9 @@ NUM_GROUPS = 8
 ROOT = Path(__file__).parents[2]
 
 
-def group_of(test: str) -> int:
-    """The group, 1 to 8, of a test's node id: the same on every machine, whatever else is collected."""
-    return zlib.crc32(test.encode()) % NUM_GROUPS + 1
+def group_of(name: str) -> int:
+    """The group, 1 to 8, of a file, a test's node id, or cases with a name in common: the same on every machine, whatever is collected."""
+    return zlib.crc32(name.encode()) % NUM_GROUPS + 1
 
 
 def drawn(text: str | None = None) -> int | None:
@@ -59,8 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _in_group(item: pytest.Item, group: int) -> bool:
-    return item.get_closest_marker("matrix") is None or group_of(item.nodeid) == group
+    marker = item.get_closest_marker("matrix")
+    return marker is None or group_of("::".join([_file(item), *marker.args]) if marker.args else item.nodeid) == group
 
 
 def _in_part(item: pytest.Item, group: int) -> bool:
-    return item.get_closest_marker("matrix") is None and group_of(item.nodeid.partition("::")[0]) == group
+    return item.get_closest_marker("matrix") is None and group_of(_file(item)) == group
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

@@ -15,6 +15,9 @@ import pytest
 @pytest.mark.parametrize("case", range(80))
 def test_of_a_matrix(case): ...
 
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.matrix(f"fixture {case % 2}")) for case in range(20)])
+def test_of_shared_fixtures(case): ...
+
 def test_of_every_change(): ...
 """
 
@@ -52,8 +55,18 @@ def test_the_groups_are_disjoint_and_together_the_matrix(tmp_path):
     groups = [names(tmp_path, f"{number}/8") for number in range(1, 9)]
     always = "test_cases.py::test_of_every_change"
     assert all(always in group for group in groups)
-    assert sum(len(group) - 1 for group in groups) == 80
+    assert sum(len(group) - 1 for group in groups) == 100
     assert set().union(*groups) == names(tmp_path, "all")
+
+
+def test_cases_with_a_name_in_common_are_in_one_group(tmp_path):
+    found = []
+    for number in range(1, 9):
+        shared = {test for test in names(tmp_path, f"{number}/8") if "shared_fixtures" in test}
+        found += [shared] if shared else []
+    for parity in (0, 1):
+        cases = {f"test_cases.py::test_of_shared_fixtures[{case}]" for case in range(parity, 20, 2)}
+        assert any(cases <= group for group in found)
 
 
 def test_a_part_has_files_whole_without_their_matrices(tmp_path):

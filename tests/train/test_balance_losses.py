@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from deepseek_cases import deepseek_settings, slow, write_deepseek
+from deepseek_cases import deepseek_settings, write_deepseek
 from engine_cases import LAYOUTS
 from engine_ranks import run_ranks
 from fp8_cases import fp8_settings, write_fp8_checkpoint
@@ -94,9 +94,14 @@ def plain(directory):
     return of
 
 
+def seldom(layout):
+    """All cases of a layout together, which is measured once for them."""
+    return pytest.param(layout, marks=pytest.mark.matrix(layout))
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("layout", ["one", "dp2", "cp2", "cp4", "tp2", "ep2", "pp2", slow("tp2-cp2"), slow("tp2-ep2")])
+@pytest.mark.parametrize("layout", ["one", "dp2", "cp2", "cp4", "tp2", "ep2", "pp2", *(seldom(name) for name in ("tp2-cp2", "tp2-ep2"))])
 def test_without_padding(layout, loss, batch, found, plain):
     result = found(layout)[loss][batch]
     expected, norm = plain(loss, BATCHES[batch], result.bins)
