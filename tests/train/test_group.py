@@ -110,9 +110,13 @@ async def push_to_one(group, on_load=lambda number: None, transport="ipc", **opt
     assert stats.num_senders == 2
 
 
-def kill_at_third(pid, number):
+def signal_in_send(pid, number):
+    """Once, from the third bucket on, when the rank's own record says that it sends: the first buckets may be another's alone."""
+    struck = []
+
     def on_load(num_loaded):
-        if num_loaded == 3:
+        if num_loaded >= 3 and not struck and (work := read_progress(pid)[WORK]).text == "send_push" and work.first:
+            struck.append(num_loaded)
             os.kill(pid, number)
 
     return on_load
@@ -121,7 +125,7 @@ def kill_at_third(pid, number):
 def test_a_rank_that_dies_during_a_push_is_named_and_the_others_are_in_no_collective(run_with):
     async def scenario(group, pids):
         with pytest.raises(TrainError, match=r"^rank 1 of 2 failed in send_push, on node .*\n    its process \d+ died without") as caught:
-            await push_to_one(group, kill_at_third(pids[1], signal.SIGKILL))
+            await push_to_one(group, signal_in_send(pids[1], signal.SIGKILL))
         assert "memory" not in str(caught.value)
         await group.weight_source._one_rank(0, "finish_push")
 
@@ -196,7 +200,7 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
 
 def test_a_rank_frozen_in_a_push_is_named_although_all_others_wait(run_with):
     async def scenario(group, pids):
-        freeze = kill_at_third(pids[1], signal.SIGSTOP)
+        freeze = signal_in_send(pids[1], signal.SIGSTOP)
         with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 12 s \(deadlines.push_seconds\)\n") as caught:
             await push_to_one(group, freeze, deadline_seconds=12, settle_seconds=1)
         _, sections = report_of(caught.value)
