@@ -76,10 +76,11 @@ def test_any_pattern_of_aborts_gives_the_tokens_of_an_undisturbed_request(run, s
     np.testing.assert_array_equal(parts.routes, undisturbed.routes)
 
 
-def test_requests_of_a_push_go_on_after_it(run, served):
-    """Two pushes of the same weights as other versions, and more requests than the server runs at once, every second one greedy."""
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.matrix), 1.0])
+def test_requests_of_a_push_go_on_after_it(run, served, temperature):
+    """Two pushes of the same weights as other versions, and more requests than the server runs at once."""
     lengths = {"short": 8} | {f"r{i}": served.long * 3 // 4 for i in range(MAX_RUNNING + 1)}
-    requests = {name: SamplingParams(max_tokens=lengths[name], seed=i, temperature=i % 2) for i, name in enumerate(lengths)}
+    requests = {name: SamplingParams(max_tokens=lengths[name], seed=i, temperature=temperature) for i, name in enumerate(lengths)}
 
     async def scenario():
         pool = pool_of(served.engine)
