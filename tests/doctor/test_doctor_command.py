@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from moerl.cluster.forks.ray_workers import own_ray
 from moerl.config.load import load
 from moerl.doctor import launch
 from moerl.doctor.expected import expected_of
@@ -80,15 +79,12 @@ def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(doc
     assert not list(tmp_path.glob(".doctor-*"))
 
 
-def test_a_ray_cluster_is_examined_on_each_of_its_nodes_also_inside_a_slurm_step(forked, tmp_path):
+def test_a_ray_cluster_is_examined_on_each_of_its_nodes_also_inside_a_slurm_step(tmp_path):
     from ray.cluster_utils import Cluster
 
-    size = dict(num_cpus=1, object_store_memory=80_000_000)
-    with own_ray():
-        cluster = Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False})
     try:
-        with own_ray():
-            cluster.add_node(**size)
+        cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
         cluster.wait_for_nodes()
         processes = [each for node in cluster.list_all_nodes() for each in node.all_processes.values()]
         own = {one.process.pid for each in processes for one in each}

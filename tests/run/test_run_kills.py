@@ -18,6 +18,7 @@ from whole_runs import (
     rows,
     shared_memory,
     users_environment,
+    words_of,
 )
 
 from moerl import run
@@ -45,7 +46,7 @@ def never_killed(tmp_path_factory):
 KILLS = {
     "driver": lambda driver, family: driver.kill(),
     "rank 0": lambda driver, family: find(family, "ray::TrainWorker").kill(),
-    "all ranks": lambda driver, family: [each.kill() for each in family if "ray::TrainWorker" in " ".join(each.cmdline())],
+    "all ranks": lambda driver, family: [each.kill() for each in family if "ray::TrainWorker" in words_of(each)],
 }
 
 

@@ -13,7 +13,8 @@ ENGINES = {"sglang": ("sgl", "INFO sglang.srt.entrypoints.engine: server_args"),
 SPREAD = (
     DIGIT, "rollout.layout={gpus: 2, gpus_per_node: 1}", "rollout.num_servers=1", "rollout.prefill_chunk=128",
     "train.offload=all", "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1",
-    "deterministic=false", "save_every=0", "num_steps=3", "weights.bucket_bytes=100000", "deadlines.probe_seconds=10",
+    "deterministic=false", "save_every=0", "num_steps=3", "weights.bucket_bytes=100000", "weights.disk_delta=false",
+    "deadlines.probe_seconds=10",
 )  # fmt: skip
 
 

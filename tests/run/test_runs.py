@@ -14,7 +14,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from whole_runs import DIGIT, SMALL, SYNC, checkpoint_tensors, command, find, left_in_shared_memory, rows, shared_memory, users_environment
+from whole_runs import (
+    DIGIT,
+    SMALL,
+    SYNC,
+    checkpoint_tensors,
+    command,
+    find,
+    left_in_shared_memory,
+    rows,
+    shared_memory,
+    users_environment,
+    words_of,
+)
 
 from moerl import run
 from moerl.check import load_checked
@@ -57,7 +69,7 @@ def go(output_dir: Path, stop: Stop | None = None) -> Ended:
         printed.append(line)
         if (row := re.match(r" *(\d+)/", line)) and int(row[1]) >= 3 and not family:
             family = psutil.Process(process.pid).children(recursive=True)
-            names = [" ".join(child.cmdline()) for child in family]
+            names = [words_of(child) for child in family]
             if stop is not None:
                 stop(psutil.Process(process.pid), family)
     exit_code = process.wait(SECONDS)
@@ -66,7 +78,7 @@ def go(output_dir: Path, stop: Stop | None = None) -> Ended:
     return Ended(
         exit_code=exit_code,
         family=names,
-        alive=[" ".join(child.cmdline()) for child in alive],
+        alive=[words_of(child) for child in alive],
         shared_memory=left_in_shared_memory(before),
         stdout="".join(printed),
         stderr=process.communicate()[1],

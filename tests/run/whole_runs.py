@@ -95,12 +95,20 @@ def assert_all_end(processes: list[psutil.Process]) -> None:
 
 
 def find(processes: list[psutil.Process], text: str) -> psutil.Process:
-    return next(process for process in processes if text in " ".join(process.cmdline()))
+    return next(process for process in processes if text in words_of(process))
 
 
 def below(raylet: psutil.Process, text: str) -> list[psutil.Process]:
     """Processes of a node whose command has `text`."""
-    return [process for process in raylet.children(recursive=True) if text in " ".join(process.cmdline())]
+    return [process for process in raylet.children(recursive=True) if text in words_of(process)]
+
+
+def words_of(process: psutil.Process) -> str:
+    """Its command line; empty of one that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def checkpoint_tensors(run_dir: Path) -> dict[str, bytes]:
