@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from moerl.rollout import wire
-from moerl.rollout.http_engine import HTTPEngine, new_session
+from moerl.rollout.server import wire
+from moerl.rollout.server.client import HTTPEngine, new_session
 
 ID = "R"
 """Of the completion in the servers' content; every answer has its request's instead. Encoding is not measured."""

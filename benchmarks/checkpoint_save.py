@@ -41,8 +41,8 @@ def main() -> None:
 
 
 def write_model(directory: Path, hidden: int, experts: int) -> Path:
-    from moerl.config.schema import ScratchModel
-    from moerl.models.scratch import write_scratch_model
+    from moerl.config.schema.model_config import ScratchModel
+    from moerl.scratch_model import write_scratch_model
 
     shape = ScratchModel(hidden_size=hidden, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=hidden, num_experts=experts)
     write_scratch_model(shape, 128, directory, seed=0)
@@ -71,11 +71,11 @@ def run_rank(rank: int, num_ranks: int, root: Path, model_dir: Path, num_saves: 
 
 
 def build_engine(model_dir: Path, num_ranks: int) -> Any:
-    from moerl.config.layout import Layout
-    from moerl.config.schema_train import OptimizerConfig, TrainConfig
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
-    from moerl.train.settings import EngineSettings
+    from moerl.config.schema.layout import Layout
+    from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+    from moerl.train.engine_settings import EngineSettings
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     layout = Layout(ranks=num_ranks, ep=num_ranks)
     train = TrainConfig(optimizer=OptimizerConfig(lr=1e-4), layout=layout, micro_batch_tokens=512)
@@ -87,7 +87,7 @@ def build_engine(model_dir: Path, num_ranks: int) -> Any:
 
 def step(engine: Any) -> None:
     from moerl.algorithms.sft import SFT
-    from moerl.train.batch import sft_batch
+    from moerl.train.batching.build_batch import sft_batch
 
     batch = sft_batch([(tuple(range(5, 35)), tuple(range(40, 100))) for _ in range(32)])
     engine.update(batch, SFT(), lr=1e-4, num_updates=1)

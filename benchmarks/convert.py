@@ -22,15 +22,15 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from moerl.convert.entry import Entry
-from moerl.convert.hf_writing import WriteOptions, write_hf
+from moerl.convert.hf.hf_writing import WriteOptions, write_hf
+from moerl.convert.tensors.entry import Entry
 
 HIDDEN, EXPERT, VOCABULARY = 7168, 2048, 129280
 _CONVERT = """
 import resource, sys, time
 from pathlib import Path
-from moerl.convert.hf_writing import WriteOptions
-from moerl.convert.run import Conversion, convert
+from moerl.convert.hf.hf_writing import WriteOptions
+from moerl.convert.conversion import Conversion, convert
 import torch
 torch.set_num_threads(1)
 before = time.process_time()

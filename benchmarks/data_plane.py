@@ -32,23 +32,29 @@ import ray
 from canned_servers import ID, Connected, canned_servers
 from pydantic import TypeAdapter
 
-from moerl.algorithms import build_algorithm
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, ScratchModel, TinyData
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.payloads import keep
-from moerl.rollout import wire
+from moerl.algorithms.algorithm_table import build_algorithm
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.model_config import ModelConfig, ScratchModel
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.collect import Collector, Intake, LocalCollector
-from moerl.rollout.collectors import RayCollectors
-from moerl.rollout.pool import RolloutPool
+from moerl.rollout.fleet.collect import Collector, Intake, LocalCollector
+from moerl.rollout.fleet.ray_collectors import RayCollectors
+from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.runner import GroupRunner
-from moerl.route_types import RouteShape
-from moerl.train.balance import Planner
-from moerl.train.batch import build_batch
-from moerl.train.packing import pack
-from moerl.train.share import Share, shares
-from moerl.train.stored_batch import no_routes
-from moerl.types import Completion, FinishReason, Prompt, SamplingParams, Score, TrainBatch, VersionSpan
+from moerl.rollout.server import wire
+from moerl.train.batching.balance import Planner
+from moerl.train.batching.build_batch import build_batch
+from moerl.train.batching.packing import pack
+from moerl.train.batching.rank_share import Share, shares
+from moerl.types.batch import TrainBatch
+from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
+from moerl.types.groups import Prompt, Score
+from moerl.types.routes import RouteShape
+from moerl.types.stored import keep
+from moerl.types.stored_batch import no_routes
 
 VOCAB, NUM_EXPERTS, WAYS = 150_000, 128, ("objects", "puts", "collectors")
 

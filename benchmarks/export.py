@@ -18,10 +18,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from moerl.config.layout import Layout
-from moerl.config.schema import ScratchModel
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.models.scratch import write_scratch_model
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ScratchModel
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.scratch_model import write_scratch_model
 
 LAYOUT = Layout(ranks=4, tp=2, pp=2, ep=2)
 
@@ -79,7 +79,7 @@ def rank_main(rank: int, directory: Path, model: Path, names: list[str], rounds:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=LAYOUT.ranks)
-    from moerl.train.model import build_model, initialize_groups
+    from moerl.train.megatron.megatron_model import build_model, initialize_groups
 
     initialize_groups(LAYOUT, 1)
     bridges = {}
@@ -99,7 +99,7 @@ def rank_main(rank: int, directory: Path, model: Path, names: list[str], rounds:
 
 
 def load(bridges: dict[str, Any], model: Path) -> None:
-    from moerl.models.checkpoint import HFCheckpoint
+    from moerl.models.hf_checkpoint import HFCheckpoint
 
     for bridge in bridges.values():
         with HFCheckpoint(model) as checkpoint:

@@ -22,9 +22,9 @@ megatron_patches.activate()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 
-from moerl.config.layout import Layout  # noqa: E402
-from moerl.train.logprobs import logprobs_and_entropy  # noqa: E402
-from moerl.train.model import initialize_groups  # noqa: E402
+from moerl.config.schema.layout import Layout  # noqa: E402
+from moerl.train.loss.logprobs import logprobs_and_entropy  # noqa: E402
+from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
 
 Compute = Callable[[Tensor], tuple[Tensor, Tensor]]
 

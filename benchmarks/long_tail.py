@@ -17,8 +17,9 @@ import numpy as np
 from pool import LONGEST, PROMPT, JumpingClock, Waiting, collector
 
 from moerl.rollout.buffer import GroupBuffer
-from moerl.rollout.pool import RolloutPool
-from moerl.types import Group, Prompt, SamplingParams
+from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.types.completion import SamplingParams
+from moerl.types.groups import Group, Prompt
 
 
 @dataclass(kw_only=True)
@@ -40,7 +41,10 @@ class Steps:
     def pool(self) -> RolloutPool:
         arguments = self.arguments
         engines = [Waiting(f"server-{index}", arguments.running, 1.0) for index in range(arguments.servers)]
-        pool = RolloutPool(engines, max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9)  # type: ignore[arg-type]
+        pool = RolloutPool(
+        engines,  # type: ignore[arg-type]
+        max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9,
+    )  # fmt: skip
         pool.fleet.served(pool.fleet.members)
         return pool
 

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from moerl.config.layout import Layout
-from moerl.config.memory import FullRecompute, NoRecompute, SelectiveRecompute
-from moerl.config.schema import GRPOConfig, ScratchModel
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.models.scratch import write_scratch_model
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import FullRecompute, NoRecompute, SelectiveRecompute
+from moerl.config.schema.model_config import ScratchModel
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.scratch_model import write_scratch_model
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 WAYS = {
     "none": NoRecompute(),
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     megatron_patches.activate()
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
@@ -93,7 +94,7 @@ def _recompute(settings: EngineSettings, batch: TrainBatch, repeats: int) -> Non
 
 
 def _offload(settings: EngineSettings, batch: TrainBatch) -> None:
-    from moerl.train.residency import KINDS
+    from moerl.train.memory.memory_states import KINDS
 
     engine = _engine(settings, offload="all")
     for _ in range(2):  # the second time with moments, and with host copies that exist
@@ -111,7 +112,7 @@ def _offload(settings: EngineSettings, batch: TrainBatch) -> None:
 
 
 def _engine(settings: EngineSettings, **changes: Any) -> Any:
-    from moerl.train.engine import MegatronEngine
+    from moerl.train.megatron_engine import MegatronEngine
 
     return MegatronEngine(replace(settings, train=replace(settings.train, **changes)))
 

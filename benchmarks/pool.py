@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 from canned_servers import ID, Connected, canned_servers
 
-from moerl.payloads import Here
-from moerl.rollout import wire
-from moerl.rollout.collect import Intake, LocalCollector
-from moerl.rollout.pool import RolloutPool
-from moerl.types import Completion, SamplingParams, VersionSpan
+from moerl.rollout.fleet.collect import Intake, LocalCollector
+from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.server import wire
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.stored import Here
 
 VOCAB = 150_000
 PROMPT = tuple(range(200))
@@ -116,7 +116,10 @@ def simulate(arguments: argparse.Namespace, tokens: np.ndarray, *, queued: int, 
 
         async def scenario() -> tuple[float, float]:
             engines = [Waiting(f"server-{index}", arguments.running, arguments.latency) for index in range(arguments.servers)]
-            pool = RolloutPool(engines, max_running=arguments.running, max_queued=queued, collector=collector(), request_seconds=1e9)  # type: ignore[arg-type]
+            pool = RolloutPool(
+        engines,  # type: ignore[arg-type]
+        max_running=arguments.running, max_queued=queued, collector=collector(), request_seconds=1e9,
+    )  # fmt: skip
             await generate_all(pool, tokens, arguments.group, sticky=sticky)
             prompts = sum(len(engine.sessions) for engine in engines)
             return asyncio.get_running_loop().time(), 1 - prompts / len(tokens)

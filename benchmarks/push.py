@@ -26,12 +26,13 @@ import torch
 from push_rank import LAYOUT, Rank
 from push_server import Server
 
-from moerl.config.schema import ScratchModel, WeightsConfig
-from moerl.models.scratch import write_scratch_model
-from moerl.push_types import TensorSpec, Transport
-from moerl.train.push_source import MegatronSource
-from moerl.weights.deliveries import stored_specs
-from moerl.weights.spec import num_bytes
+from moerl.config.schema.model_config import ScratchModel
+from moerl.config.schema.rollout_config import WeightsConfig
+from moerl.scratch_model import write_scratch_model
+from moerl.train.push.push_source import MegatronSource
+from moerl.types.push import TensorSpec, Transport
+from moerl.weights.plan.buckets import stored_specs
+from moerl.weights.plan.tensor_specs import num_bytes
 from moerl.weights.sync import WeightSync
 
 MOERL: tuple[Transport, ...] = ("ipc", "nccl", "disk")

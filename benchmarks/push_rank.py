@@ -13,10 +13,10 @@ import torch.distributed as dist
 from push_server import CONTEXT, reset_peak, resident
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from moerl.config.layout import Layout
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.weights.fleet_plan import Outline
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.weights.in_thread import in_thread
+from moerl.weights.plan.run_plan import Outline
 
 LAYOUT = Layout(ranks=2, ep=2)
 
@@ -59,10 +59,10 @@ class Worker:
     """`way`: every way of pushing has a TrainWorker of its own, over the same weights."""
 
     def __init__(self, rank: int, model: Path, *, with_mbridge: bool):
-        from moerl.models.checkpoint import HFCheckpoint
-        from moerl.train.model import build_model, initialize_groups
-        from moerl.train.pushed_tensors import PushedTensors
-        from moerl.train.worker import TrainWorker
+        from moerl.models.hf_checkpoint import HFCheckpoint
+        from moerl.train.megatron.megatron_model import build_model, initialize_groups
+        from moerl.train.push.rank_tensors import PushedTensors
+        from moerl.train.train_worker import TrainWorker
 
         initialize_groups(LAYOUT, 1)
         self._rank, self._bridges = rank, {}
@@ -112,7 +112,7 @@ class Worker:
     # -- the others ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        from moerl.models.checkpoint import write_shards
+        from moerl.models.hf_checkpoint import write_shards
 
         tensors = self._bridges["native"].export(torch.bfloat16, with_mtp=False)
         if self._rank == 0:

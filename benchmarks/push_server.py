@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from moerl.push_types import Manifest, Needs, TensorSpec, TransportOffer
+from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
+from moerl.weights.plan.tensor_specs import torch_dtype
 from moerl.weights.receive import WeightSession
-from moerl.weights.spec import torch_dtype
 
 CONTEXT = multiprocessing.get_context("spawn")
 

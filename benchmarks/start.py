@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from moerl.cluster.forks.server import VARIABLE
+from moerl.cluster.forks.fork_server import VARIABLE
 
 COUNTER = Path(__file__).parents[1] / "tools" / "cpu_cost.py"
 SMALL = (

@@ -34,11 +34,11 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from moerl.algorithms.sft import SFT  # noqa: E402
-from moerl.config.schema_train import OptimizerConfig, TrainConfig  # noqa: E402
-from moerl.train.engine import MegatronEngine  # noqa: E402
-from moerl.train.model import initialize_groups  # noqa: E402
-from moerl.train.settings import EngineSettings  # noqa: E402
-from moerl.types import TrainBatch  # noqa: E402
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig  # noqa: E402
+from moerl.train.engine_settings import EngineSettings  # noqa: E402
+from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
+from moerl.train.megatron_engine import MegatronEngine  # noqa: E402
+from moerl.types.batch import TrainBatch  # noqa: E402
 
 LR = 1e-4
 

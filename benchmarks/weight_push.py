@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 from push_server import Server
 
-from moerl.push_types import Transport
-from moerl.weights.digest import tensor_digest
-from moerl.weights.local import LocalSource
-from moerl.weights.spec import spec_of
+from moerl.types.push import Transport
+from moerl.weights.local_source import LocalSource
+from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.sync import WeightSync
+from moerl.weights.verify.digest import tensor_digest
 
 
 def make_model(megabytes: int) -> dict[str, torch.Tensor]:

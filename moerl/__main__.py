@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moerl.types import ConfigError, ConvertError, DataError, MoerlError, RunStopped
+from moerl.types.errors import ConfigError, ConvertError, DataError, MoerlError, RunStopped
 
 app = typer.Typer(
     add_completion=False,
@@ -40,7 +40,7 @@ def train(
 
     config = load_checked(overrides, config_dir, starts=True)
 
-    from moerl.cluster.forks.server import forking
+    from moerl.cluster.forks.fork_server import forking
 
     with forking():  # loads torch, and before Ray is imported
         from moerl import run  # after the check: takes seconds
@@ -62,7 +62,7 @@ def evaluate(
 
     evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
 
-    from moerl.cluster.forks.server import forking
+    from moerl.cluster.forks.fork_server import forking
 
     with forking():  # loads torch, and before Ray is imported
         from moerl import run  # after the check: takes seconds
@@ -95,10 +95,10 @@ def launch(
 ) -> None:
     """Train as a Slurm job: its script is rendered from the run's settings (slurm.*) and given to sbatch."""
     from moerl.check import cannot_start, load_checked, load_evaluation
-    from moerl.cluster.kuberay import create_rayjob, load_for_pods, render_rayjob
-    from moerl.cluster.launch import submit
-    from moerl.cluster.script import render_eval, render_train
     from moerl.config.load import load
+    from moerl.kuberay import create_rayjob, load_for_pods, render_rayjob
+    from moerl.slurm.job_script import render_eval, render_train
+    from moerl.slurm.submit import submit
 
     words = overrides if overrides is not None else []
     if kuberay and evaluates:
@@ -144,8 +144,8 @@ def node(
     checkpoint: Checkpoint = None,
 ) -> None:
     """One node of a Slurm job, as the script of `launch` starts it: joins the job's Ray cluster; the first node trains, or evaluates."""
-    from moerl.cluster.node import run_node
     from moerl.config.load import load
+    from moerl.slurm.job_node import run_node
 
     arguments = overrides if overrides is not None else []
     config = load(arguments, config_dir)
@@ -213,8 +213,8 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written, and stop.")] = False,
 ) -> None:
     """Convert a checkpoint; the same command goes on where it was interrupted."""
-    from moerl.convert.run import conversion_of
-    from moerl.convert.run import convert as run_conversion
+    from moerl.convert.conversion import conversion_of
+    from moerl.convert.conversion import convert as run_conversion
 
     conversion = conversion_of(
         source, target, files_from=files_from, shard_gb=shard_gb, workers=workers, to=to, dtype=dtype, scales=scales,
@@ -272,7 +272,7 @@ def doctor(
     On this machine; on all nodes of a Ray cluster with RAY_ADDRESS; on all nodes of a job as `srun --ntasks-per-node=1 moerl doctor`.
     """
     from moerl.config.load import load
-    from moerl.doctor.expected import expected_of
+    from moerl.doctor.checks.expected import expected_of
     from moerl.doctor.preflight import examine_nodes
     from moerl.doctor.preflight import report as print_report
 

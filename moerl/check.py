@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.compose import compose
-from moerl.config.engines import unserved
+from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_shape import shape_of_config
+from moerl.config.derive.published import published_names
+from moerl.config.derive.scratch_config import scratch_config
 from moerl.config.load import Check, build, checked
-from moerl.config.model_config import model_config
-from moerl.config.model_shape import shape_of_config
-from moerl.config.problems import can_be, problem
-from moerl.config.published import published_names
 from moerl.config.resume import model_differences, resume_differences
-from moerl.config.schema import RunConfig
-from moerl.config.scratch import scratch_config
-from moerl.config.server_layout_rules import start_problems
+from moerl.config.rules.engine_rules import unserved
+from moerl.config.rules.server_layout_rules import start_problems
+from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
 from moerl.evaluation.request import Evaluation, evaluation_of, kind_of, source_of, source_problems, with_model
-from moerl.rewards.check import check_reward
-from moerl.rollout.datasets import check_data
-from moerl.train.checkpoint import newest
-from moerl.train.checkpoint_check import check, read_manifest
-from moerl.types import CheckpointError, ConfigError, Problem
+from moerl.rewards.reward_rules import check_reward
+from moerl.rollout.datasets.load_dataset import check_data
+from moerl.train.checkpoint.checkpoint_check import check, read_manifest
+from moerl.train.checkpoint.checkpoint_dirs import newest
+from moerl.types.errors import CheckpointError, ConfigError, Problem, can_be, problem
 
 
 def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:

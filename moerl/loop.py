@@ -14,25 +14,27 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from moerl.algorithms.base import Algorithm
-from moerl.cluster.residency import Residency
+from moerl.algorithms.objective import Algorithm
 from moerl.cluster.stop import Stop
-from moerl.config.evaluation import is_evaluated
-from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import RunConfig
+from moerl.config.derive.eval_settings import is_evaluated
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.evaluator import Evaluator
 from moerl.evaluation.results import discard, write_results
 from moerl.observe.guards import check_finite, check_first_step
 from moerl.observe.observer import Observer
+from moerl.publish import WeightPublisher
+from moerl.residency import Residency
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
-from moerl.train.batch import build_batch
+from moerl.train.batching.build_batch import build_batch
 from moerl.train.group import TrainGroup
-from moerl.train.schedule import learning_rate
-from moerl.train.stored_batch import StoredBatch
-from moerl.types import Group, MoerlError, RunStopped, StepStats
-from moerl.weights.publish import WeightPublisher
+from moerl.train.learning_rates import learning_rate
+from moerl.types.errors import MoerlError, RunStopped
+from moerl.types.groups import Group
+from moerl.types.stats import StepStats
+from moerl.types.stored_batch import StoredBatch
 
 logger = logging.getLogger(__name__)
 

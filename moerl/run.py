@@ -17,41 +17,42 @@ import ray
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from moerl import loop
-from moerl.algorithms import build_algorithm
+from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.hang import HangReports
-from moerl.cluster.network import applied, find_settings
+from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_address import reached_at
-from moerl.cluster.reaper import reaping_ray
-from moerl.cluster.residency import Residency
-from moerl.cluster.seats import Seats, find_seats
-from moerl.cluster.stacks import answer_stack_requests
+from moerl.cluster.ray_reaper import reaping_ray
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
+from moerl.config.derive.gpu_map import num_shared
+from moerl.config.derive.model_shape import read_config
+from moerl.config.derive.object_store import shortage
 from moerl.config.load import to_yaml
-from moerl.config.model_shape import read_config
-from moerl.config.object_store import shortage
-from moerl.config.placement import num_shared
-from moerl.config.schema import RunConfig
+from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
 from moerl.evaluation.evaluator import Evaluator
 from moerl.evaluation.request import Evaluation
 from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
-from moerl.models.scratch import write_scratch_model
+from moerl.hangs.hang_reports import HangReports
+from moerl.hangs.python_stacks import answer_stack_requests
+from moerl.hardware.network_settings import applied, find_settings
 from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
-from moerl.rewards.pool import RewardPool
-from moerl.rollout.build import build_collector, build_engines
-from moerl.rollout.datasets import load_dataset
-from moerl.rollout.pool import RolloutPool
+from moerl.publish import WeightPublisher
+from moerl.residency import Residency
+from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.build_engines import build_collector, build_engines
+from moerl.rollout.datasets.load_dataset import load_dataset
+from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
-from moerl.sft import warm_start
+from moerl.scratch_model import write_scratch_model
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ConfigError, HangError, MoerlError, Problem, Prompt
-from moerl.weights.publish import WeightPublisher
+from moerl.types.errors import ConfigError, HangError, MoerlError, Problem
+from moerl.types.groups import Prompt
+from moerl.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
     with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         _check_store(config)
-        seats = find_seats(config)
+        seats = find_placement(config)
         if config.sft is not None:
             model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, seats, observe)
         async with _processes(config, model_dir, tokenizer, seats, observe) as (pool, rewards, group, residency):
@@ -154,7 +155,7 @@ async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
     tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
     with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=None) as stop:
         _heed_signals(stop)
-        seats = find_seats(config)
+        seats = find_placement(config)
         async with (
             _processes(config, model_dir, tokenizer, seats, observe, trains=False) as (pool, rewards, group, residency),
             Evaluator(config, tokenizer, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer)) as evaluator,
@@ -174,7 +175,7 @@ async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
 
 @asynccontextmanager
 async def _processes(
-    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: Seats, observe: Observer, *, trains: bool = True
+    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: RunPlacement, observe: Observer, *, trains: bool = True
 ) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
     """Rollout servers, verifiers and train ranks, started together and ended in any case."""
     rollout, hangs = config.rollout, HangReports(config.run_dir)

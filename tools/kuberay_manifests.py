@@ -7,7 +7,7 @@ A test holds the files equal to this.
 
 from pathlib import Path
 
-from moerl.cluster.kuberay import load_for_pods, render_rayjob
+from moerl.kuberay import load_for_pods, render_rayjob
 
 ON_DATA = ("kubernetes.image=registry.example.com/moerl:0.1", "kubernetes.volumes=[{claim: data, path: /data}]", "output_dir=/data/runs")
 MANIFESTS = {

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from moerl.config.schema import ScratchModel
-from moerl.models.scratch import write_scratch_model
-from moerl.types import CheckpointError
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
+from moerl.types.errors import CheckpointError
 
 
 def main(

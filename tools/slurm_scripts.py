@@ -7,9 +7,9 @@ A test holds the files equal to this. They use .venv of the directory they are s
 
 from pathlib import Path
 
-from moerl.cluster.script import render_convert, render_eval, render_train
 from moerl.config.load import load
-from moerl.config.slurm import SlurmConfig
+from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.slurm.job_script import render_convert, render_eval, render_train
 
 TRAIN = {
     "grpo_deepseek": ["recipe=grpo-deepseek-v3-32n8g-sync"],

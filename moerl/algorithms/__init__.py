@@ -1,22 +1,4 @@
-"""Reinforcement-learning algorithms: one file each, plus a row in `ALGORITHMS`.
+"""Algorithms: which groups to keep, what credit a sample gets, what a token costs. One file each, and a row in algorithm_table.
 
-To add one: its settings in config/schema.py, a class that satisfies `base.Algorithm`, and its row here.
+Nothing here masks, sums or scales a loss (train/loss).
 """
-
-from collections.abc import Callable
-from typing import Any
-
-from moerl.algorithms.base import Algorithm
-from moerl.algorithms.dapo import DAPO
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import AlgorithmConfig
-
-ALGORITHMS: dict[str, Callable[[Any, int], Algorithm]] = {
-    "grpo": lambda config, max_response_tokens: GRPO(config),
-    "dapo": DAPO,
-}
-"""From `algorithm.name` to f(its config, rollout.max_response_tokens)."""
-
-
-def build_algorithm(config: AlgorithmConfig, max_response_tokens: int) -> Algorithm:
-    return ALGORITHMS[config.name](config, max_response_tokens)

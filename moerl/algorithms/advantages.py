@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moerl.types import Group
+from moerl.types.groups import Group
 
 STD_EPSILON = 1e-6
 

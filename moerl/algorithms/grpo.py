@@ -6,10 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from moerl.algorithms.advantages import grpo_advantages, scored
-from moerl.algorithms.base import NormalizeBy
-from moerl.algorithms.losses import kl_k3, ppo_clip
-from moerl.config.schema import GRPOConfig
-from moerl.types import Group
+from moerl.algorithms.objective import NormalizeBy
+from moerl.algorithms.token_losses import kl_k3, ppo_clip
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.types.groups import Group
 
 
 @dataclass(frozen=True)

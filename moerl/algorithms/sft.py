@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moerl.algorithms.base import NormalizeBy
+from moerl.algorithms.objective import NormalizeBy
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import random
 import socket
 from pathlib import Path
 
-from moerl.types import EngineError
+from moerl.types.errors import EngineError
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _NUM_TRIES = 20_000, 200

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from moerl.types import RunStopped
+from moerl.types.errors import RunStopped
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from moerl.types import ConfigError, Problem
+from moerl.types.errors import ConfigError, Problem
 
 _PART = re.compile(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*|\[[^\]]*\][^,\[\]]*")
 

@@ -18,9 +18,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moerl.config.problems import NOT_SET, problem
-from moerl.config.published import shipped_configs
-from moerl.types import ConfigError, Problem
+from moerl.config.derive.published import shipped_configs
+from moerl.types.errors import NOT_SET, ConfigError, Problem, problem
 
 NEAR = 0.8
 """How like a name must be to be taken for a slip of the keyboard: gspo is 0.75 like grpo, and another algorithm."""

@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from moerl.config.problems import NOT_SET, problem
-from moerl.types import Problem
+from moerl.types.errors import NOT_SET, Problem, problem
 
 Node = Mapping[str, Any]
 """A JSON schema, or a part of one."""

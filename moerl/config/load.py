@@ -14,9 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from moerl.config.compose import compose
 from moerl.config.explain import Explainer
 from moerl.config.plain import unusable
-from moerl.config.schema import RunConfig
+from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
-from moerl.types import ConfigError, Problem
+from moerl.types.errors import ConfigError, Problem
 
 Check = Callable[[RunConfig], Iterable[Problem]]
 

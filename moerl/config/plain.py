@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moerl.config.problems import problem
-from moerl.types import Problem
+from moerl.types.errors import Problem, problem
 
 LARGEST = 2**63 - 1
 

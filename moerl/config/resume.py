@@ -6,9 +6,8 @@ from typing import Any
 import yaml
 
 from moerl.config.load import build, to_plain
-from moerl.config.problems import NOT_SET, problem
-from moerl.config.schema import RunConfig
-from moerl.types import Problem
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import NOT_SET, Problem, problem
 
 FIXED: Mapping[str, str] = {
     "seed": "the data order and every sampling seed derive from it",

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from moerl.config.derive.object_store import most_bytes, sample_bytes
 from moerl.config.load import to_yaml
-from moerl.config.object_store import most_bytes, sample_bytes
-from moerl.config.schema import RunConfig
-from moerl.types import Problem
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import Problem
 
 
 def summary(config: RunConfig, further: Iterable[str] = ()) -> str:

@@ -6,26 +6,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from moerl.config.bridge import bridge_problems
-from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.engines import engine_problems
-from moerl.config.evaluation import eval_problems, gym_problems
-from moerl.config.fp8 import fp8_problems
-from moerl.config.kubernetes import kubernetes_problems
-from moerl.config.megatron_fields import megatron_problems, router_problems
-from moerl.config.memory import memory_problems
-from moerl.config.model_config import model_config
-from moerl.config.model_shape import ModelShape, shape_of_config
-from moerl.config.network import network_problems
-from moerl.config.placement import placement_problems
-from moerl.config.problems import can_be, problem
-from moerl.config.published import differences, published_config, published_names
-from moerl.config.router_replay import replay_problems
-from moerl.config.schema import DAPOConfig, ModelConfig, RunConfig, ScratchModel
-from moerl.config.schema_deadlines import Phase
-from moerl.config.server_layout_rules import layout_problems
-from moerl.config.slurm import slurm_problems, time_problems
-from moerl.types import Problem
+from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_shape import ModelShape, shape_of_config
+from moerl.config.derive.published import differences, published_config, published_names
+from moerl.config.rules.bridge_rules import bridge_problems
+from moerl.config.rules.checkpoint_files import checkpoint_problems
+from moerl.config.rules.engine_rules import engine_problems, replay_problems
+from moerl.config.rules.eval_rules import eval_problems, gym_problems
+from moerl.config.rules.fp8_rules import fp8_problems
+from moerl.config.rules.kubernetes_rules import kubernetes_problems
+from moerl.config.rules.megatron_fields import megatron_problems, router_problems
+from moerl.config.rules.memory_rules import memory_problems
+from moerl.config.rules.network_rules import network_problems
+from moerl.config.rules.placement_rules import placement_problems
+from moerl.config.rules.server_layout_rules import layout_problems
+from moerl.config.rules.slurm_rules import slurm_problems, time_problems
+from moerl.config.schema.algorithm_config import DAPOConfig
+from moerl.config.schema.deadlines import Phase
+from moerl.config.schema.model_config import ModelConfig, ScratchModel
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import Problem, can_be, problem
 
 
 def validate(config: RunConfig) -> list[Problem]:

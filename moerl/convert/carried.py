@@ -7,15 +7,14 @@ from typing import Any
 
 import yaml
 
-from moerl.config.checkpoint_files import TOKENIZERS
-from moerl.config.problems import problem
-from moerl.convert.hf_writing import carried_files
-from moerl.convert.sharded import is_sharded
-from moerl.types import Problem
+from moerl.config.rules.checkpoint_files import TOKENIZERS
+from moerl.convert.hf.hf_writing import carried_files
+from moerl.convert.sharded.sharded_source import is_sharded
+from moerl.types.errors import Problem, problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class ModelOrigin:
     """The folder of the model that a checkpoint was made of, where it is known and there; what is said of it otherwise."""
 
     directory: Path | None
@@ -32,23 +31,25 @@ class Origin:
         return lines
 
 
-def origin_of(source: Path, files_from: Path | None) -> Origin:
+def origin_of(source: Path, files_from: Path | None) -> ModelOrigin:
     """`files_from` where it is given; else `source` itself or, of a run's checkpoint, the model that the run started from."""
     if files_from is not None:
-        return Origin(directory=files_from, absence=f"{files_from} holds no such file")
+        return ModelOrigin(directory=files_from, absence=f"{files_from} holds no such file")
     if not is_sharded(source):
-        return Origin(directory=source)
+        return ModelOrigin(directory=source)
     run_dir = source.resolve().parent.parent
     settings = run_dir / "config.yaml"
     if not settings.is_file():
-        return Origin(
+        return ModelOrigin(
             directory=None, absence=f"a run's checkpoint holds weights alone, and {settings}, which names its model, is not there"
         )
     # A model made from scratch lies in the run's directory. A relative path is one of where the run was started.
     directory = Path(_path(settings) or run_dir / "model")
     if not directory.is_dir():
-        return Origin(directory=None, absence=f"a run's checkpoint holds weights alone, and the run's model, {directory}, is not there")
-    return Origin(directory=directory, absence=f"the run's model, {directory}, holds no such file")
+        return ModelOrigin(
+            directory=None, absence=f"a run's checkpoint holds weights alone, and the run's model, {directory}, is not there"
+        )
+    return ModelOrigin(directory=directory, absence=f"the run's model, {directory}, holds no such file")
 
 
 def origin_problems(files_from: Path | None) -> Iterator[Problem]:

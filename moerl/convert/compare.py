@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moerl.convert import hf_plan
-from moerl.convert.entry import PIECE_BYTES, Entry, read_whole
-from moerl.convert.sharded import ShardedSource, is_sharded
-from moerl.convert.sharded_plan import entries_of
-from moerl.convert.source import HFSource
-from moerl.types import ConvertError
+from moerl.convert.hf import hf_plan
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.sharded.sharded_plan import entries_of
+from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
+from moerl.convert.tensors.entry import PIECE_BYTES, Entry, read_whole
+from moerl.types.errors import ConvertError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

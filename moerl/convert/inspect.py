@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from moerl.config.problems import problem
-from moerl.convert.sharded import ShardedSource, is_sharded
-from moerl.convert.source import HFSource
-from moerl.convert.writing import DIGESTS
-from moerl.train.checkpoint import digest_of
-from moerl.types import ConvertError
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
+from moerl.convert.tensors.writing import DIGESTS
+from moerl.train.checkpoint.checkpoint_dirs import digest_of
+from moerl.types.errors import ConvertError, problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

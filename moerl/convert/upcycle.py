@@ -15,11 +15,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from moerl.config.problems import problem
-from moerl.convert.entry import Entry, computed
-from moerl.convert.parameters import described_family
-from moerl.models import FAMILIES
-from moerl.types import ConvertError, Problem
+from moerl.convert.sharded.parameters import described_family
+from moerl.convert.tensors.entry import Entry, computed
+from moerl.models.families.family_table import FAMILIES
+from moerl.types.errors import ConvertError, Problem, problem
 
 ROUTER_STD = 0.02
 """Of the router's weights, as in the paper: scores differ between tokens, and the softmax over them is nearly flat."""

@@ -1,7 +1,4 @@
-"""`moerl doctor`: whether the nodes can carry a run, found out before it starts.
+"""Doctor: whether the nodes can carry a run, found out before it starts (`moerl doctor`).
 
-    head (moerl doctor) -- a store on one port -- one node process per node, and per GPU a rank that they start
-
-facts.py gathers what one node is, checks*.py judge facts without looking at any machine, exchange.py measures links between ranks,
-judge.py names slow nodes and pairs, head.py and node.py run both, output.py prints.
+What is held against what was found is in checks/.
 """

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from moerl.doctor.judge import rounds
+from moerl.doctor.checks.judge import Measured, rounds
 
 _REPEATS = 5
 
@@ -19,20 +18,6 @@ Group = dist.ProcessGroup | None
 
 Exchange = Callable[[int, torch.Tensor, torch.Tensor, Group], None]
 """(peer, what is sent, what is received, group that both are in): returns when both are done."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """By one rank, in 1e9 bytes per second."""
-
-    local: dict[int, float]
-    """Other rank of the node -> what it sent and received at the same time, one way."""
-    remote: dict[int, float]
-    """Other node -> the same with its rank of the same local number."""
-    node_all_reduce: float | None
-    """Bus bandwidth (nccl-tests, PERFORMANCE.md) of the node's ranks; None for a single rank, and on a single node."""
-    all_reduce: float | None
-    """Of all ranks; None for a single one."""
 
 
 MEASURED = TypeAdapter(Measured)

@@ -7,17 +7,17 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError, TCPStore
 
-from moerl.doctor.bandwidth_checks import Bandwidth, bandwidth_checks, combine
-from moerl.doctor.cluster_checks import Skew, clock_checks, count_checks, likeness_checks, reach_checks
+from moerl.doctor.checks.bandwidth_checks import Bandwidth, bandwidth_checks, combine
+from moerl.doctor.checks.cluster_checks import Skew, clock_checks, count_checks, likeness_checks, reach_checks
+from moerl.doctor.checks.expected import Expectations
+from moerl.doctor.checks.fabric_checks import fabric_checks
+from moerl.doctor.checks.findings import Finding, fail, skipped, warn
+from moerl.doctor.checks.gpu_checks import gpu_checks
+from moerl.doctor.checks.host_checks import host_checks
+from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.doctor.exchange import MEASURED
-from moerl.doctor.expected import Expected
-from moerl.doctor.fabric_checks import fabric_checks
-from moerl.doctor.facts import NodeFacts
-from moerl.doctor.findings import Finding, fail, skipped, warn
-from moerl.doctor.gpu_checks import gpu_checks
-from moerl.doctor.host_checks import host_checks
-from moerl.doctor.launch import Launched
-from moerl.doctor.node import CLOCK_ROUNDS, HELLO, PLAN, Hello, Plan
+from moerl.doctor.on_each_node import CLOCK_ROUNDS, HELLO, PLAN, Hello, Measurement
+from moerl.doctor.reach_nodes import Launched
 
 GPU_BYTES, CPU_BYTES = 256 * 2**20, 4 * 2**20
 _POLL_SECONDS = 0.05
@@ -41,13 +41,13 @@ def open_store(seconds: float) -> TCPStore:
     return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
-def diagnose(store: TCPStore, launched: Launched, expected: Expected, *, seconds: float, measures: bool) -> Diagnosis:
+def diagnose(store: TCPStore, launched: Launched, expected: Expectations, *, seconds: float, measures: bool) -> Diagnosis:
     """`seconds`: for each of: the nodes' first word, the measurements. `measures`: links are measured, not only looked at."""
     return _Head(store, launched, expected, seconds, measures).run()
 
 
 class _Head:
-    def __init__(self, store: TCPStore, launched: Launched, expected: Expected, seconds: float, measures: bool):
+    def __init__(self, store: TCPStore, launched: Launched, expected: Expectations, seconds: float, measures: bool):
         self._store, self._launched, self._expected, self._seconds, self._measures = store, launched, expected, seconds, measures
 
     def run(self) -> Diagnosis:
@@ -119,7 +119,7 @@ class _Head:
             answers.append(Skew(seconds=theirs - asked - trip / 2, error_seconds=trip / 2))
         return min(answers, key=lambda skew: skew.error_seconds)
 
-    def _plan(self, hellos: Mapping[int, Hello], *, complete: bool) -> Plan:
+    def _plan(self, hellos: Mapping[int, Hello], *, complete: bool) -> Measurement:
         indices = list(hellos)
         following = zip(indices, [*indices[1:], *indices[:1]], strict=True)
         neighbours = {i: (hellos[j].facts.hostname, hellos[j].port) for i, j in following if i != j}
@@ -127,14 +127,14 @@ class _Head:
         # A single rank has nobody to talk to.
         per_node = gpus if gpus > 0 else (2 if len(indices) == 1 else 1)
         ranks = tuple(tuple(range(node * per_node, (node + 1) * per_node)) for node in range(len(indices)))
-        return Plan(
+        return Measurement(
             neighbours=neighbours,
             ranks=ranks if self._measures and complete else (),
             on_gpus=gpus > 0,
             num_bytes=GPU_BYTES if gpus > 0 else CPU_BYTES,
         )
 
-    def _reached(self, plan: Plan, names: Mapping[int, str]) -> dict[str, tuple[str, str]]:
+    def _reached(self, plan: Measurement, names: Mapping[int, str]) -> dict[str, tuple[str, str]]:
         """Node -> (the node that tried its name, why it failed or nothing)."""
         indices = list(names)
         found = {}
@@ -144,7 +144,7 @@ class _Head:
             found[names[tried]] = (names[index], self._store.get(f"reached/{index}").decode() if is_there else "no answer")
         return found
 
-    def _bandwidth(self, plan: Plan) -> tuple[Bandwidth | None, list[Finding]]:
+    def _bandwidth(self, plan: Measurement) -> tuple[Bandwidth | None, list[Finding]]:
         """What the ranks measured, or why there is nothing."""
         if not plan.ranks:
             why = "not asked for" if not self._measures else "not every node answered"
@@ -171,7 +171,7 @@ class _Head:
         return failed if failed else dict.fromkeys(waiting, f"no answer within {self._seconds:g} s")
 
 
-def _failed(rank: int, why: str, plan: Plan, names: Sequence[str]) -> Finding:
+def _failed(rank: int, why: str, plan: Measurement, names: Sequence[str]) -> Finding:
     node = next(index for index, ranks in enumerate(plan.ranks) if rank in ranks)
     lines = why.strip().splitlines()
     kind = "GPU" if plan.on_gpus else "rank"

@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from moerl.doctor.bandwidth_checks import Bandwidth
-from moerl.doctor.findings import Finding, Verdict
+from moerl.doctor.checks.bandwidth_checks import Bandwidth
+from moerl.doctor.checks.findings import Finding, Verdict
 from moerl.doctor.head import Diagnosis
 
 _STYLES: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from moerl.config.schema import RunConfig
-from moerl.doctor.expected import Expected, expected_of
+from moerl.config.schema.run_config import RunConfig
+from moerl.doctor.checks.expected import Expectations, expected_of
 from moerl.doctor.head import Diagnosis, diagnose, open_store
-from moerl.doctor.launch import Launched, Slurm, join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
 from moerl.doctor.output import as_json, fixes, settings_lines, summary, table
-from moerl.types import MoerlError
+from moerl.doctor.reach_nodes import Launched, Slurm, join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
+from moerl.types.errors import MoerlError
 
 SECONDS = 180.0
 """For the nodes to come, of which importing torch from a shared file system takes most, and again for the measurements."""
@@ -38,7 +38,7 @@ def preflight(config: RunConfig, *, nodes: int | None = None, gpus_per_node: int
     return diagnosis
 
 
-def examine_nodes(expected: Expected, *, seconds: float, measures: bool) -> Diagnosis | None:
+def examine_nodes(expected: Expectations, *, seconds: float, measures: bool) -> Diagnosis | None:
     """None in a Slurm step's other tasks, which have done what the first one asked.
 
     A job that has brought up its Ray is examined through it: RAY_ADDRESS counts more than the step around it.
@@ -69,7 +69,9 @@ def report(diagnosis: Diagnosis, *, json_file: Path | None, with_fixes: bool) ->
     return exit_code
 
 
-def _launched(address: str | None, slurm: Slurm | None, port: int, expected: Expected, seconds: float) -> AbstractContextManager[Launched]:
+def _launched(
+    address: str | None, slurm: Slurm | None, port: int, expected: Expectations, seconds: float
+) -> AbstractContextManager[Launched]:
     if address is not None:
         return on_ray(address, port, expected, seconds)
     return on_this_machine(port, expected, seconds) if slurm is None else on_slurm(slurm, port, expected, seconds)

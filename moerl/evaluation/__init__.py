@@ -1,1 +1,4 @@
-"""Evaluation: samples of fixed prompts, scored, and what follows from them. One implementation for `moerl eval` and for a run's own."""
+"""Evaluation: samples of fixed prompts, scored, and what follows from them; one implementation for `moerl eval` and for runs.
+
+Servers and rewards are those of the run.
+"""

@@ -16,17 +16,20 @@ from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
-from moerl.config.evaluation import max_response_tokens, reward_of
-from moerl.config.schema import EvalConfig, EvalDataset, RunConfig
+from moerl.config.derive.eval_settings import max_response_tokens, reward_of
+from moerl.config.schema.eval_config import EvalConfig, EvalDataset
+from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result, result_of
 from moerl.evaluation.samples import Record, SampleFile, outcome_of, record_of, samples_path
 from moerl.observe.observer import full_reward
-from moerl.rewards.pool import RewardPool
-from moerl.rollout.datasets import load_dataset
-from moerl.rollout.pool import RolloutPool
+from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.datasets.load_dataset import load_dataset
+from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import answered, seed_of
-from moerl.types import DataError, Prompt, SamplingParams
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import DataError
+from moerl.types.groups import Prompt
 
 logger = logging.getLogger(__name__)
 

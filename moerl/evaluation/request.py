@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moerl.config.load import to_plain
-from moerl.config.problems import NOT_SET, problem
-from moerl.config.schema import RunConfig
-from moerl.train.checkpoint import MANIFEST, complete, newest
-from moerl.types import Problem
+from moerl.config.schema.run_config import RunConfig
+from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, complete, newest
+from moerl.types.errors import NOT_SET, Problem, problem
 
 _SAMPLED_BY = ("model", "reward", "rollout", "eval", "deterministic", "seed")
 """Sections that decide what is sampled, and how it is scored."""

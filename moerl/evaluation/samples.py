@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from moerl.evaluation.estimates import Outcome
 from moerl.observe.records import read_records, replace_records, to_line
-from moerl.rollout.collect import Answer
-from moerl.types import Prompt, Score
+from moerl.rollout.fleet.collect import Answer
+from moerl.types.groups import Prompt, Score
 
 Record = dict[str, Any]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moerl.models.family import Rule, Sizes
+from moerl.models.families.family import Rule, Sizes
 
 
 def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, sizes: Sizes) -> Tensor:

@@ -5,10 +5,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from moerl.models import FAMILIES
-from moerl.models.family import BrokenRule, Family
+from moerl.models.families.family import BrokenRule, Family
+from moerl.models.families.family_table import FAMILIES
 from moerl.models.registries import explain_known
-from moerl.types import CheckpointError
+from moerl.types.errors import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
     "minimax_m2": "it norms queries and keys over all heads at once; Megatron-Core (0.16 to 0.19) has norms of single heads",

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from moerl.observe.records import replace_records
-from moerl.payloads import fetch
-from moerl.types import Group, Sample
+from moerl.types.groups import Group, Sample
+from moerl.types.stored import fetch
 
 
 class SampleDumps:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moerl.cluster.tracebacks import headline
-from moerl.train.checkpoint import newest, version_of
-from moerl.types import MoerlError, Origin
+from moerl.train.checkpoint.checkpoint_dirs import newest, version_of
+from moerl.types.errors import MoerlError, Origin
 
 FILE = "failure.txt"
 

@@ -7,7 +7,8 @@ no KL to itself. slime's debugging guide asks people to look at these numbers; h
 import logging
 from typing import Literal
 
-from moerl.types import GuardError, StepStats
+from moerl.types.errors import GuardError
+from moerl.types.stats import StepStats
 
 logger = logging.getLogger(__name__)
 

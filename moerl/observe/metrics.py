@@ -12,8 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from moerl.push_types import PushStats
-from moerl.types import Group, MemoryStats, Move, RoutingStats, Sample, SavedCheckpoint, StepStats
+from moerl.types.groups import Group, Sample
+from moerl.types.push import PushStats
+from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint, StepStats
 
 
 class Reduction(Enum):

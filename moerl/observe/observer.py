@@ -19,7 +19,8 @@ from typing import Literal, Self
 from rich.console import Console
 
 from moerl.config.load import to_plain
-from moerl.config.schema import RewardConfig, RunConfig
+from moerl.config.schema.data_config import RewardConfig
+from moerl.config.schema.run_config import RunConfig
 from moerl.observe.dumps import SampleDumps
 from moerl.observe.failure import FILE, write_failure
 from moerl.observe.logs import RunLog
@@ -27,8 +28,10 @@ from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
-from moerl.push_types import PushStats
-from moerl.types import Group, Move, RunStopped, SavedCheckpoint, StepStats, StoreError
+from moerl.types.errors import RunStopped, StoreError
+from moerl.types.groups import Group
+from moerl.types.push import PushStats
+from moerl.types.stats import Move, SavedCheckpoint, StepStats
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moerl.types import ReportError
+from moerl.types.errors import ReportError
 
 
 def to_line(record: Mapping[str, Any]) -> str:

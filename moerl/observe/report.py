@@ -22,7 +22,7 @@ from moerl.observe.dumps import dumped_steps
 from moerl.observe.metrics import metric, summarize
 from moerl.observe.records import metrics_path, read_metrics, read_records
 from moerl.observe.terminal import duration, number
-from moerl.types import ReportError
+from moerl.types.errors import ReportError
 
 SAMPLE_BYTES = 32 * 2**20
 """A browser opens a page of this much text without complaint; of more dumps, an even selection is shown."""

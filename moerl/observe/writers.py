@@ -16,7 +16,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from moerl.observe.records import read_records, replace_records, to_line
-from moerl.types import ConfigError, Problem
+from moerl.types.errors import ConfigError, Problem
 
 
 class MetricsWriter(Protocol):

@@ -1,1 +1,4 @@
-"""What a run will need and take, computed before anything is allocated."""
+"""Needs of a run, computed before anything is allocated (`moerl plan`).
+
+The plan that a push executes is in weights/plan.
+"""

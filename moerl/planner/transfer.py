@@ -5,19 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moerl.config.model_config import model_config
-from moerl.config.model_shape import shape_of_config
-from moerl.config.problems import problem
-from moerl.config.schema import RunConfig
-from moerl.train.push_tensors import push_tensors
-from moerl.types import ConfigError, MoerlError, Problem
-from moerl.weights.deliveries import deliveries, in_order
-from moerl.weights.fleet_plan import part_bytes
-from moerl.weights.plan import Plan, RolloutLayout
-from moerl.weights.plan_faults import faults
-from moerl.weights.routing import plan_transfers
-from moerl.weights.schedule import bound_seconds, incomplete_bytes, seconds
-from moerl.weights.spec import num_bytes
+from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_shape import shape_of_config
+from moerl.config.schema.run_config import RunConfig
+from moerl.train.push.planned_tensors import push_tensors
+from moerl.types.errors import ConfigError, MoerlError, Problem, problem
+from moerl.weights.plan.buckets import deliveries, in_order
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.rounds import bound_seconds, incomplete_bytes, seconds
+from moerl.weights.plan.run_plan import part_bytes
+from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.tensor_specs import num_bytes
+from moerl.weights.plan.transfer_plan import RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Probl
         yield problem("--gpus-per-node", rollout.gpus_per_node, rule, reason, f"--gpus-per-node={rollout.gpus_per_server}")
 
 
-def _lines(plan: Plan, network: Network) -> Iterator[str]:
+def _lines(plan: TransferPlan, network: Network) -> Iterator[str]:
     rollout, rate = plan.rollout, network.card_gbit / 8 * 1e9
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in plan.tensors) - experts

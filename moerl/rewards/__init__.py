@@ -1,1 +1,4 @@
-"""Rewards: verifiers (one file each, listed in table.py) and the pool of killable processes that runs them."""
+"""Rewards: verifiers, and the pool of killable processes that runs them.
+
+What becomes of a score is the algorithm's.
+"""

@@ -1,6 +1,6 @@
 """1 if the response is the ground truth, character by character; else 0."""
 
-from moerl.config.schema import RewardTerm
+from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.verifier import Check, Verifier
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from moerl.config.schema import RewardTerm
+from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.verifier import Check, Verifier
 
 

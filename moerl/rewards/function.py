@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from moerl.config.schema import RewardTerm
+from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.verifier import Check, Verdict, Verifier
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")

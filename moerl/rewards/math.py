@@ -6,7 +6,7 @@ off: the pool's deadline ends a check.
 
 import logging
 
-from moerl.config.schema import RewardTerm
+from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.verifier import Check, Verifier
 
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")

@@ -1,6 +1,6 @@
 """Share of the ground truth's character positions that the response has right. A dense signal for models that start from nothing."""
 
-from moerl.config.schema import RewardTerm
+from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.verifier import Check, Verifier
 
 

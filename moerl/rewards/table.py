@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from moerl.config.schema import RewardTerm
-from moerl.rewards import exact, format, function, gym, math, prefix
+from moerl.config.schema.data_config import RewardTerm
+from moerl.rewards import exact, format, function, gym_score, math, prefix
 from moerl.rewards.verifier import Verifier
 
 VERIFIERS: dict[str, Callable[[RewardTerm], Verifier]] = {
@@ -11,6 +11,6 @@ VERIFIERS: dict[str, Callable[[RewardTerm], Verifier]] = {
     "exact": exact.build,
     "prefix": prefix.build,
     "format": format.build,
-    "gym": gym.build,
+    "gym": gym_score.build,
     "function": function.build,
 }

@@ -1,1 +1,4 @@
-"""Rollout: prompts in, scored groups out. Engines, the pool over them, the buffer to the trainer."""
+"""Rollout: prompts in, scored groups out.
+
+All servers together are in fleet/, one server in server/, the engines behind it in engines/, prompts in datasets/.
+"""

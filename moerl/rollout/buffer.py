@@ -17,7 +17,8 @@ import asyncio
 from collections import Counter
 from itertools import islice
 
-from moerl.types import DynamicSamplingError, Group, MoerlError
+from moerl.types.errors import DynamicSamplingError, MoerlError
+from moerl.types.groups import Group
 
 
 class GroupBuffer:

@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from moerl.config.engines import interpreter
-from moerl.config.placement import num_shared
-from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import RolloutConfig, RunConfig
-from moerl.config.server_layout import ServerLayout
-from moerl.rollout.engines.arguments import as_command_line
-from moerl.rollout.engines.options import Options
-from moerl.rollout.sglang import launch as sglang
-from moerl.rollout.vllm import launch as vllm
+from moerl.config.derive.gpu_map import num_shared
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.rules.engine_rules import interpreter
+from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
+from moerl.config.schema.run_config import RunConfig
+from moerl.rollout.engines.engine_arguments import as_command_line
+from moerl.rollout.engines.sglang import sglang_launch as sglang
+from moerl.rollout.engines.vllm import vllm_launch as vllm
+from moerl.rollout.server.server_options import Options
 
 _LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
 

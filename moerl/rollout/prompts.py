@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from moerl.config.schema import DataConfig
-from moerl.rollout.datasets import Dataset, Row
-from moerl.rollout.datasets.rows import Complaints
-from moerl.types import ConfigError, DataError, Problem, Prompt
+from moerl.config.schema.data_config import DataConfig
+from moerl.rollout.datasets.rows import Complaints, Dataset, Row
+from moerl.types.errors import ConfigError, DataError, Problem
+from moerl.types.groups import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,12 +4,14 @@ import asyncio
 import hashlib
 import socket
 
-from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import RunConfig
-from moerl.rewards.pool import RewardPool
-from moerl.rollout.collect import Answer
-from moerl.rollout.pool import RolloutPool
-from moerl.types import DataError, Group, Origin, Prompt, Sample, SamplingParams, Score
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.schema.run_config import RunConfig
+from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.fleet.collect import Answer
+from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import DataError, Origin
+from moerl.types.groups import Group, Prompt, Sample, Score
 
 
 class GroupRunner:

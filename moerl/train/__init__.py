@@ -1,1 +1,5 @@
-"""Training: the group of ranks seen from the driver, and the Megatron engine each rank runs."""
+"""Training: the group of ranks seen from the driver, and the engine that each rank runs.
+
+Megatron's parts are in megatron/, micro-batches in batching/, where memory is in memory/, checkpoints in checkpoint/, what a rank sends in
+push/.
+"""

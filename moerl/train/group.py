@@ -10,21 +10,21 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from moerl.algorithms.base import Objective
-from moerl.cluster.hang import HangReports
-from moerl.cluster.party import Party
-from moerl.cluster.seats import Seat, find_seats, on_node
-from moerl.config.placement import num_shared
-from moerl.config.schema import RunConfig
-from moerl.payloads import Stored
-from moerl.train.calls import RankCalls
-from moerl.train.checkpoint import newest
-from moerl.train.checkpoint_check import damaged, read_state
-from moerl.train.push_source import MegatronSource
-from moerl.train.saving import CheckpointSaver
-from moerl.train.share import shares
-from moerl.train.stored_batch import Batch, StoredBatch
-from moerl.types import SavedCheckpoint, StepStats
+from moerl.algorithms.objective import Objective
+from moerl.cluster.placement import ProcessPlace, find_placement, on_node
+from moerl.config.derive.gpu_map import num_shared
+from moerl.config.schema.run_config import RunConfig
+from moerl.hangs.hang_reports import HangReports
+from moerl.hangs.watched import WatchedProcess
+from moerl.train.batching.rank_share import shares
+from moerl.train.checkpoint.checkpoint_check import damaged, read_state
+from moerl.train.checkpoint.checkpoint_dirs import newest
+from moerl.train.checkpoint.saver import CheckpointSaver
+from moerl.train.push.push_source import MegatronSource
+from moerl.train.rank_calls import RankCalls
+from moerl.types.stats import SavedCheckpoint, StepStats
+from moerl.types.stored import Stored
+from moerl.types.stored_batch import Batch, StoredBatch
 from moerl.weights.sync import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class TrainGroup(Protocol):
         """Addresses of the ranks, in their order."""
 
     @property
-    def parties(self) -> list[Party]:
+    def parties(self) -> list[WatchedProcess]:
         """Its ranks, for the report about a phase that hangs."""
 
     @property
@@ -80,7 +80,7 @@ class TrainGroup(Protocol):
 
 
 class MegatronTrainGroup:
-    """Ray actors running moerl.train.worker.TrainWorker, one per rank. Ray must be initialised."""
+    """Ray actors running moerl.train.train_worker.TrainWorker, one per rank. Ray must be initialised."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class MegatronTrainGroup:
         *,
         model_dir: Path,
         checkpoint_dir: Path,
-        seats: Sequence[Seat] | None = None,
+        seats: Sequence[ProcessPlace] | None = None,
         hangs: HangReports | None = None,
         trains: bool = True,
     ):
@@ -117,10 +117,10 @@ class MegatronTrainGroup:
         )
 
     async def start(self) -> None:
-        from moerl.train.worker import SAVE_THREAD, TrainWorker
+        from moerl.train.train_worker import SAVE_THREAD, TrainWorker
 
         config, num_ranks = self._config, self._config.train.layout.ranks
-        seats = find_seats(config).ranks if self._seats is None else self._seats
+        seats = find_placement(config).ranks if self._seats is None else self._seats
         actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1})(TrainWorker)
         options = [_options(seat, seats) for seat in seats]
         self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, seat.gpus) for rank, seat in enumerate(seats)]
@@ -202,14 +202,14 @@ class MegatronTrainGroup:
         self._workers, self._calls = [], None
 
     @property
-    def parties(self) -> list[Party]:
+    def parties(self) -> list[WatchedProcess]:
         return [] if self._calls is None else self._calls.parties
 
     # -- calls -------------------------------------------------------------------------------------------------
 
     def _settings(self) -> Any:
         """Not imported at the top: the engine imports Megatron, which only patched processes may."""
-        from moerl.train.settings import EngineSettings
+        from moerl.train.engine_settings import EngineSettings
 
         config = self._config
         return EngineSettings(
@@ -248,7 +248,7 @@ class MegatronTrainGroup:
         return await self._calls.on_ranks(verb, ranks, *args, each=each)
 
 
-def _options(seat: Seat, seats: Sequence[Seat]) -> dict[str, Any]:
+def _options(seat: ProcessPlace, seats: Sequence[ProcessPlace]) -> dict[str, Any]:
     """Ray's, for the rank at `seat`."""
     # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
     num_cpus = 1 if seat.node.num_cpus >= sum(other.node.id == seat.node.id for other in seats) else 0

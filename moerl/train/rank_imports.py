@@ -11,5 +11,5 @@ def load() -> None:
     watch_collectives()
     megatron_patches.activate()
     # The optimizer would import dynamo on its first use.
-    for name in ("moerl.train.engine", "moerl.train.model", "torch._dynamo"):
+    for name in ("moerl.train.megatron_engine", "moerl.train.megatron.megatron_model", "torch._dynamo"):
         importlib.import_module(name)

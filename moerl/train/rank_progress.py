@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from moerl.cluster.progress import BESIDE, COLLECTIVE, FIRST_GROUP, MAX_TEXT, MICRO_BATCH, NUM_LINES, WAIT, WORK, ProgressRecord
+from moerl.hangs.progress import BESIDE, COLLECTIVE, FIRST_GROUP, MAX_TEXT, MICRO_BATCH, NUM_LINES, WAIT, WORK, ProgressRecord
 
 T = TypeVar("T")
 

@@ -1,6 +1,4 @@
-"""Moving weights from the trainer to the rollout servers, with every installed byte verified.
+"""Weight pushes: from the trainer's ranks to rollout servers, with every installed byte verified.
 
-plan says who sends what to whom, deliveries in which buckets. Trainer ranks: send.WeightSender -> transport (ipc | nccl | disk) -> model
-processes of servers: receive.WeightSession. The driver's sync.WeightSync leads all through one push, and canary.run_canary compares their
-log-probs afterwards.
+Which rank sends what is in plan/, how bytes travel in transport/, what they are held to in verify/; when to push is publish.py's.
 """

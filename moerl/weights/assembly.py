@@ -8,8 +8,8 @@ from math import prod
 
 import torch
 
-from moerl.push_types import TensorSpec
-from moerl.weights.spec import CPU, torch_dtype
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.tensor_specs import CPU, torch_dtype
 
 DEVICE_BYTES = 2 * 256 * 2**20
 """Two buckets of weights.bucket_bytes as it is by default."""

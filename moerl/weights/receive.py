@@ -13,14 +13,14 @@ from math import prod
 
 import torch
 
-from moerl.push_types import BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
-from moerl.types import WeightError
+from moerl.types.errors import WeightError
+from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
 from moerl.weights.assembly import Assembly
-from moerl.weights.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
-from moerl.weights.digest import tensor_digest
-from moerl.weights.disk import Read
-from moerl.weights.incoming import Incoming
-from moerl.weights.spec import CPU, box_of, manifest_difference, torch_dtype, view_as
+from moerl.weights.plan.tensor_specs import CPU, box_of, manifest_difference, torch_dtype, view_as
+from moerl.weights.transport.disk_transport import Read
+from moerl.weights.transport.incoming import Incoming
+from moerl.weights.verify.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
+from moerl.weights.verify.digest import tensor_digest
 
 Load = Callable[[str, torch.Tensor], torch.Tensor]
 """Copies a tensor into the model under its checkpoint name and returns what the model now holds (possibly a view into a fused

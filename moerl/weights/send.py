@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from moerl.push_types import BucketEntry, Transport
-from moerl.types import WeightError
-from moerl.weights.cuda import finished
-from moerl.weights.deliveries import Job
-from moerl.weights.digest import tensor_digest
-from moerl.weights.disk import DIRECTORY_KEY, DiskSender
-from moerl.weights.links import Lender, rank_key
-from moerl.weights.network import DEVICE_KEY, NetworkSender
-from moerl.weights.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
-from moerl.weights.shm import new_buffer
-from moerl.weights.spec import CPU
+from moerl.types.errors import WeightError
+from moerl.types.push import BucketEntry, Transport
+from moerl.weights.plan.buckets import Job
+from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskSender
+from moerl.weights.transport.gpu_transport import finished
+from moerl.weights.transport.links import Lender, rank_key
+from moerl.weights.transport.network_transport import DEVICE_KEY, NetworkSender
+from moerl.weights.transport.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
+from moerl.weights.transport.shared_memory import new_buffer
+from moerl.weights.verify.digest import tensor_digest
 
 NUM_BUFFERS = 2
 

@@ -18,11 +18,11 @@ from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeVar
 
 from moerl.cluster.echoes import is_echo
-from moerl.push_types import Needs, PushStats, Transport, TransportOffer
-from moerl.rollout.engine import WeightReceiver
-from moerl.types import HangError, WeightError
-from moerl.weights.deliveries import Deliveries, Job, in_order, manifest_of
-from moerl.weights.fleet_plan import Nodes, Outline, plan_deliveries
+from moerl.types.errors import HangError, WeightError
+from moerl.types.push import Needs, PushStats, Transport, TransportOffer
+from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
+from moerl.weights.plan.run_plan import Nodes, Outline, plan_deliveries
+from moerl.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.algorithms import ALGORITHMS, build_algorithm
-from moerl.config.schema import DAPOConfig, GRPOConfig
-from moerl.payloads import stored_here
-from moerl.types import Completion, Group, Prompt, Sample, Score, VersionSpan
+from moerl.algorithms.algorithm_table import ALGORITHMS, build_algorithm
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.types.completion import Completion, VersionSpan
+from moerl.types.groups import Group, Prompt, Sample, Score
+from moerl.types.stored import stored_here
 
 LIMIT = 20
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.algorithms import build_algorithm
-from moerl.algorithms.losses import kl_abs, kl_k1, kl_k2, kl_k3, ppo_clip
+from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.algorithms.sft import SFT
-from moerl.config.schema import DAPOConfig, GRPOConfig
+from moerl.algorithms.token_losses import kl_abs, kl_k1, kl_k2, kl_k3, ppo_clip
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
 
 LOGP = st.floats(-60, 0)
 

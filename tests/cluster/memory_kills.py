@@ -9,12 +9,12 @@ from pathlib import Path
 
 import ray
 
-from moerl.cluster.hang import HangReports
-from moerl.config.schema_deadlines import DeadlineConfig
-from moerl.rollout.collect import Intake
-from moerl.rollout.collectors import RayCollectors
-from moerl.train.calls import RankCalls
-from moerl.types import MoerlError
+from moerl.config.schema.deadlines import DeadlineConfig
+from moerl.hangs.hang_reports import HangReports
+from moerl.rollout.fleet.collect import Intake
+from moerl.rollout.fleet.ray_collectors import RayCollectors
+from moerl.train.rank_calls import RankCalls
+from moerl.types.errors import MoerlError
 
 SETTINGS = {"RAY_memory_monitor_refresh_ms": "100", "RAY_memory_usage_threshold": "0.001", "RAY_USAGE_STATS_ENABLED": "0"}
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.cluster.allocation import NodeFacts, Place, check_allocation, expand, place_of, too_few_nodes
-from moerl.config.slurm import SlurmConfig
-from moerl.types import MoerlError
+from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, expand, place_of, too_few_nodes
+from moerl.types.errors import MoerlError
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]", "SLURMD_NODENAME": "n1"}
 
 
-def node(index: int, *gpus: str, **versions: str) -> NodeFacts:
-    return NodeFacts(index=index, name=f"n{index}", gpus=gpus, num_cpus=8, versions={"python": "3.11.2", "ray": "2.60.0", **versions})
+def node(index: int, *gpus: str, **versions: str) -> AllocatedNode:
+    return AllocatedNode(index=index, name=f"n{index}", gpus=gpus, num_cpus=8, versions={"python": "3.11.2", "ray": "2.60.0", **versions})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_any_list_of_numbers_is_expanded_in_order(numbers: list[int]):
 
 
 def test_a_requeued_job_is_another_one_for_its_files():
-    assert place_of(STEP) == Place(job="7-0", index=1, names=("n0", "n1"))
+    assert place_of(STEP) == JobPlace(job="7-0", index=1, names=("n0", "n1"))
     assert place_of({**STEP, "SLURM_RESTART_COUNT": "2"}).job == "7-2"
 
 
@@ -63,11 +63,11 @@ def test_every_reason_is_given_at_once():
 
 def test_nodes_without_gpus_are_not_asked_for_any():
     assert check_allocation([node(0), node(1)], SlurmConfig(gpus_per_node=0), needed=4) == []
-    assert too_few_nodes(Place(job="7-0", index=0, names=("n0",)), SlurmConfig(gpus_per_node=0), 4) is None
+    assert too_few_nodes(JobPlace(job="7-0", index=0, names=("n0",)), SlurmConfig(gpus_per_node=0), 4) is None
 
 
 def test_too_few_nodes_are_seen_without_asking_them():
-    place = Place(job="7-0", index=0, names=tuple(f"n{index}" for index in range(31)))
+    place = JobPlace(job="7-0", index=0, names=tuple(f"n{index}" for index in range(31)))
     said = too_few_nodes(place, SlurmConfig(gpus_per_node=8), 256)
     assert said is not None
     assert said.startswith("the recipe needs 256 GPUs, and the allocation has 248: 31 nodes (n0, n1, ")

@@ -1,7 +1,7 @@
 """Of silent processes, who did not arrive: stopped and ended ones, those behind in a collective, those that wait for nobody."""
 
-from moerl.cluster.blame import Seen, blame, doing
-from moerl.cluster.progress import COLLECTIVE, FIRST_GROUP, MICRO_BATCH, WAIT, WORK, Line
+from moerl.hangs.progress import COLLECTIVE, FIRST_GROUP, MICRO_BATCH, WAIT, WORK, Line
+from moerl.hangs.suspects import Seen, blame, doing
 
 PAIR, EVEN = "[0, 1] TENSOR", "[0-6/2] DATA"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.cluster.forks.client import CannotForkError, ForkedChild, ForkedProcess, can_fork
-from moerl.cluster.forks.server import VARIABLE, forking, new_name
+from moerl.cluster.forks.fork_client import CannotForkError, ForkedChild, ForkedProcess, can_fork
+from moerl.cluster.forks.fork_server import VARIABLE, forking, new_name
 
 SECONDS = 60
 HEAD = "import os, signal, sys, time, json\n"
@@ -20,7 +20,7 @@ HEAD = "import os, signal, sys, time, json\n"
 OWNER = """
 import sys
 import numpy
-from moerl.cluster.forks.server import fork_server, listen
+from moerl.cluster.forks.fork_server import fork_server, listen
 print(fork_server(listen(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
@@ -149,7 +149,8 @@ def test_it_ends_with_its_server_and_is_said_to_be_killed(program, server, tmp_p
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path):
     source = (
-        "from moerl.cluster.forks.server import fork_server, listen, new_name; print(fork_server(listen(new_name())), flush=True); input()"
+        "from moerl.cluster.forks.fork_server import fork_server, listen, new_name; "
+        "print(fork_server(listen(new_name())), flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         server = psutil.Process(int(owner.stdout.readline()))
@@ -181,10 +182,10 @@ def test_without_a_server_nothing_is_started(address, monkeypatch):
 
 def test_programs_of_another_interpreter_are_executed(monkeypatch):
     monkeypatch.setenv(VARIABLE, "name")
-    assert can_fork([sys.executable, "-m", "moerl.rollout.hf"])
-    assert not can_fork(["/usr/bin/python3", "-m", "moerl.rollout.hf"])
+    assert can_fork([sys.executable, "-m", "moerl.rollout.engines.hf"])
+    assert not can_fork(["/usr/bin/python3", "-m", "moerl.rollout.engines.hf"])
     monkeypatch.setenv(VARIABLE, "")
-    assert not can_fork([sys.executable, "-m", "moerl.rollout.hf"])
+    assert not can_fork([sys.executable, "-m", "moerl.rollout.engines.hf"])
 
 
 def test_a_process_that_already_knows_where_to_fork_or_nowhere_starts_no_server(monkeypatch):
@@ -199,8 +200,8 @@ def test_a_process_that_already_knows_where_to_fork_or_nowhere_starts_no_server(
 
 def test_what_is_imported_before_the_forks_starts_no_thread_and_imports_no_ray():
     """A pool of threads would be gone in a fork, which would wait for it for good. numpy's own library restarts its pool."""
-    source = "import os, sys; from moerl.cluster.forks.server import preload, preload_for_ranks; preload(); preload_for_ranks()"
-    says = "; print(len(os.listdir('/proc/self/task')), 'ray' in sys.modules, 'moerl.train.engine' in sys.modules)"
+    source = "import os, sys; from moerl.cluster.forks.fork_server import preload, preload_for_ranks; preload(); preload_for_ranks()"
+    says = "; print(len(os.listdir('/proc/self/task')), 'ray' in sys.modules, 'moerl.train.megatron_engine' in sys.modules)"
     environment = os.environ | {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1"}
     imported = subprocess.run([sys.executable, "-c", source + says], capture_output=True, text=True, env=environment, timeout=SECONDS * 2)
     assert imported.stdout == "1 False True\n", imported.stderr

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 import moerl
-from moerl.cluster.kuberay import create_rayjob, load_for_pods, render_rayjob
-from moerl.config.kubernetes import job_name
 from moerl.config.load import load
-from moerl.types import ConfigError, MoerlError
+from moerl.config.rules.kubernetes_rules import job_name
+from moerl.kuberay import create_rayjob, load_for_pods, render_rayjob
+from moerl.types.errors import ConfigError, MoerlError
 
 ROOT = Path(moerl.__file__).resolve().parent.parent
 DEEPSEEK, DEMO = "recipe=grpo-deepseek-v3-32n8g-sync", "recipe=grpo-tiny-moe-1n2g-sync"

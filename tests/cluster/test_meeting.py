@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from moerl.cluster.allocation import NodeFacts
-from moerl.cluster.meeting import addresses_of, common_address, hold_meeting, join_meeting
-from moerl.types import MoerlError
+from moerl.slurm.allocation import AllocatedNode
+from moerl.slurm.meeting import addresses_of, common_address, hold_meeting, join_meeting
+from moerl.types.errors import MoerlError
 
 
-def facts(name: str) -> NodeFacts:
-    return NodeFacts(index=1, name=name, gpus=("H100",), num_cpus=2, versions={"ray": "2.60.0"})
+def facts(name: str) -> AllocatedNode:
+    return AllocatedNode(index=1, name=name, gpus=("H100",), num_cpus=2, versions={"ray": "2.60.0"})
 
 
 def test_nodes_meet_and_hear_what_the_first_says(tmp_path: Path):
     file = tmp_path / "meeting.json"
 
-    async def first() -> list[NodeFacts]:
+    async def first() -> list[AllocatedNode]:
         async with hold_meeting(file, "lo") as meeting:
             guests = await meeting.gather(["n2", "n1"], 10)
             assert common_address(guests) == "127.0.0.1"

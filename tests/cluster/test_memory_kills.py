@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from moerl.cluster.killed import memory_report
-from moerl.types import KILLED
+from moerl.cluster.lost_actors import memory_report
+from moerl.types.errors import KILLED
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from moerl.cluster.node import allow_open_files
+from moerl.slurm.job_node import allow_open_files
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import time
 import psutil
 import pytest
 
-from moerl.cluster.examine import examine, kill, memory_kills
-from moerl.cluster.party import ProcessId
-from moerl.cluster.progress import MAX_TEXT, WORK, read_progress
-from moerl.cluster.stacks import find_py_spy, stacks_of
+from moerl.hangs.examine import examine, kill, memory_kills
+from moerl.hangs.progress import MAX_TEXT, WORK, read_progress
+from moerl.hangs.python_stacks import find_py_spy, stacks_of
+from moerl.hangs.watched import ProcessId
 
 WAITS = """
 import sys, threading
-from moerl.cluster.progress import ProgressRecord
-from moerl.cluster.stacks import answer_stack_requests
+from moerl.hangs.progress import ProgressRecord
+from moerl.hangs.python_stacks import answer_stack_requests
 
 def waits_for_ever():
     ProgressRecord().write(0, 1, 7, b"update " + b"x" * 200)
@@ -131,7 +131,7 @@ def test_processes_whose_stacks_take_long_do_not_wait_for_each_other(tmp_path, m
         f'  [ "$(ls {tmp_path} | grep -c asked)" -ge 3 ] && echo "stacks of $5" && exit 0\n  sleep 0.1\ndone\nexit 1\n'
     )
     py_spy.chmod(0o755)
-    monkeypatch.setattr("moerl.cluster.examine.find_py_spy", lambda: str(py_spy))
+    monkeypatch.setattr("moerl.hangs.examine.find_py_spy", lambda: str(py_spy))
     sleepers = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     try:
         report = examine([ProcessId.of(sleeper.pid) for sleeper in sleepers])

@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.cluster.allocation import NodeFacts
-from moerl.cluster.ray_daemons import RayEnded, RayNode, end_of
+from moerl.slurm.allocation import AllocatedNode
+from moerl.slurm.ray_daemons import RayEnded, RayNode, end_of
 
-FACTS = NodeFacts(index=0, name="n0", gpus=(), num_cpus=1, versions={})
+FACTS = AllocatedNode(index=0, name="n0", gpus=(), num_cpus=1, versions={})
 
 
 def is_agent(process: psutil.Process) -> bool:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moerl.cluster.allocation import NodeFacts, Place
-from moerl.cluster.node import QUEUE_AGAIN, _Node
 from moerl.config.load import load
-from moerl.types import MoerlError
+from moerl.slurm.allocation import AllocatedNode, JobPlace
+from moerl.slurm.job_node import QUEUE_AGAIN, _Node
+from moerl.types.errors import MoerlError
 
 
 class Ended(_Node):
@@ -40,8 +40,8 @@ def handlers():
 
 def ended(tmp_path: Path, job: str, *, saves: bool, evaluation: list[str] | None = None) -> int:
     config = load(["recipe=grpo-tiny-moe-1n2g-sync", f"output_dir={tmp_path}"])
-    facts = NodeFacts(index=0, name="n0", gpus=(), num_cpus=1, versions={})
-    place = Place(job=job, index=0, names=("n0",))
+    facts = AllocatedNode(index=0, name="n0", gpus=(), num_cpus=1, versions={})
+    place = JobPlace(job=job, index=0, names=("n0",))
     node = Ended(config, place, facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None, evaluation=evaluation)
     node.saves = saves
     return asyncio.run(node.run([]))

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import ray
 
-from moerl.cluster.seats import Node, _nodes, find_seats
+from moerl.cluster.placement import Node, _nodes, find_placement
 from moerl.config.load import load
-from moerl.config.schema import PlacementConfig
-from moerl.rollout.build import build_engines
-from moerl.types import ConfigError
+from moerl.config.schema.run_config import PlacementConfig
+from moerl.rollout.build_engines import build_engines
+from moerl.types.errors import ConfigError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,30 +42,30 @@ def of_servers(seats):
 
 
 def test_ranks_and_servers_see_the_gpus_of_the_map_under_the_names_the_job_has_for_them(config):
-    separate = find_seats(on(config))
+    separate = find_placement(on(config))
     assert (gpus(separate.ranks), gpus(of_servers(separate))) == ([("4",), ("5",)], [("6",)])
-    colocated = find_seats(on(config, mode="colocated"))
+    colocated = find_placement(on(config, mode="colocated"))
     assert (gpus(colocated.ranks), gpus(of_servers(colocated))) == ([("4",), ("5",)], [("4",)])
     assert {seat.node.id for seat in (*separate.ranks, *of_servers(separate))} == {separate.here}
 
 
 def test_the_hf_server_needs_no_gpu_and_takes_none(config):
-    seats = find_seats(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
+    seats = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
     assert (gpus(seats.ranks), gpus(of_servers(seats))) == ([("4",), ("5",), ("6",), ("7",)], [None])
 
 
 def test_a_run_that_needs_more_than_the_node_has_runs_on_cpu(config):
-    seats = find_seats(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
+    seats = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
     assert gpus([*seats.ranks, *of_servers(seats)]) == [None] * 5
 
 
 def test_a_server_process_sees_its_gpus_only(config, tmp_path):
-    (engine,) = build_engines(on(config), tmp_path, tmp_path, find_seats(on(config)))
+    (engine,) = build_engines(on(config), tmp_path, tmp_path, find_placement(on(config)))
     assert (engine.host, engine._process._environment) == ("127.0.0.1", {"CUDA_VISIBLE_DEVICES": "6"})
 
 
 def test_a_rank_sees_its_gpu_before_anything_asks_cuda(config):
-    from moerl.train.worker import SAVE_THREAD, TrainWorker
+    from moerl.train.train_worker import SAVE_THREAD, TrainWorker
 
     class Looking(TrainWorker):
         def looks(self):

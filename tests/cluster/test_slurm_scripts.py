@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import moerl
-from moerl.cluster.launch import submit
-from moerl.cluster.script import render_eval, render_train
 from moerl.config.load import load
-from moerl.types import ConfigError, MoerlError
+from moerl.slurm.job_script import render_eval, render_train
+from moerl.slurm.submit import submit
+from moerl.types.errors import ConfigError, MoerlError
 
 ROOT = Path(moerl.__file__).resolve().parent.parent
 DEEPSEEK, DEMO = "recipe=grpo-deepseek-v3-32n8g-sync", "recipe=grpo-tiny-moe-1n2g-sync"

@@ -3,7 +3,7 @@
 import pytest
 
 from moerl.cluster.topology import by_name, by_topology, expand
-from moerl.types import ConfigError
+from moerl.types.errors import ConfigError
 
 TREE = """
 # two racks of three

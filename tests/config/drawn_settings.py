@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from moerl.config.megatron_fields import megatron_fields
-from moerl.config.schema import RunConfig
+from moerl.config.rules.megatron_fields import megatron_fields
+from moerl.config.schema.run_config import RunConfig
 
 Node = Mapping[str, Any]
 

@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from moerl.check import checked_run
-from moerl.config import engines
 from moerl.config.compose import compose, options
 from moerl.config.load import build, to_plain, to_yaml
+from moerl.config.rules import engine_rules
 from moerl.config.summary import summary
 from moerl.rollout.commands import described
-from moerl.types import ConfigError
+from moerl.types.errors import ConfigError
 
 RECIPES = options("recipe")
 EXAMPLES = 700
@@ -90,7 +90,7 @@ def gives_a_configuration_or_says_why_not(plain: dict[str, Any], *, starts: bool
 @pytest.fixture(autouse=True)
 def _no_environments(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of engines: each of their arguments would be read by a process of its own, for 5 s."""
-    monkeypatch.setattr(engines, "_CHECKOUT", tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(engine_rules, "_CHECKOUT", tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.models.deepseek_v3 import DEEPSEEK_V3
-from moerl.models.rope import rope_parameters
-from moerl.types import CheckpointError
+from moerl.config.rules.checkpoint_files import checkpoint_problems
+from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
+from moerl.models.families.rope import rope_parameters
+from moerl.types.errors import CheckpointError
 
 PUBLISHED = {
     "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1,

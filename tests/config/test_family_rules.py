@@ -5,14 +5,14 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.fp8 import linear_sizes
+from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.load import load
-from moerl.config.model_shape import shape_of_config
-from moerl.models import FAMILIES
+from moerl.config.rules.checkpoint_files import checkpoint_problems
+from moerl.config.rules.fp8_rules import linear_sizes
+from moerl.models.families.family_table import FAMILIES
 from moerl.models.unknown import NOT_EXPRESSED, find_family
-from moerl.route_types import RouteShape
-from moerl.types import CheckpointError, ConfigError, Problem
+from moerl.types.errors import CheckpointError, ConfigError, Problem
+from moerl.types.routes import RouteShape
 
 _DECODER = {"rms_norm_eps": 1e-5, "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": False}
 _LLAMA3 = {

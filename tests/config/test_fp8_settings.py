@@ -6,14 +6,14 @@ import pytest
 from safetensors import safe_open
 
 from moerl.check import load_checked
-from moerl.config.fp8 import fp8_problems, linear_sizes
-from moerl.config.layout import Layout
-from moerl.config.schema import ScratchModel
-from moerl.config.schema_train import FP8Config, OptimizerConfig, TrainConfig
-from moerl.config.scratch import scratch_config
-from moerl.models.scratch import write_scratch_model
-from moerl.train.fp8 import require
-from moerl.types import ConfigError
+from moerl.config.derive.scratch_config import scratch_config
+from moerl.config.rules.fp8_rules import fp8_problems, linear_sizes
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ScratchModel
+from moerl.config.schema.train_config import FP8Config, OptimizerConfig, TrainConfig
+from moerl.scratch_model import write_scratch_model
+from moerl.train.megatron.fp8_fields import require
+from moerl.types.errors import ConfigError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 DEEPSEEK_V3 = {

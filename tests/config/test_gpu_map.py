@@ -11,13 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import megatron_patches
-from moerl.config.gpu_map import GPU, Machine, ServerShape, map_gpus
-from moerl.config.layout import Layout
+from moerl.config.derive.gpu_map import Machine, MappedGPU, ServerShape, gpu_map, map_gpus
 from moerl.config.load import load
-from moerl.config.placement import PlacementConfig, gpu_map, placement_problems
-from moerl.config.schema import RolloutConfig, WeightsConfig
-from moerl.config.server_layout import ServerLayout
-from moerl.types import ConfigError
+from moerl.config.rules.placement_rules import placement_problems
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.placement_config import PlacementConfig
+from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout, WeightsConfig
+from moerl.types.errors import ConfigError
 
 NO_SERVERS = ServerShape(num_servers=1, gpus_per_server=0, num_shared=0)
 
@@ -141,10 +141,10 @@ def said(config):
 
 
 def test_one_node_without_a_number_of_gpus_takes_all(tiny):
-    ranks = (GPU(node=0, index=0), GPU(node=0, index=1))
+    ranks = (MappedGPU(node=0, index=0), MappedGPU(node=0, index=1))
     assert gpu_map(tiny).ranks == ranks
-    assert gpu_map(tiny).servers == ((GPU(node=0, index=2),),)
-    assert gpu_map(with_placement(tiny, mode="colocated")).servers == ((GPU(node=0, index=0),),)
+    assert gpu_map(tiny).servers == ((MappedGPU(node=0, index=2),),)
+    assert gpu_map(with_placement(tiny, mode="colocated")).servers == ((MappedGPU(node=0, index=0),),)
 
 
 @pytest.mark.parametrize(

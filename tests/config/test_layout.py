@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.config.layout import Layout
-from moerl.config.model_shape import ModelShape
+from moerl.config.derive.model_shape import ModelShape
+from moerl.config.schema.layout import Layout
 
 sizes = st.sampled_from([1, 2, 3, 4, 8])
 layouts = st.builds(Layout, ranks=st.integers(1, 64), tp=sizes, pp=sizes, vpp=st.sampled_from([1, 2]), cp=sizes, ep=sizes, etp=sizes)

@@ -5,8 +5,8 @@ import yaml
 
 from moerl.config.compose import options
 from moerl.config.load import build, load, to_plain, to_yaml
-from moerl.config.schema import DAPOConfig, GRPOConfig
-from moerl.types import ConfigError, Problem
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.types.errors import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 LONG = ("logprobs", "update", "save")

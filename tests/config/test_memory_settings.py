@@ -3,8 +3,8 @@
 import pytest
 
 from moerl.config.load import load
-from moerl.config.memory import FullRecompute, SelectiveRecompute
-from moerl.types import ConfigError
+from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
+from moerl.types.errors import ConfigError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 DENSE = "model.scratch.family=qwen3 train.layout={ranks:1}"

@@ -3,7 +3,7 @@
 import pytest
 
 from moerl.config.load import load
-from moerl.types import ConfigError
+from moerl.types.errors import ConfigError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from moerl.config.derive.object_store import most_bytes, sample_bytes, shortage
 from moerl.config.load import load
-from moerl.config.object_store import most_bytes, sample_bytes, shortage
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 SIZES = ["groups_per_step=1024", "group_size=8", "model.max_context=4096", "data.max_prompt_tokens=96", "rollout.max_response_tokens=4000",

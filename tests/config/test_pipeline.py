@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_patches
-from moerl.config.layout import Layout
-from moerl.config.pipeline import chunk_layers, contradictions, pipeline_problems, stage_layers
+from moerl.config.derive.pipeline import chunk_layers, stage_layers
+from moerl.config.rules.pipeline_rules import contradictions, pipeline_problems
+from moerl.config.schema.layout import Layout
 
 stages = st.one_of(st.none(), st.integers(1, 12))
 cuts = st.builds(

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from moerl.check import load_checked
-from moerl.config.published import published_config, published_names
-from moerl.types import ConfigError
+from moerl.config.derive.published import published_config, published_names
+from moerl.types.errors import ConfigError
 
 RECIPE = "recipe=grpo-glm-4.5-8n8g-sync"
 FAKE = "rollout.engine=fake"

@@ -4,7 +4,7 @@ import pytest
 
 from moerl.config.load import load, to_yaml
 from moerl.config.resume import FIXED, resume_differences
-from moerl.types import ConfigError
+from moerl.types.errors import ConfigError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 

@@ -11,14 +11,13 @@ from typer.testing import CliRunner
 
 from moerl.__main__ import app
 from moerl.check import load_checked
-from moerl.config import engines
-from moerl.config.model_config import model_config
-from moerl.config.model_shape import shape_of_config
-from moerl.config.published import published_config
-from moerl.config.schema import RolloutConfig
-from moerl.config.server_layout import ServerLayout
-from moerl.config.server_layout_rules import layout_problems, start_problems
-from moerl.types import ConfigError
+from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_shape import shape_of_config
+from moerl.config.derive.published import published_config
+from moerl.config.rules import engine_rules
+from moerl.config.rules.server_layout_rules import layout_problems, start_problems
+from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
+from moerl.types.errors import ConfigError
 
 DEEPSEEK, QWEN, GLM = "grpo-deepseek-v3-32n8g-sync", "grpo-qwen3-235b-16n8g-sync", "grpo-glm-4.5-8n8g-sync"
 DEMO = "grpo-tiny-moe-1n2g-sync"
@@ -180,14 +179,14 @@ def downloaded(tmp_path):
 
 
 def test_a_recipe_whose_model_is_only_named_needs_no_environment_of_its_engine(monkeypatch, tmp_path, downloaded):
-    monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(engine_rules, "_CHECKOUT", tmp_path)
     load_checked([f"recipe={QWEN}"])
     (found,) = problems(QWEN, downloaded)
     assert found.path == "rollout.python" and "make engines ENGINES=sglang" in found.fix
 
 
 def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_path, downloaded):
-    monkeypatch.setattr(engines, "_found_there", lambda *arguments: ())
+    monkeypatch.setattr(engine_rules, "_found_there", lambda *arguments: ())
     python = tmp_path / "python"
     python.touch()
     given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8", "rollout.layout.redundant_experts=32"]

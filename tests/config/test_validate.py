@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moerl.config.load import load
-from moerl.types import ConfigError, Problem
+from moerl.types.errors import ConfigError, Problem
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 DAPO = "recipe=dapo-tiny-moe-1n2g-async"
@@ -192,7 +192,7 @@ def test_a_config_json_without_a_needed_size_is_a_problem(checkpoint: Path):
 
 
 def test_an_engine_that_returns_no_routes_is_refused_for_replaying_them(monkeypatch):
-    monkeypatch.setattr("moerl.config.router_replay.ENGINES_WITH_ROUTES", ("fake",))
+    monkeypatch.setattr("moerl.config.rules.engine_rules.ENGINES_WITH_ROUTES", ("fake",))
     (problem,) = problems_of(DEMO, "train.router_replay=rollout")
     assert (problem.path, problem.rule) == ("train.router_replay", "needs rollout.engine of fake")
 

@@ -7,10 +7,10 @@ from checkpoint_jobs import save
 from engine_jobs import new_engine
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.models.checkpoint import write_shards
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.models.hf_checkpoint import write_shards
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 
 def load_and_export(settings: EngineSettings, batch: TrainBatch, directory: Path, target: Path) -> float:

@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from moerl.convert import writing
-from moerl.convert.run import Conversion, convert
+from moerl.convert.conversion import Conversion, convert
+from moerl.convert.tensors import writing
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"}
 

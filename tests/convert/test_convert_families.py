@@ -12,12 +12,12 @@ from engine_ranks import run_ranks
 from family_cases import CASES, write_case
 from safetensors.torch import load_file, save_file
 
-from moerl.config.layout import Layout
-from moerl.convert.run import Conversion, convert
-from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.family import num_mtp_layers
-from moerl.train.checkpoint import MANIFEST, manifest_text
-from moerl.types import ConvertError
+from moerl.config.schema.layout import Layout
+from moerl.convert.conversion import Conversion, convert
+from moerl.models.families.family import num_mtp_layers
+from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, manifest_text
+from moerl.types.errors import ConvertError
 
 EP2, TP2 = Layout(ranks=2, ep=2), Layout(ranks=2, tp=2)
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.convert import writing
 from moerl.convert.compare import compared
-from moerl.convert.hf_writing import WriteOptions
+from moerl.convert.conversion import Conversion, convert
+from moerl.convert.hf.hf_writing import WriteOptions
 from moerl.convert.inspect import inspection, verify_digests
-from moerl.convert.run import Conversion, convert
-from moerl.models.checkpoint import INDEX, HFCheckpoint, write_shards
-from moerl.types import ConvertError
+from moerl.convert.tensors import writing
+from moerl.models.hf_checkpoint import INDEX, HFCheckpoint, write_shards
+from moerl.types.errors import ConvertError
 
 CONFIG = {"model_type": "unheard_of", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
 

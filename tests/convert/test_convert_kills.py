@@ -4,13 +4,13 @@ import kills
 import pytest
 from family_cases import write_case
 
-from moerl.convert import writing
 from moerl.convert.compare import compared
-from moerl.convert.hf_writing import WriteOptions
-from moerl.convert.run import Conversion, convert
-from moerl.train.checkpoint import MANIFEST, newest
-from moerl.train.checkpoint_check import faults_of_part
-from moerl.types import ConvertError
+from moerl.convert.conversion import Conversion, convert
+from moerl.convert.hf.hf_writing import WriteOptions
+from moerl.convert.tensors import writing
+from moerl.train.checkpoint.checkpoint_check import faults_of_part
+from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, newest
+from moerl.types.errors import ConvertError
 
 LAST = 24
 """Moments from the last shard on: metadata, manifest, digests, the rename, what is deleted after it. Each of them is tried."""

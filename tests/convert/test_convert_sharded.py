@@ -12,13 +12,13 @@ from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
 from safetensors.torch import load_file
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 from moerl.convert.compare import compared
-from moerl.convert.hf_writing import WriteOptions
-from moerl.convert.run import Conversion, convert
-from moerl.models.checkpoint import HFCheckpoint
-from moerl.train import checkpoint
-from moerl.types import ConvertError
+from moerl.convert.conversion import Conversion, convert
+from moerl.convert.hf.hf_writing import WriteOptions
+from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import ConvertError
 
 SMALL = WriteOptions(shard_bytes=60_000)
 
@@ -59,7 +59,7 @@ def assert_same(found, expected):
 def test_every_layout_loads_a_converted_folder_and_trains_on(name, layout, dtype, checkpoints, tmp_path):
     chosen = Layout() if layout == "one" else LAYOUTS[layout]
     directory = to_sharded(checkpoints[name], tmp_path, dtype)
-    assert checkpoint.newest(tmp_path / "checkpoints") == directory
+    assert checkpoint_dirs.newest(tmp_path / "checkpoints") == directory
     (tmp_path / "out").mkdir()
     norm = run_ranks(
         load_and_export, chosen.ranks, settings(checkpoints[name], chosen, dtype=dtype), random_batch(), directory, tmp_path / "out"
@@ -92,10 +92,10 @@ def test_a_runs_checkpoint_becomes_the_folder_that_its_engine_exports(layout, dt
 
 
 def run_and_commit(chosen, ranks, tmp_path, model):
-    temporary = checkpoint.begin(tmp_path / "checkpoints", 1)
+    temporary = checkpoint_dirs.begin(tmp_path / "checkpoints", 1)
     run_ranks(train_save_export, ranks, chosen, random_batch(), temporary, tmp_path / "out")
-    files = checkpoint.digest_files(temporary, sorted(path.name for path in temporary.iterdir()))
-    return checkpoint.commit(temporary, files, {"version": 1}, json.loads((model / "config.json").read_text()), keep=1)
+    files = checkpoint_dirs.digest_files(temporary, sorted(path.name for path in temporary.iterdir()))
+    return checkpoint_dirs.commit(temporary, files, {"version": 1}, json.loads((model / "config.json").read_text()), keep=1)
 
 
 def test_transformers_loads_the_folder_made_of_a_runs_checkpoint(checkpoints, tmp_path):

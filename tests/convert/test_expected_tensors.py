@@ -11,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 from published_tensors import PUBLISHED_COUNTS, published_tensors
 
-from moerl.config.published import published_config
-from moerl.convert.expected import expected_tensors
-from moerl.convert.parameters import num_experts
-from moerl.convert.source import HFSource
-from moerl.convert.stacks import in_parts
-from moerl.models import FAMILIES
+from moerl.config.derive.published import published_config
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.hf.joined_stacks import in_parts
+from moerl.convert.sharded.expected_tensors import expected_tensors
+from moerl.convert.sharded.parameters import num_experts
+from moerl.models.families.family_table import FAMILIES
 
 VARIANTS = [
     *((name, {}) for name in CASES),

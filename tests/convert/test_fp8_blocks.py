@@ -7,20 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.convert import fp8
+from moerl.models import fp8_blocks
 
 E4M3 = torch.float8_e4m3fn
 
 
 def quantize(weight, scale_format="float32"):
-    values, scales = fp8.quantized(weight, scale_format)
+    values, scales = fp8_blocks.quantized(weight, scale_format)
     assert (values.dtype, scales.dtype) == (E4M3, torch.float32)
-    assert (tuple(values.shape), tuple(scales.shape)) == (tuple(weight.shape), fp8.scale_shape(tuple(weight.shape)))
+    assert (tuple(values.shape), tuple(scales.shape)) == (tuple(weight.shape), fp8_blocks.scale_shape(tuple(weight.shape)))
     return values, scales
 
 
 def dequantize(values, scales, dtype=torch.float32):
-    return torch.cat(list(fp8.dequantized(values, scales, dtype)))
+    return torch.cat(list(fp8_blocks.dequantized(values, scales, dtype)))
 
 
 def plainly(values, scales):
@@ -78,7 +78,7 @@ def test_the_error_is_that_of_four_significant_bits(scale_format):
 
 def test_ue8m0_scales_are_powers_of_two_rounded_up():
     scales = torch.tensor([1.0, 1.0000001, 3.0, 4.0, 0.75, 2.0**-126])
-    assert fp8.round_up_to_power_of_two(scales).tolist() == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0**-126]
+    assert fp8_blocks.round_up_to_power_of_two(scales).tolist() == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0**-126]
     _, found = quantize(torch.randn(200, 200), "ue8m0")
     assert all(math.log2(float(scale)).is_integer() for scale in found.flatten())
 
@@ -111,4 +111,4 @@ def test_nothing_overflows_at_the_ends_of_the_range():
     ],
 )
 def test_the_published_tensors_are_quantized(name, is_quantized):
-    assert fp8.is_quantized_when_published(name, (256, 256)) == is_quantized
+    assert fp8_blocks.is_quantized_when_published(name, (256, 256)) == is_quantized

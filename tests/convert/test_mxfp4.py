@@ -8,9 +8,9 @@ from family_cases import write_case
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moerl.convert.mxfp4 import unpacked
-from moerl.convert.run import Conversion, convert
-from moerl.types import ConvertError
+from moerl.convert.conversion import Conversion, convert
+from moerl.convert.hf.mxfp4 import unpacked
+from moerl.types.errors import ConvertError
 
 STACKS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(4) for name in ("gate_up_proj", "down_proj")]
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from moerl.__main__ import app
-from moerl.convert import writing
-from moerl.convert.hf_writing import WriteOptions
+from moerl.convert.conversion import Conversion, conversion_of, convert
+from moerl.convert.hf.hf_writing import WriteOptions
 from moerl.convert.inspect import verify_digests
-from moerl.convert.run import Conversion, conversion_of, convert
+from moerl.convert.tensors import writing
 from moerl.convert.upcycle import ROUTER_STD, Upcycling
-from moerl.models.checkpoint import HFCheckpoint
-from moerl.types import ConvertError
+from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.types.errors import ConvertError
 
 BATCH = random_batch(num_sequences=7)
 SEQUENCES = [BATCH.token_ids_T[start:end].tolist() for start, end in zip(BATCH.offsets[:-1], BATCH.offsets[1:], strict=True)]

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.schema import ScratchModel
-from moerl.models.scratch import write_scratch_model
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
 
 
 @pytest.fixture(scope="session")

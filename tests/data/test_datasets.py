@@ -8,11 +8,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from moerl.config.schema import FileData, GymData, TinyData
-from moerl.rewards.gym import build as gym_verifier
+from moerl.config.schema.data_config import FileData, GymData, TinyData
+from moerl.rewards.gym_score import build as gym_verifier
 from moerl.rewards.verifier import Check
-from moerl.rollout.datasets import Dataset, check_data, load_dataset
-from moerl.types import DataError
+from moerl.rollout.datasets.load_dataset import check_data, load_dataset
+from moerl.rollout.datasets.rows import Dataset
+from moerl.types.errors import DataError
 
 
 def row(question: str, answer: str = "4", **columns: Any) -> dict[str, Any]:

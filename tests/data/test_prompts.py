@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.config.schema import FileData, TinyData
-from moerl.rollout.datasets import load_dataset
+from moerl.config.schema.data_config import FileData, TinyData
+from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.prompts import PromptSource, demonstration
-from moerl.types import ConfigError, DataError, Prompt
+from moerl.types.errors import ConfigError, DataError
+from moerl.types.groups import Prompt
 
 
 def questions(tmp_path: Path, texts: list[str], **settings) -> FileData:

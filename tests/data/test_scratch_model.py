@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from typer.testing import CliRunner
 
-from moerl.config.checkpoint_files import checkpoint_problems
-from moerl.config.model_shape import read_config, shape_of_config
-from moerl.config.schema import ScratchModel
-from moerl.config.scratch import CHARACTERS, VOCAB_SIZE, scratch_config
-from moerl.models.scratch import write_scratch_model
-from moerl.types import CheckpointError
+from moerl.config.derive.model_shape import read_config, shape_of_config
+from moerl.config.derive.scratch_config import CHARACTERS, VOCAB_SIZE, scratch_config
+from moerl.config.rules.checkpoint_files import checkpoint_problems
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
+from moerl.types.errors import CheckpointError
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 16}
 
@@ -131,7 +131,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(max_context: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("moerl.models.scratch.character_tokenizer", fail)
+    monkeypatch.setattr("moerl.scratch_model.character_tokenizer", fail)
     with pytest.raises(OSError, match="disk full"):
         write_scratch_model(ScratchModel(**SMALL), 64, tmp_path / "model", 0)
     assert list(tmp_path.iterdir()) == []

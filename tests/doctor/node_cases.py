@@ -3,11 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.cluster.infiniband import parse_ports
-from moerl.cluster.nvidia import parse_gpus, parse_links, parse_topology
-from moerl.cluster.tools import Absent
-from moerl.doctor.expected import GIB
-from moerl.doctor.facts import UNLIMITED, Disk, NodeFacts
+from moerl.doctor.checks.expected import GIB
+from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
+from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.infiniband import parse_ports
+from moerl.hardware.nvidia import parse_gpus, parse_links, parse_topology
 
 OUTPUTS = Path(__file__).parent / "outputs"
 """In the form that the tools print, put together from outputs in public threads of NCCL, DeepEP and azhpc-diagnostics."""

@@ -7,7 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from moerl.doctor.exchange import MEASURED, Group, Measured, _send_and_receive, measure
+from moerl.doctor.checks.judge import Measured
+from moerl.doctor.exchange import MEASURED, Group, _send_and_receive, measure
 
 NUM_BYTES = 2**20
 SLOW_SECONDS = 0.15

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from node_cases import cpu_node, h100_node
 
-from moerl.cluster.network import Setting
-from moerl.cluster.nvidia import parse_gpus
-from moerl.doctor.cluster_checks import Skew, clock_checks, count_checks, likeness_checks, reach_checks
-from moerl.doctor.expected import Expected
+from moerl.doctor.checks.cluster_checks import Skew, clock_checks, count_checks, likeness_checks, reach_checks
+from moerl.doctor.checks.expected import Expectations
+from moerl.hardware.network_settings import Setting
+from moerl.hardware.nvidia import parse_gpus
 
 NODES = [h100_node(f"n{index}") for index in range(4)]
 
@@ -18,27 +18,27 @@ def failed(findings):
 
 
 def test_a_missing_node_is_named_with_why_and_counted():
-    findings = list(count_checks(NODES[:3], {"n3": "did not answer within 60 s"}, Expected(nodes=4)))
+    findings = list(count_checks(NODES[:3], {"n3": "did not answer within 60 s"}, Expectations(nodes=4)))
     assert failed(findings) == [("n3", "node"), ("all", "nodes")]
     assert findings[0].found == "did not answer within 60 s"
     assert findings[1].found == "3 of 4"
 
 
 def test_too_few_gpus_for_the_run_says_both_numbers():
-    findings = list(count_checks(NODES[:3], {}, Expected(ranks=32, gpus_per_node=8)))
+    findings = list(count_checks(NODES[:3], {}, Expectations(ranks=32, gpus_per_node=8)))
     assert failed(findings) == [("all", "GPUs of all nodes")]
     assert (findings[-1].found, findings[-1].expected) == ("24", "32 train ranks")
-    assert not failed(count_checks(NODES, {}, Expected(ranks=32)))
+    assert not failed(count_checks(NODES, {}, Expectations(ranks=32)))
 
 
 def test_servers_with_gpus_of_their_own_count_too():
-    findings = list(count_checks(NODES, {}, Expected(nodes=4, ranks=24, server_gpus=16, gpus_per_node=8)))
+    findings = list(count_checks(NODES, {}, Expectations(nodes=4, ranks=24, server_gpus=16, gpus_per_node=8)))
     assert failed(findings) == [("all", "GPUs of all nodes")]
     assert (findings[-1].found, findings[-1].expected) == ("32", "24 train ranks and 16 GPUs of servers")
 
 
 def test_a_run_without_gpus_needs_none():
-    assert [finding.check for finding in count_checks([cpu_node()], {}, Expected(ranks=2))] == ["nodes"]
+    assert [finding.check for finding in count_checks([cpu_node()], {}, Expectations(ranks=2))] == ["nodes"]
 
 
 def test_nodes_that_are_alike_are_said_to_be():

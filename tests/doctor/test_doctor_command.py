@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 
 from moerl.config.load import load
-from moerl.doctor import launch
-from moerl.doctor.expected import expected_of
-from moerl.doctor.findings import Finding
-from moerl.doctor.launch import Slurm, join_slurm, on_slurm, slurm_step
+from moerl.doctor import reach_nodes
+from moerl.doctor.checks.expected import expected_of
+from moerl.doctor.checks.findings import Finding
 from moerl.doctor.output import fixes, merged, table
 from moerl.doctor.preflight import PreflightError, examine_nodes, preflight
-from moerl.types import ConfigError, MoerlError
+from moerl.doctor.reach_nodes import Slurm, join_slurm, on_slurm, slurm_step
+from moerl.types.errors import ConfigError, MoerlError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 STEP = {
@@ -140,7 +140,7 @@ def test_nodes_and_gpus_that_there_must_be_are_those_of_the_recipe_s_placement(o
 
 def test_a_node_that_does_not_end_costs_no_findings(monkeypatch, tmp_path):
     """As when a command of its own hangs: it is told of, and ended."""
-    monkeypatch.setattr(launch, "_END_SECONDS", 0.01)
+    monkeypatch.setattr(reach_nodes, "_END_SECONDS", 0.01)
     diagnosis = examine_nodes(expected_of(None, run_dir=tmp_path), seconds=0.1, measures=False)
     (silent,) = (finding for finding in diagnosis.findings if finding.check == "node")
     assert (silent.verdict, silent.found) == ("fail", "did not answer within 0.1 s")

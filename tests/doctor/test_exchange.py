@@ -4,8 +4,8 @@ import pytest
 from node_cases import cpu_node
 from slow_ranks import NUM_BYTES, SLOW_SECONDS, measured
 
-from moerl.doctor.bandwidth_checks import bandwidth_checks, combine
-from moerl.doctor.expected import Expected
+from moerl.doctor.checks.bandwidth_checks import bandwidth_checks, combine
+from moerl.doctor.checks.expected import Expectations
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def test_links_of_a_late_rank_carry_what_its_lateness_allows(three_nodes):
 
 def test_the_late_rank_is_named(three_nodes):
     nodes = [cpu_node(f"n{index}") for index in range(3)]
-    bad = [finding for finding in bandwidth_checks(three_nodes, nodes, Expected()) if finding.verdict == "warn"]
+    bad = [finding for finding in bandwidth_checks(three_nodes, nodes, Expectations()) if finding.verdict == "warn"]
     assert [(finding.node, finding.check) for finding in bad] == [("n1", "slow beside other nodes")]
 
 

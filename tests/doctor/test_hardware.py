@@ -3,9 +3,9 @@
 import pytest
 from node_cases import OUTPUTS, output
 
-from moerl.cluster.infiniband import find_gpudirect, find_ports, parse_ports
-from moerl.cluster.nvidia import find_gpus, find_links, find_topology, parse_gpus, parse_links, parse_topology, slowdowns
-from moerl.cluster.tools import Absent, run_tool
+from moerl.hardware.hardware_tools import Absent, run_tool
+from moerl.hardware.infiniband import find_gpudirect, find_ports, parse_ports
+from moerl.hardware.nvidia import find_gpus, find_links, find_topology, parse_gpus, parse_links, parse_topology, slowdowns
 
 
 def test_gpus_of_a_node_are_read_with_clocks_ecc_and_fabric():
@@ -131,7 +131,7 @@ def test_tools_that_find_no_device_found_none(fake_tools):
 
 
 def test_a_tool_that_hangs_is_a_fault(fake_tools, monkeypatch):
-    monkeypatch.setattr("moerl.cluster.tools._SECONDS", 0.2)
+    monkeypatch.setattr("moerl.hardware.hardware_tools._SECONDS", 0.2)
     fake_tools(ibv_devinfo="exec sleep 60")
     assert run_tool("ibv_devinfo") == Absent(reason="ibv_devinfo did not end within 0.2 s", is_fault=True)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 from torch.distributed import DistStoreError
 
-from moerl.config.schema import NetworkConfig
-from moerl.doctor.expected import Expected
+from moerl.config.schema.run_config import NetworkConfig
+from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.head import diagnose, open_store
-from moerl.doctor.launch import Launched
-from moerl.doctor.node import Seat, examine
+from moerl.doctor.on_each_node import RankSeat, examine
+from moerl.doctor.reach_nodes import Launched
 
 SECONDS = 90.0
 
@@ -23,7 +23,7 @@ def nodes(present, *, expected, num=2, dead=None, seconds=SECONDS):
     store = open_store(seconds)
     names = tuple(f"n{index}" for index in range(num))
     seats = [
-        Seat(index=index, name=names[index], host="127.0.0.1", port=store.port, num_nodes=num, expected=expected, seconds=SECONDS)
+        RankSeat(index=index, name=names[index], host="127.0.0.1", port=store.port, num_nodes=num, expected=expected, seconds=SECONDS)
         for index in present
     ]
     threads = [threading.Thread(target=_until_the_head_ends, args=(seat,)) for seat in seats]
@@ -46,7 +46,7 @@ def _until_the_head_ends(seat):
 
 
 def examined(present=(0, 1), *, measures=False, seconds=SECONDS, network=None, **more):
-    expected = Expected(run_dir=Path.cwd(), network=NetworkConfig() if network is None else network)
+    expected = Expectations(run_dir=Path.cwd(), network=NetworkConfig() if network is None else network)
     with nodes(present, expected=expected, seconds=seconds, **more) as (store, launched):
         return diagnose(store, launched, expected, seconds=seconds, measures=measures)
 
@@ -101,7 +101,7 @@ def test_a_rank_that_fails_is_named_with_its_last_words_and_leaves_no_process():
 
 
 def test_a_host_name_that_nobody_resolves_is_found_by_trying_it(monkeypatch):
-    monkeypatch.setattr("moerl.doctor.facts.socket", _Named("no host"))
+    monkeypatch.setattr("moerl.doctor.checks.node_facts.socket", _Named("no host"))
     diagnosis = examined()
     assert {node: finding.verdict for node, finding in of(diagnosis, "own name").items()} == {"n0": "fail", "n1": "fail"}
     assert all("not from n" in finding.found for finding in of(diagnosis, "reached by name").values())

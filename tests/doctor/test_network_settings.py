@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from node_cases import cpu_node, h100_node, output
 
-from moerl.cluster.infiniband import parse_ports
-from moerl.cluster.nccl_conf import read_nccl_files
-from moerl.cluster.network import Hardware, Setting, applied, find_settings, network_settings, variables
-from moerl.cluster.nvidia import parse_gpus, parse_topology
-from moerl.cluster.tools import Absent
-from moerl.config.schema import NetworkConfig
-from moerl.doctor.node import rank_variables
-from moerl.types import ConfigError
+from moerl.config.schema.run_config import NetworkConfig
+from moerl.doctor.on_each_node import rank_variables
+from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.infiniband import parse_ports
+from moerl.hardware.nccl_files import read_nccl_files
+from moerl.hardware.network_settings import Hardware, Setting, applied, find_settings, network_settings, variables
+from moerl.hardware.nvidia import parse_gpus, parse_topology
+from moerl.types.errors import ConfigError
 
 HCA = "=" + ",".join(f"mlx5_{index}:1" for index in (0, 1, 2, 3, 5, 6, 7, 8))
 

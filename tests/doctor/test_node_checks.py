@@ -3,13 +3,13 @@
 import pytest
 from node_cases import cpu_node, disk, h100_node, output
 
-from moerl.cluster.infiniband import parse_ports
-from moerl.cluster.nvidia import parse_gpus, parse_links
-from moerl.cluster.tools import Absent
-from moerl.doctor.expected import Expected
-from moerl.doctor.facts import UNLIMITED, locks_any_memory
-from moerl.doctor.gpu_checks import gpu_checks
-from moerl.doctor.host_checks import host_checks
+from moerl.doctor.checks.expected import Expectations
+from moerl.doctor.checks.gpu_checks import gpu_checks
+from moerl.doctor.checks.host_checks import host_checks
+from moerl.doctor.checks.node_facts import UNLIMITED, locks_any_memory
+from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.infiniband import parse_ports
+from moerl.hardware.nvidia import parse_gpus, parse_links
 
 QUERY, FABRIC = output("h100_query.csv"), output("h100_fabric.csv")
 
@@ -17,7 +17,7 @@ NO_MANAGER = parse_ports(output("ibv_devinfo_down.txt").replace("PORT_ACTIVE (4)
 
 
 def judged(facts, expected=None):
-    expected = Expected() if expected is None else expected
+    expected = Expectations() if expected is None else expected
     return {finding.check: finding for finding in (*gpu_checks(facts, expected), *host_checks(facts, expected))}
 
 
@@ -36,7 +36,7 @@ def fault(version):
 
 
 def test_nothing_is_wrong_with_a_healthy_node():
-    verdicts = {finding.verdict for finding in judged(h100_node(), Expected(gpus_per_node=8)).values()}
+    verdicts = {finding.verdict for finding in judged(h100_node(), Expectations(gpus_per_node=8)).values()}
     assert verdicts == {"ok"}
 
 
@@ -99,7 +99,7 @@ FAULTS = [
     ("check", "verdict", "found", "changes"), FAULTS, ids=[f"{check}-{verdict}-{i}" for i, (check, verdict, *_) in enumerate(FAULTS)]
 )
 def test_a_fault_is_found_by_its_check(check, verdict, found, changes):
-    finding = judged(h100_node(**changes), Expected(gpus_per_node=8))[check]
+    finding = judged(h100_node(**changes), Expectations(gpus_per_node=8))[check]
     assert finding.verdict == verdict, finding
     assert found in finding.found
     assert bool(finding.fix) == (verdict in ("warn", "fail"))

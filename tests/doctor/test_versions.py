@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from moerl.cluster.tools import Absent
-from moerl.doctor.versions import engine_versions, is_supported, libcuda_version, newest_cuda, supported, trainer_versions
+from moerl.doctor.checks.versions import engine_versions, is_supported, libcuda_version, newest_cuda, supported, trainer_versions
+from moerl.hardware.hardware_tools import Absent
 
 
 def test_ranges_are_those_of_the_project():

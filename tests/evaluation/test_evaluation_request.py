@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from moerl.check import load_checked, load_evaluation
-from moerl.config.schema import ScratchModel
-from moerl.models.scratch import write_scratch_model
-from moerl.train import checkpoint
-from moerl.types import CheckpointError, ConfigError
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import CheckpointError, ConfigError
 
 DEMO, EVAL = "recipe=grpo-tiny-moe-1n2g-sync", "eval=tiny-repeat"
 
@@ -28,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save(run_dir: Path, version: int, model: dict[str, object]) -> Path:
-    temporary = checkpoint.begin(run_dir / "checkpoints", version)
+    temporary = checkpoint_dirs.begin(run_dir / "checkpoints", version)
     (temporary / "weights").write_text("x" * 100)
-    files = checkpoint.digest_files(temporary, ["weights"])
-    return checkpoint.commit(temporary, files, {"version": version}, model, keep=9)
+    files = checkpoint_dirs.digest_files(temporary, ["weights"])
+    return checkpoint_dirs.commit(temporary, files, {"version": version}, model, keep=9)
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path):

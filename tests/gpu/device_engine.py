@@ -7,12 +7,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.push_types import Manifest, Needs, TransportOffer
-from moerl.types import WeightError
-from moerl.weights.digest import tensor_digest
+from moerl.types.errors import WeightError
+from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
+from moerl.weights.plan.tensor_specs import spec_of, torch_dtype
 from moerl.weights.receive import WeightSession
-from moerl.weights.spec import spec_of, torch_dtype
+from moerl.weights.verify.digest import tensor_digest
 
 MODEL = {f"layers.{layer}.proj": torch.linspace(layer, 4, 4096).reshape(64, 64).to(torch.bfloat16) for layer in range(8)}
 MODEL |= {"norm": torch.linspace(0, 1, 7)}

@@ -24,9 +24,9 @@ def _rank(rank: int, num_ranks: int, store: Path, settings: Any, batch: Any, sle
     torch.cuda.set_device(rank)
     megatron_patches.activate()
     from moerl.algorithms.grpo import GRPO
-    from moerl.config.schema import GRPOConfig
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.config.schema.algorithm_config import GRPOConfig
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     timeout = timedelta(seconds=300)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moerl.convert import fp8
+from moerl.models import fp8_blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,9 +17,9 @@ def test_a_gpu_makes_the_bytes_of_a_cpu(start):
     shape = (start[0] + 700, start[1] + 900)
 
     def made(box):
-        maxima = fp8.block_maxima(box, start, shape)
-        scales = fp8.scales_of(maxima, "float32")
-        return maxima, scales, fp8.quantized_box(box, start, scales).view(torch.uint8)
+        maxima = fp8_blocks.block_maxima(box, start, shape)
+        scales = fp8_blocks.scales_of(maxima, "float32")
+        return maxima, scales, fp8_blocks.quantized_box(box, start, scales).view(torch.uint8)
 
     for ours, theirs in zip(made(box.cuda()), made(box), strict=True):
         assert torch.equal(ours.cpu(), theirs)

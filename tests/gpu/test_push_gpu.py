@@ -7,11 +7,11 @@ import pytest
 import torch
 from device_engine import MODEL, DeviceEngine
 
-from moerl.types import WeightError
-from moerl.weights.cuda import DeviceBuffer, map_device
-from moerl.weights.digest import tensor_digest
-from moerl.weights.local import LocalSource
+from moerl.types.errors import WeightError
+from moerl.weights.local_source import LocalSource
 from moerl.weights.sync import WeightSync
+from moerl.weights.transport.gpu_transport import DeviceBuffer, map_device
+from moerl.weights.verify.digest import tensor_digest
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]

@@ -10,9 +10,9 @@ from engine_cases import random_batch, settings
 from memory_jobs import with_train
 from residency_ranks import run
 
-from moerl.config.layout import Layout
-from moerl.config.schema import ScratchModel
-from moerl.models.scratch import write_scratch_model
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,41 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from moerl import loop
-from moerl.algorithms import build_algorithm
-from moerl.cluster.residency import Residency
+from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.cluster.stop import Stop
-from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    ObserveConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    ScratchModel,
-    TinyData,
-)
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.config.scratch import VOCAB_SIZE
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.scratch_config import VOCAB_SIZE
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.model_config import ModelConfig, ScratchModel
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import ObserveConfig, RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.evaluation.evaluator import Evaluator
-from moerl.models.scratch import character_tokenizer
 from moerl.observe.observer import Observer
 from moerl.observe.records import metrics_path, read_metrics
-from moerl.payloads import Here, Payload, Stored
-from moerl.push_types import TensorSpec
-from moerl.rewards.pool import RewardPool
-from moerl.rollout.collect import Intake, LocalCollector
-from moerl.rollout.datasets import load_dataset
-from moerl.rollout.fake import FakeEngine
-from moerl.rollout.limits import Limits
-from moerl.rollout.pool import RolloutPool
+from moerl.publish import WeightPublisher
+from moerl.residency import Residency
+from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.datasets.load_dataset import load_dataset
+from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.rollout.fleet.collect import Intake, LocalCollector
+from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
-from moerl.route_types import RouteShape
-from moerl.train.fake import FakeTrainGroup
-from moerl.types import Group, Prompt, Score, StepStats
-from moerl.weights.publish import WeightPublisher
+from moerl.rollout.server.limits import Limits
+from moerl.scratch_model import character_tokenizer
+from moerl.train.fake_group import FakeTrainGroup
+from moerl.types.groups import Group, Prompt, Score
+from moerl.types.push import TensorSpec
+from moerl.types.routes import RouteShape
+from moerl.types.stats import StepStats
+from moerl.types.stored import Here, Payload, Stored
 
 TENSORS = (TensorSpec(name="a", shape=(3, 5), dtype="float32"), TensorSpec(name="b", shape=(7,), dtype="bfloat16"))
 MAX_CONTEXT, SECONDS = 64, 30

@@ -8,9 +8,11 @@ import pytest
 from in_process_run import InProcessRun, make_config, new_engine, play
 
 from moerl import loop
-from moerl.config.schema import DAPOConfig, GRPOConfig, RewardConfig, RewardTerm
-from moerl.rewards.pool import RewardPool
-from moerl.types import DynamicSamplingError, Score
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.rewards.reward_pool import RewardPool
+from moerl.types.errors import DynamicSamplingError
+from moerl.types.groups import Score
 
 GRPO, DAPO = GRPOConfig(), DAPOConfig(overlong="none", max_attempts=50)
 both = pytest.mark.parametrize("algorithm", [GRPO, DAPO], ids=["grpo", "dapo"])

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, make_config, new_engine, parity, play
 
-from moerl.config.router_replay import routes_to_replay
-from moerl.config.schema import EvalConfig, EvalDataset, TinyData
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.schema.data_config import TinyData
+from moerl.config.schema.eval_config import EvalConfig, EvalDataset
 from moerl.observe.report import write_report
-from moerl.types import RunStopped, Score
+from moerl.types.errors import RunStopped
+from moerl.types.groups import Score
 
 REPEAT = EvalDataset(data=TinyData(task="repeat", size=10, chat_template=False), samples=3, pass_at=(1, 3), num_prompts=6)
 ADD = EvalDataset(data=TinyData(task="add", size=4, chat_template=False))

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, RecordingTrainer, make_config, new_engine, parity
 
-from moerl.config.schema import RewardConfig, RewardTerm, WeightsConfig
-from moerl.config.scratch import VOCAB_SIZE
-from moerl.rewards.pool import RewardPool
-from moerl.rollout.fake import FakeEngine, FakeReceiver
-from moerl.train import checkpoint
-from moerl.types import EngineError, GuardError, MoerlError, TrainError, WeightError
+from moerl.config.derive.scratch_config import VOCAB_SIZE
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.config.schema.rollout_config import WeightsConfig
+from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.engines.fake_engine import FakeEngine, FakeReceiver
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import EngineError, GuardError, MoerlError, TrainError, WeightError
 
 
 def stops(run, error, match):
@@ -73,7 +74,7 @@ def test_a_reward_function_that_raises_for_every_sample_is_where_the_failure_rep
     assert caught.value.__notes__ == [f"{closing}\nmore: {tmp_path}/loop/failure.txt"]
     said = (tmp_path / "loop" / "failure.txt").read_text()
     assert said.startswith(f"{caught.value}\n{closing}\n")
-    assert "moerl.types.DataError: prompt" in said
+    assert "moerl.types.errors.DataError: prompt" in said
 
 
 class Dying(FakeEngine):
@@ -147,7 +148,7 @@ def test_a_first_step_whose_log_probs_disagree_is_neither_recorded_nor_saved(tmp
     run = InProcessRun(make_config(tmp_path), engines=[new_engine("other", ShiftedBetweenCanaries)])
     stops(run, GuardError, r"first update: mean .* = 0\.5.* weights\.mismatch_limit = 0\.0001")
     assert run.groups == {}
-    assert checkpoint.newest(tmp_path / "loop" / "checkpoints") is None
+    assert checkpoint_dirs.newest(tmp_path / "loop" / "checkpoints") is None
 
 
 class OldWeights(FakeEngine):
@@ -187,7 +188,7 @@ def test_a_push_that_fails_ends_the_run_and_its_step_which_was_trained_is_record
     run = InProcessRun(make_config(tmp_path, max_staleness=max_staleness), engines=engines)
     stops(run, WeightError, "second: out of memory")
     assert list(run.groups) == [1, 2]
-    assert checkpoint.newest(tmp_path / "loop" / "checkpoints").name == "step-000002"
+    assert checkpoint_dirs.newest(tmp_path / "loop" / "checkpoints").name == "step-000002"
 
 
 # -- trainer ---------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_after_an_update_that_was_not_applied_nothing_is_pushed_or_saved(tmp_pat
     run.trainer.__class__ = NotANumber
     stops(run, GuardError, "step 3: loss or gradient is not finite.*rank 1, micro-batch 0, samples 2")
     assert run.events[-1] == ("updated", 3)
-    assert checkpoint.newest(tmp_path / "loop" / "checkpoints").name == "step-000002"
+    assert checkpoint_dirs.newest(tmp_path / "loop" / "checkpoints").name == "step-000002"
 
 
 def test_a_cancelled_run_ends_its_tasks_and_requests(tmp_path):

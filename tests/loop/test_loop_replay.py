@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from in_process_run import make_config, new_engine, play
 
-from moerl.config.router_replay import routes_to_replay
-from moerl.rollout.fake import FakeEngine
-from moerl.train.fake import FakeTrainGroup
-from moerl.types import GuardError, MoerlError
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.train.fake_group import FakeTrainGroup
+from moerl.types.errors import GuardError, MoerlError
 
 
 def replaying(tmp_path, mode, **train):

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process_run import SECONDS, InProcessRun, make_config, new_engine
 
-from moerl.cluster.residency import FOLLOWS, Residency
-from moerl.config.schema import RolloutConfig, WeightsConfig
-from moerl.models.scratch import character_tokenizer
-from moerl.payloads import Here
-from moerl.rollout.collect import Intake, LocalCollector
-from moerl.rollout.engine import PARTS
-from moerl.rollout.fake import FakeEngine
-from moerl.rollout.pool import RolloutPool
-from moerl.types import EngineError, ResidencyError
+from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
+from moerl.residency import FOLLOWS, Residency
+from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.rollout.fleet.collect import Intake, LocalCollector
+from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.server.contract import PARTS
+from moerl.scratch_model import character_tokenizer
+from moerl.types.errors import EngineError, ResidencyError
+from moerl.types.stored import Here
 
 STEP = [
     ("server", "pause abort"), ("server", "sleep weights cache"), ("trainer", "wake"), ("trainer", "update"),
@@ -159,7 +159,7 @@ class RefusingToWake(Refusing):
     ("kind", "move", "state"), [(Refusing, "serving to training", "serving"), (RefusingToWake, "training to sharing", "training")]
 )
 def test_a_move_that_fails_ends_the_run_with_its_reason_and_no_other_move_begins(tmp_path, kind, move, state, monkeypatch):
-    monkeypatch.setattr("moerl.rollout.fleet.LOSS_SECONDS", 0.01)
+    monkeypatch.setattr("moerl.rollout.fleet.fleet.LOSS_SECONDS", 0.01)
     run = colocated(settings(tmp_path), [new_engine(kind=kind)], num_shared=1)
 
     async def scenario():

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, make_config, play
 
-from moerl.config.schema import DAPOConfig, GRPOConfig
-from moerl.train import checkpoint
-from moerl.train.fake import FakeTrainGroup
-from moerl.types import CheckpointError, DataError
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.fake_group import FakeTrainGroup
+from moerl.types.errors import CheckpointError, DataError
 
 GRPO, DAPO = GRPOConfig(), DAPOConfig(overlong="none", max_attempts=50)
 
@@ -37,7 +37,7 @@ def play_until_saved(config, version, *, turns):
 def interrupted(config, version, *, turns):
     """Of a run stopped soon after it saved `version`: what trained up to its newest checkpoint, and the run that continues it."""
     first = play_until_saved(config, version, turns=turns)
-    newest = int(checkpoint.newest(config.run_dir / "checkpoints").name.removeprefix("step-"))
+    newest = int(checkpoint_dirs.newest(config.run_dir / "checkpoints").name.removeprefix("step-"))
     resumed = play(config)
     assert version <= newest < min(resumed.groups)
     return {step: groups for step, groups in first.trained().items() if step <= newest}, resumed
@@ -127,7 +127,7 @@ def test_data_with_other_rows_than_the_checkpoint_was_made_with_is_refused(tmp_p
 def test_a_checkpoint_whose_state_is_damaged_is_refused(tmp_path):
     config = make_config(tmp_path)
     play(config)
-    state = checkpoint.newest(tmp_path / "loop" / "checkpoints") / "state.json"
+    state = checkpoint_dirs.newest(tmp_path / "loop" / "checkpoints") / "state.json"
     state.write_text(json.dumps({"version": 4, "drawn": 3, "num_rows": 25}))
     with pytest.raises(CheckpointError, match=r"(?s)delete .*step-000004 to continue from step-000003, .*\n.*state\.json: \d+ bytes"):
         play(replace(config, num_steps=6))

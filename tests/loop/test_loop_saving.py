@@ -6,8 +6,8 @@ import logging
 import pytest
 from in_process_run import InProcessRun, RecordingTrainer, make_config
 
-from moerl.train import checkpoint
-from moerl.types import CheckpointError, GuardError
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import CheckpointError, GuardError
 
 
 class BackgroundTrainer(RecordingTrainer):
@@ -45,7 +45,7 @@ def background_run(tmp_path, **changes):
 
 
 def versions(run):
-    return [checkpoint.version_of(path) for path in checkpoint.complete(run.config.run_dir / "checkpoints")]
+    return [checkpoint_dirs.version_of(path) for path in checkpoint_dirs.complete(run.config.run_dir / "checkpoints")]
 
 
 def test_the_end_of_a_run_waits_for_its_last_checkpoint(tmp_path):

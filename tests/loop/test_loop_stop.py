@@ -8,14 +8,14 @@ import pytest
 from in_process_run import InProcessRun, make_config, play
 
 from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
-from moerl.train import checkpoint
-from moerl.types import RunStopped
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import RunStopped
 
 SIGTERM = 143
 
 
 def newest(config):
-    directory = checkpoint.newest(config.run_dir / "checkpoints")
+    directory = checkpoint_dirs.newest(config.run_dir / "checkpoints")
     return 0 if directory is None else int(directory.name.removeprefix("step-"))
 
 

@@ -1,4 +1,4 @@
-"""Builds what every rank of a large run holds, without memory (moerl/train/on_meta.py)."""
+"""Builds what every rank of a large run holds, without memory (moerl/train/megatron/on_meta.py)."""
 
 import pickle
 import resource
@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moerl.config.schema_train import TrainConfig
-from moerl.models.family import Sizes
+from moerl.config.schema.train_config import TrainConfig
+from moerl.models.families.family import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from moerl.train.on_meta import as_rank, build_on_meta
+    from moerl.train.megatron.on_meta import as_rank, build_on_meta
 
     part, num_parts = dist.get_rank(), dist.get_world_size()
     places: dict[int, Place] = {}

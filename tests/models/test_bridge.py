@@ -10,8 +10,8 @@ from engine_jobs import export_to, new_engine
 from engine_ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 
-from moerl.config.layout import Layout
-from moerl.models.checkpoint import INDEX, HFCheckpoint
+from moerl.config.schema.layout import Layout
+from moerl.models.hf_checkpoint import INDEX, HFCheckpoint
 
 CASES = [
     *(("qwen3_moe", layout) for layout in ("one", *LAYOUTS)),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moerl.models.checkpoint import INDEX, HFCheckpoint, write_shards
-from moerl.types import CheckpointError
+from moerl.models.hf_checkpoint import INDEX, HFCheckpoint, write_shards
+from moerl.types.errors import CheckpointError
 
 TENSORS = {f"layer.{i}.weight": torch.arange(40, dtype=torch.float32).reshape(4, 10) + i for i in range(5)}
 

@@ -14,7 +14,7 @@ from engine_ranks import run_ranks as run_plain_ranks
 from family_cases import CASES, write_case
 from safetensors.torch import load_file, save_file
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 from moerl.models.bridge_packages import BRIDGES
 
 pytestmark = pytest.mark.skipif(

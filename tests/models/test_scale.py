@@ -14,21 +14,21 @@ from engine_ranks import run_ranks
 from published_tensors import PUBLISHED_COUNTS, published_tensors
 from scale_ranks import Place, Survey, read_survey, survey
 
-from moerl.config.layout import Layout
+from moerl.config.derive.published import published_config, published_names
 from moerl.config.load import load
-from moerl.config.published import published_config, published_names
-from moerl.config.schema import RunConfig
-from moerl.models import FAMILIES
-from moerl.models.family import Family, Rule, Sizes
-from moerl.models.owned import hf_names
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.run_config import RunConfig
+from moerl.models.bridge.rank_parameters import hf_names
+from moerl.models.families.family import Family, Rule, Sizes
+from moerl.models.families.family_table import FAMILIES
 from moerl.models.shards import cut_dim, merge, split
-from moerl.push_types import TensorSpec
-from moerl.weights.deliveries import deliveries, in_order
-from moerl.weights.plan import PlannedTensor, RolloutLayout, holders
-from moerl.weights.plan_faults import faults
-from moerl.weights.routing import plan_transfers
-from moerl.weights.schedule import bound_seconds, incomplete_bytes, seconds
-from moerl.weights.spec import num_bytes
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.buckets import deliveries, in_order
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.rounds import bound_seconds, incomplete_bytes, seconds
+from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.tensor_specs import num_bytes
+from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, holders
 
 RECIPES = [
     "grpo-deepseek-v3-32n8g-sync",

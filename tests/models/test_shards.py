@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.models import FAMILIES
-from moerl.models.family import Rule, Sizes
+from moerl.models.families.family import Rule, Sizes
+from moerl.models.families.family_table import FAMILIES
 from moerl.models.shards import merge, split
 
 RANKS = st.sampled_from([1, 2, 4])

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moerl.models import FAMILIES
-from moerl.models.checkpoint import HFCheckpoint
-from moerl.models.stacks import restack, stack_of, stack_templates, stored_names
+from moerl.models.expert_stacks import restack, stack_of, stack_templates, stored_names
+from moerl.models.families.family_table import FAMILIES
+from moerl.models.hf_checkpoint import HFCheckpoint
 
 
 @given(st.permutations(range(5)), st.permutations(range(3)))

@@ -7,20 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    ObserveConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    ScratchModel,
-    TinyData,
-)
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.payloads import stored_here
-from moerl.types import Completion, FinishReason, Group, Prompt, Sample, Score, StepStats, VersionSpan
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.model_config import ModelConfig, ScratchModel
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import ObserveConfig, RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.types.completion import Completion, FinishReason, VersionSpan
+from moerl.types.groups import Group, Prompt, Sample, Score
+from moerl.types.stats import StepStats
+from moerl.types.stored import stored_here
 
 
 @pytest.fixture

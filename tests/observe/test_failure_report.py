@@ -8,7 +8,7 @@ import pytest
 import moerl
 from moerl.cluster.tracebacks import headline
 from moerl.observe.failure import write_failure
-from moerl.types import CheckpointError, EngineError, HangError, MoerlError, Origin, TrainError
+from moerl.types.errors import CheckpointError, EngineError, HangError, MoerlError, Origin, TrainError
 
 RANK = Origin(who="rank 3 of 8", node="n17", doing="write_checkpoint", log="/run/logs/rank-3.log", details="rank 3:\nall of its traceback")
 
@@ -71,7 +71,7 @@ def test_the_step_after_a_resume_is_that_of_the_newest_checkpoint(tmp_path):
 
 
 PACKAGE = Path(moerl.__file__).parent
-REMOTE = f"""\x1b[36mray::TrainWorker.update()\x1b[39m (pid=3, ip=1.2.3.4, actor_id=5, repr=<moerl.train.worker.TrainWorker object>)
+REMOTE = f"""\x1b[36mray::TrainWorker.update()\x1b[39m (pid=3, ip=1.2.3.4, actor_id=5, repr=<moerl.train.train_worker.TrainWorker object>)
   File "/env/lib/python3.11/site-packages/ray/x.py", line 7, in span
     return method(*args)
            ^^^^^^^^^^^^^
@@ -94,7 +94,7 @@ def test_frames_of_libraries_are_left_out_and_the_innermost_comes_first():
         "    RuntimeError: division by zero",
         "    of two lines",
         "      at /home/me/own/loss.py:4 in token_loss: return ratio / zero",
-        "      at moerl/train/engine.py:88 in update: return self._update(batch)",
+        "      at moerl/train/megatron_engine.py:88 in update: return self._update(batch)",
     ]
 
 

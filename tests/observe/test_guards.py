@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from moerl.observe.guards import check_finite, check_first_step
-from moerl.types import GuardError
+from moerl.types.errors import GuardError
 
 AGREED = dict(limit=1e-4, on_policy=True, own_old_logprobs=True, fresh=True)
 

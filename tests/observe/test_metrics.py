@@ -5,8 +5,8 @@ import pytest
 
 from moerl.evaluation.estimates import Outcome, result_of
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
-from moerl.push_types import PushStats
-from moerl.types import MemoryStats, Move, RoutingStats, SavedCheckpoint
+from moerl.types.push import PushStats
+from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from rich.console import Console
 from moerl.observe.dumps import dumped_steps
 from moerl.observe.observer import Observer, PhaseClock, full_reward
 from moerl.observe.records import read_metrics
-from moerl.types import ConfigError, HangError
+from moerl.types.errors import ConfigError, HangError
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from moerl.config.layout import Layout
 from moerl.config.load import to_yaml
+from moerl.config.schema.layout import Layout
 from moerl.observe import report
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
-from moerl.types import ReportError
+from moerl.types.errors import ReportError
 
 HOSTILE = "</script><img src=https://example.org/x onerror=alert(1)><!-- \u2028 ]]> {{ 7 * 7 }} & <b>"
 

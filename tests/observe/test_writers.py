@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moerl.observe.records import read_metrics, read_records, to_line
 from moerl.observe.writers import JsonlWriter, TensorBoardWriter, wandb_id
-from moerl.types import ReportError
+from moerl.types.errors import ReportError
 
 
 def steps(path):

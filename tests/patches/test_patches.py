@@ -17,7 +17,7 @@ from patch_jobs import activate_again, gather_and_scatter, patch_changed_source,
 import megatron_patches
 from megatron_patches import duplicated_linear, reference_te
 from megatron_patches.errors import PatchError, require_source
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 OLD_MEGATRON = pytest.param(
     "duplicated_linear", marks=pytest.mark.skipif(not duplicated_linear.needed(), reason="this version of Megatron marks them itself")
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from pathlib import Path
 from engine_cases import settings
 from engine_jobs import new_engine
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=0, world_size=1)
 new_engine(settings(Path(sys.argv[2]), Layout()))
 """

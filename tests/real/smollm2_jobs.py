@@ -6,8 +6,8 @@ import numpy as np
 from engine_jobs import new_engine
 from family_jobs import packed_logits, wrong_names
 
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 
 @dataclass(frozen=True, kw_only=True)

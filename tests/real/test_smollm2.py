@@ -19,12 +19,13 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 from moerl.convert.compare import compared
-from moerl.convert.run import Conversion, convert
+from moerl.convert.conversion import Conversion, convert
 from moerl.convert.upcycle import Upcycling
-from moerl.rollout.build import build_engines
-from moerl.types import SamplingParams, TrainBatch
+from moerl.rollout.build_engines import build_engines
+from moerl.types.batch import TrainBatch
+from moerl.types.completion import SamplingParams
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(find_wheel() is None, reason="needs the wheel that make test-real fetches")]
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.schema import RewardConfig, RewardTerm
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
 
 FUNCTIONS = r"""
 import os, subprocess, sys, time

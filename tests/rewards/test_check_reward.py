@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.schema import RewardConfig, RewardTerm
-from moerl.rewards.check import check_reward
-from moerl.types import Problem
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.rewards.reward_rules import check_reward
+from moerl.types.errors import Problem
 
 MODULE = """
 raise RuntimeError("this module must not be imported by a check")
@@ -122,7 +122,7 @@ def test_a_file_that_is_not_python_is_a_problem(module):
 
 
 def test_the_checks_import_neither_torch_nor_verifiers():
-    code = "import sys, moerl.rewards.check, moerl.rollout.datasets, moerl.config.scratch; "
+    code = "import sys, moerl.rewards.reward_rules, moerl.rollout.datasets, moerl.config.derive.scratch_config; "
     code += "print([m for m in ('torch', 'transformers', 'math_verify', 'reasoning_gym', 'pyarrow') if m in sys.modules])"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root).stdout == "[]\n"

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.config.schema import GymData, RewardConfig, RewardTerm
-from moerl.rewards.pool import RewardPool
-from moerl.rollout.datasets import load_dataset
-from moerl.types import ConfigError, Prompt, Score
+from moerl.config.schema.data_config import GymData, RewardConfig, RewardTerm
+from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.datasets.load_dataset import load_dataset
+from moerl.types.errors import ConfigError
+from moerl.types.groups import Prompt, Score
 
 
 def prompt(ground_truth: str = "", **extra_info: object) -> Prompt:
@@ -241,9 +242,9 @@ def test_nothing_is_left_after_close_and_scoring_then_is_an_error(misbehaving):
 
 DRIVER = """
 import asyncio, sys
-from moerl.config.schema import RewardConfig, RewardTerm
-from moerl.rewards.pool import RewardPool
-from moerl.types import Prompt
+from moerl.config.schema.run_config import RewardConfig, RewardTerm
+from moerl.rewards.reward_pool import RewardPool
+from moerl.types.errors import Prompt
 
 async def main():
     config = RewardConfig(terms={"bad": RewardTerm(kind="function", path=sys.argv[1])}, timeout_seconds=600.0, num_workers=3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.config.schema import RewardTerm
+from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.table import VERIFIERS
 from moerl.rewards.verifier import Check, Verdict
 

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moerl.rollout import wire
-from moerl.types import Completion, SamplingParams, VersionSpan
+from moerl.rollout.server import wire
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
 
 VOCAB, LAYERS, TOP_K, EXPERTS = 1000, 4, 2, 8
 dropped: list[str] = []

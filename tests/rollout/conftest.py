@@ -23,8 +23,8 @@ from tiny_servers import (
     write_checkpoint,
 )
 
-from moerl.cluster.forks.server import VARIABLE
-from moerl.rollout.http_engine import HTTPEngine
+from moerl.cluster.forks.fork_server import VARIABLE
+from moerl.rollout.server.client import HTTPEngine
 
 
 @pytest.fixture(scope="session")

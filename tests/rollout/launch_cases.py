@@ -8,11 +8,11 @@ from pathlib import Path
 from types import ModuleType
 
 from moerl.config.load import load
-from moerl.config.server_layout import ServerLayout
-from moerl.rollout.engines.arguments import as_command_line
-from moerl.rollout.engines.options import Options
-from moerl.rollout.sglang import launch as sglang
-from moerl.rollout.vllm import launch as vllm
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.engines.engine_arguments import as_command_line
+from moerl.rollout.engines.sglang import sglang_launch as sglang
+from moerl.rollout.engines.vllm import vllm_launch as vllm
+from moerl.rollout.server.server_options import Options
 
 DIRECTORY = Path(__file__).parent / "launch"
 RECIPES = {

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from tiny_servers import until
 
-from moerl.types import EngineError, EngineUnavailable, SamplingParams, WeightError
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 
 PROMPT = (5, 17, 3, 42, 8)
 LONG = 200

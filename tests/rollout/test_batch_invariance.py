@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from moerl.rollout.hf.forward import Forward
-from moerl.rollout.hf.model import load_model
-from moerl.rollout.hf.scheduler import Request, Scheduler
-from moerl.types import SamplingParams
+from moerl.rollout.engines.hf.forward import Forward
+from moerl.rollout.engines.hf.hf_model import load_model
+from moerl.rollout.engines.hf.scheduler import Scheduler
+from moerl.rollout.server.engine_core import ServerRequest
+from moerl.types.completion import SamplingParams
 
 NUM_SLOTS = 24
 RNG = np.random.default_rng(11)
@@ -29,7 +30,9 @@ GROUP = [(SUBJECT[0], SamplingParams(max_tokens=25, seed=100 + i)) for i in rang
 def request_of(name, what, outcomes):
     prompt, sampling = what
     prompt_ids = np.array(prompt, dtype=np.int64)
-    return Request(request_id=name, prompt_ids=prompt_ids, sampling=sampling, done=lambda outcome: outcomes.__setitem__(name, outcome))
+    return ServerRequest(
+        request_id=name, prompt_ids=prompt_ids, sampling=sampling, done=lambda outcome: outcomes.__setitem__(name, outcome)
+    )
 
 
 class Batch:

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.payloads import stored_here
 from moerl.rollout.buffer import GroupBuffer
-from moerl.types import Completion, DynamicSamplingError, Group, MoerlError, Prompt, Sample, Score, VersionSpan
+from moerl.types.completion import Completion, VersionSpan
+from moerl.types.errors import DynamicSamplingError, MoerlError
+from moerl.types.groups import Group, Prompt, Sample, Score
+from moerl.types.stored import stored_here
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
 UNLIMITED = 10**9

@@ -6,10 +6,14 @@ import dataclasses
 import pytest
 from tiny_servers import push
 
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.rollout.build import ENGINES, build_engines
-from moerl.types import SamplingParams
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.rollout.build_engines import ENGINES, build_engines
+from moerl.types.completion import SamplingParams
 
 
 def config(*, deterministic=False, **rollout):

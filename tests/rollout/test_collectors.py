@@ -15,13 +15,15 @@ import pytest
 import ray
 from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
-from moerl.payloads import InStore
-from moerl.rollout.collect import Intake, Request
-from moerl.rollout.collectors import RayCollectors
-from moerl.rollout.http_engine import HTTPEngine
-from moerl.rollout.pool import RolloutPool
-from moerl.route_types import RouteShape
-from moerl.types import KILLED, EngineError, EngineUnavailable, Group, Prompt, Sample, SamplingParams, Score, StoreError, VersionSpan
+from moerl.rollout.fleet.collect import CollectRequest, Intake
+from moerl.rollout.fleet.ray_collectors import RayCollectors
+from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.server.client import HTTPEngine
+from moerl.types.completion import SamplingParams, VersionSpan
+from moerl.types.errors import KILLED, EngineError, EngineUnavailable, StoreError
+from moerl.types.groups import Group, Prompt, Sample, Score
+from moerl.types.routes import RouteShape
+from moerl.types.stored import InStore
 
 PROMPT = (1, 2, 3)
 INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS))
@@ -48,7 +50,7 @@ def engine(run, tmp_path):
 
 
 def request(name, *, max_tokens=8):
-    return Request(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=1, returns_routes=True), request_id=name)
+    return CollectRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=1, returns_routes=True), request_id=name)
 
 
 def assert_whole(payload, num_tokens):

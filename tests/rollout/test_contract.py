@@ -1,14 +1,15 @@
-"""What moerl.rollout.engine promises, for every engine."""
+"""What moerl.rollout.server.contract promises, for every engine."""
 
 import asyncio
 
 import pytest
 from tiny_servers import until
 
-from moerl.push_types import Manifest, Piece
-from moerl.types import EngineError, SamplingParams, VersionSpan, WeightError
-from moerl.weights.digest import tensor_digest
-from moerl.weights.spec import spec_of
+from moerl.types.completion import SamplingParams, VersionSpan
+from moerl.types.errors import EngineError, WeightError
+from moerl.types.push import Manifest, Piece
+from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.verify.digest import tensor_digest
 
 PROMPT = (5, 17, 3, 3, 42, 8, 11, 60, 1, 2, 29)
 

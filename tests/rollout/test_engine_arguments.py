@@ -11,11 +11,11 @@ import pytest
 import torch
 from test_build_engines import config
 
-from moerl.config import engines
-from moerl.config.model_shape import ModelShape
-from moerl.rollout.engines.arguments import QuietParser, argument_problems, as_command_line, version_problems
-from moerl.rollout.sglang import core as sglang_core
-from moerl.rollout.vllm import core as vllm_core
+from moerl.config.derive.model_shape import ModelShape
+from moerl.config.rules import engine_rules
+from moerl.rollout.engines.engine_arguments import QuietParser, argument_problems, as_command_line, version_problems
+from moerl.rollout.engines.sglang import sglang_core
+from moerl.rollout.engines.vllm import vllm_core
 
 
 def parser():
@@ -104,19 +104,19 @@ def test_the_range_is_that_of_the_extra_that_installs_it(engine, core):
 
 
 def rules(shape=SHAPE, **changes):
-    return list(engines.engine_problems(config(**changes), shape))
+    return list(engine_rules.engine_problems(config(**changes), shape))
 
 
 @pytest.mark.parametrize("engine", NATIVE)
 def test_a_missing_environment_gets_the_command_that_builds_it(monkeypatch, tmp_path, engine):
-    monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(engine_rules, "_CHECKOUT", tmp_path)
     (found,) = rules(engine=engine)
     assert f"make engines ENGINES={engine}" in found.fix
 
 
 @pytest.mark.parametrize(("engine", "model_type"), [("sglang", "gpt_oss"), ("vllm", "gpt_oss")])
 def test_models_and_settings_that_an_engine_is_not_tested_with_are_refused(monkeypatch, tmp_path, engine, model_type):
-    monkeypatch.setattr(engines, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(engine_rules, "_CHECKOUT", tmp_path)
     found = rules(dataclasses.replace(SHAPE, model_type=model_type), engine=engine, deterministic=True)
     assert [problem.path for problem in found] == ["deterministic", "rollout.engine", "rollout.python"]
 
@@ -154,7 +154,7 @@ def test_the_engines_own_parser_checks_arguments_and_all_problems_come_at_once(e
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of kernels for CPU")
 def test_a_model_in_sizes_without_cpu_kernels_is_refused(monkeypatch):
     sizes = {"model_type": "deepseek_v3", "kv_lora_rank": 20, "qk_rope_head_dim": 8, "n_routed_experts": 8, "hidden_size": 80}
-    monkeypatch.setattr(engines, "model_config", lambda model: sizes)
+    monkeypatch.setattr(engine_rules, "model_config", lambda model: sizes)
     latent, experts = rules(dataclasses.replace(SHAPE, model_type="deepseek_v3"), engine="vllm")
     assert (latent.value, latent.rule) == ("kv_lora_rank and qk_rope_head_dim = (20, 8)", "must be 512 and 64")
     assert (experts.value, experts.fix) == ("hidden_size = 80", "rollout.engine=hf, or a server on a GPU")

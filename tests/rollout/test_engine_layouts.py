@@ -12,10 +12,11 @@ import torch
 from tiny_servers import ROUTES, native_config, push
 from transformers import AutoModelForCausalLM
 
-from moerl.config.server_layout import ServerLayout
-from moerl.rollout.build import build_engines
-from moerl.rollout.hf.routes import RouteRecorder
-from moerl.types import SamplingParams, WeightError
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.build_engines import build_engines
+from moerl.rollout.engines.hf.route_recorder import RouteRecorder
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import WeightError
 
 PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (7, 7)]
 CASES = {

@@ -8,8 +8,8 @@ import torch
 from tiny_servers import ROUTES, push
 from transformers import AutoModelForCausalLM
 
-from moerl.rollout.hf.routes import RouteRecorder
-from moerl.types import SamplingParams
+from moerl.rollout.engines.hf.route_recorder import RouteRecorder
+from moerl.types.completion import SamplingParams
 
 
 @pytest.mark.engine

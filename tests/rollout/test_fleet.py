@@ -6,10 +6,11 @@ from contextlib import asynccontextmanager
 import pytest
 from tiny_servers import MAX_RUNNING, collector, new_fake, push, whole
 
-from moerl.rollout.engine import EngineRefuses
-from moerl.rollout.fleet import NUM_PROBES
-from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
-from moerl.types import EngineError, SamplingParams
+from moerl.rollout.fleet.fleet import NUM_PROBES
+from moerl.rollout.fleet.rollout_pool import MAX_ATTEMPTS, RolloutPool
+from moerl.rollout.server.contract import EngineRefuses
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import EngineError
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 PROMPT = (1, 2, 3)

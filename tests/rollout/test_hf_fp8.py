@@ -10,18 +10,18 @@ from test_build_engines import config
 from test_contract import ask
 from tiny_servers import Served, hf_engine, push
 
-from moerl.config.server_layout import ServerLayout
-from moerl.convert import fp8
-from moerl.rollout.build import build_engines
-from moerl.rollout.hf.fp8 import FP8Weights
-from moerl.types import WeightError
-from moerl.weights.fp8_pairs import in_fp8
-from moerl.weights.spec import spec_of
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.models import fp8_blocks
+from moerl.rollout.build_engines import build_engines
+from moerl.rollout.engines.hf.fp8_weights import FP8Weights
+from moerl.types.errors import WeightError
+from moerl.weights.plan.fp8_pairs import in_fp8
+from moerl.weights.plan.tensor_specs import spec_of
 
 pytestmark = pytest.mark.usefixtures("forked")
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
-SCALES = NAME + fp8.SCALE_SUFFIX
+SCALES = NAME + fp8_blocks.SCALE_SUFFIX
 
 
 def as_pairs(tensors):
@@ -29,16 +29,15 @@ def as_pairs(tensors):
     found = {}
     for name, tensor in tensors.items():
         names = list(in_fp8([spec_of(name, tensor)]))
-        found |= zip(names, [tensor] if len(names) == 1 else fp8.quantized(tensor, "float32"), strict=True)
+        found |= zip(names, [tensor] if len(names) == 1 else fp8_blocks.quantized(tensor, "float32"), strict=True)
     return found
 
 
 def values_of(pairs):
     """What the pairs stand for, in float32."""
-    values = {name: tensor for name, tensor in pairs.items() if not name.endswith(fp8.SCALE_SUFFIX)}
-    quantized = {name: fp8.dequantized(values[name], pairs[name + fp8.SCALE_SUFFIX], torch.float32) for name in values.keys() & {
-        scales.removesuffix(fp8.SCALE_SUFFIX) for scales in pairs.keys() - values.keys()
-    }}  # fmt: skip
+    values = {name: tensor for name, tensor in pairs.items() if not name.endswith(fp8_blocks.SCALE_SUFFIX)}
+    names = values.keys() & {scales.removesuffix(fp8_blocks.SCALE_SUFFIX) for scales in pairs.keys() - values.keys()}
+    quantized = {name: fp8_blocks.dequantized(values[name], pairs[name + fp8_blocks.SCALE_SUFFIX], torch.float32) for name in names}
     return values | {name: torch.cat(list(parts)) for name, parts in quantized.items()}
 
 

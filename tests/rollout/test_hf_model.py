@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moerl.rollout.hf.model import checkpoint_specs, checkpoint_views, load_model
-from moerl.types import EngineError
-from moerl.weights.spec import spec_of
+from moerl.rollout.engines.hf.hf_model import checkpoint_specs, checkpoint_views, load_model
+from moerl.types.errors import EngineError
+from moerl.weights.plan.tensor_specs import spec_of
 
 
 def load(directory: Path, **changes):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moerl.types import SamplingParams
+from moerl.types.completion import SamplingParams
 
 PROMPTS = [tuple(np.random.default_rng(i).integers(0, 61, size=length).tolist()) for i, length in enumerate((1, 7, 8, 9, 16, 37, 120))]
 

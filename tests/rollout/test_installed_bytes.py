@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moerl.rollout.engines.installed import InstalledBytes
-from moerl.types import WeightError
+from moerl.rollout.engines.installed_bytes import InstalledBytes
+from moerl.types.errors import WeightError
 
 
 def sent(*shape):

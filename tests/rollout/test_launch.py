@@ -9,16 +9,16 @@ import pytest
 import yaml
 from launch_cases import DIRECTORY, EVERYTHING, RECIPES, arguments, cases, options, text
 
-from moerl.config import engines
 from moerl.config.load import build, load
-from moerl.config.server_layout import ServerLayout
+from moerl.config.rules import engine_rules
+from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.summary import summary
 from moerl.rollout.commands import described, native_command
-from moerl.rollout.engines.arguments import as_command_line
-from moerl.rollout.engines.process import LAYOUT, _parse
-from moerl.rollout.sglang import launch as sglang
-from moerl.rollout.vllm import launch as vllm
-from moerl.types import EngineError
+from moerl.rollout.engines.engine_arguments import as_command_line
+from moerl.rollout.engines.sglang import sglang_launch as sglang
+from moerl.rollout.engines.vllm import vllm_launch as vllm
+from moerl.rollout.server.gate_process import LAYOUT, _parse
+from moerl.types.errors import EngineError
 
 CASES = cases()
 
@@ -65,7 +65,7 @@ def test_check_prints_what_starts_every_node_as_comments_of_its_yaml():
     text = summary(config, described(config))
     assert build(yaml.safe_load(text)) == config
     started, given, others = [line for line in text.splitlines() if line.startswith(("# node 0", "# which is", "# other nodes"))]
-    assert "moerl.rollout.sglang.server --model MODEL" in started and started.endswith("--node-rank 0 --head HEAD")
+    assert "moerl.rollout.engines.sglang.sglang_server --model MODEL" in started and started.endswith("--node-rank 0 --head HEAD")
     assert "sglang --model-path MODEL" in given and "--attn-dp-size 4" in given and given.endswith("--dist-init-addr HEAD:25000")
     assert "--node-rank 1 to 3" in others
 
@@ -90,7 +90,7 @@ parser = make()
 parsed = [vars(parser.parse_args(line)) for line in json.load(sys.stdin)]
 json.dump(parsed, open(sys.argv[1], "w"), default=str)
 """
-_SGLANG = "from moerl.rollout.sglang import server\nfrom moerl.rollout.sglang.core import _parser as make"
+_SGLANG = "from moerl.rollout.engines.sglang import server\nfrom moerl.rollout.engines.sglang.sglang_core import _parser as make"
 _VLLM = """
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -101,7 +101,7 @@ make = lambda: AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=
 @pytest.mark.engine
 @pytest.mark.parametrize(("engine", "imports"), [("sglang", _SGLANG), ("vllm", _VLLM)], ids=["sglang", "vllm"])
 def test_the_installed_engine_takes_every_argument_with_its_value(engine, imports, tmp_path):
-    python, out = Path(engines.__file__).parents[2] / f".venv-{engine}" / "bin" / "python", tmp_path / "parsed.json"
+    python, out = Path(engine_rules.__file__).parents[2] / f".venv-{engine}" / "bin" / "python", tmp_path / "parsed.json"
     servers = {name: arguments(name, server) for name, server in CASES.items() if name.startswith(engine)}
     lines = [as_command_line(given) for given in servers.values()]
     command = [str(python), "-c", _PARSE.format(imports=imports), str(out)]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moerl.rollout.vllm.installed import LayerwiseBytes
-from moerl.types import WeightError
+from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
+from moerl.types.errors import WeightError
 
 
 class Layer:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_servers import native_engine
 
-from moerl.rollout.vllm.core import VLLMCore
-from moerl.types import EngineError
+from moerl.rollout.engines.vllm.vllm_core import VLLMCore
+from moerl.types.errors import EngineError
 
 
 @pytest.mark.engine

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, collector, until, whole
 
-from moerl.rollout.partial import joined
-from moerl.rollout.pool import MAX_ATTEMPTS, RolloutPool
-from moerl.rollout.routes import check_routes
-from moerl.types import Completion, EngineUnavailable, SamplingParams, VersionSpan
+from moerl.rollout.fleet.partial import joined
+from moerl.rollout.fleet.rollout_pool import MAX_ATTEMPTS, RolloutPool
+from moerl.rollout.fleet.route_check import check_routes
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.errors import EngineUnavailable
 
 PROMPT = (5, 17, 3, 42, 8)
 

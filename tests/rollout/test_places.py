@@ -1,4 +1,4 @@
-"""The invariants of moerl/rollout/places.py, by their names."""
+"""The invariants of moerl/rollout/fleet/request_queue.py, by their names."""
 
 import asyncio
 from contextlib import suppress
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.rollout.fleet import Fleet
-from moerl.rollout.places import LOOK_AHEAD, Places
-from moerl.types import EngineError
+from moerl.rollout.fleet.fleet import Fleet
+from moerl.rollout.fleet.request_queue import LOOK_AHEAD, RequestQueue
+from moerl.types.errors import EngineError
 
 
 class Named:
@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self, num_servers, max_running=4, max_queued=1):
         self.fleet = Fleet([Named(f"s{i}") for i in range(num_servers)], max_restarts=0, probe_seconds=1)
-        self.places = Places(self.fleet, max_running=max_running, max_queued=max_queued)
+        self.places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued)
         self.fleet.served(self.fleet.members)
         self.order, self.where, self.tasks, self.ends = [], {}, {}, {}
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 
-from moerl.rollout.engine import PARTS
-from moerl.rollout.http_engine import HTTPEngine
-from moerl.rollout.pool import RolloutPool
-from moerl.types import Completion, EngineError, SamplingParams, VersionSpan
+from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.contract import PARTS
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.errors import EngineError
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 PROMPT = (1, 2, 3)

@@ -11,13 +11,15 @@ from test_contract import PROMPT, ask, running
 from tiny_servers import ROUTES
 from transformers import AutoModelForCausalLM
 
-from moerl.rollout import wire
-from moerl.rollout.hf.forward import Forward
-from moerl.rollout.hf.model import load_model
-from moerl.rollout.hf.scheduler import Request, Scheduler
-from moerl.rollout.routes import check_routes
-from moerl.route_types import RouteShape, is_unknown
-from moerl.types import Completion, EngineError, SamplingParams, VersionSpan
+from moerl.rollout.engines.hf.forward import Forward
+from moerl.rollout.engines.hf.hf_model import load_model
+from moerl.rollout.engines.hf.scheduler import Scheduler
+from moerl.rollout.fleet.route_check import check_routes
+from moerl.rollout.server import wire
+from moerl.rollout.server.engine_core import ServerRequest
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.errors import EngineError
+from moerl.types.routes import RouteShape, is_unknown
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ class Batch:
         scheduler, outcomes, iteration = Scheduler(self.forward, max_context=256), {}, 0
         for name, (prompt, sampling) in requests.items():
             done = lambda outcome, name=name: outcomes.__setitem__(name, outcome)  # noqa: E731
-            scheduler.add(Request(request_id=name, prompt_ids=np.array(prompt), sampling=sampling, done=done))
+            scheduler.add(ServerRequest(request_id=name, prompt_ids=np.array(prompt), sampling=sampling, done=done))
         while scheduler.num_running or scheduler.num_waiting:
             scheduler.step(1, admit=True)
             iteration += 1

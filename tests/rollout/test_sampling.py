@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.rollout.hf.sampling import Draws, sample, uniforms
-from moerl.rollout.hf.slots import SlotTable, version_spans
-from moerl.types import SamplingParams, VersionSpan
+from moerl.rollout.engines.hf.sampling import Draws, sample, uniforms
+from moerl.rollout.engines.hf.slots import SlotTable, version_spans
+from moerl.types.completion import SamplingParams, VersionSpan
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.3, -4.0, 1.1])
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch.distributed as dist
 
-from moerl.rollout.sglang.scheduler import _weights
-from moerl.types import WeightError
+from moerl.rollout.engines.sglang.sglang_scheduler import _weights
+from moerl.types.errors import WeightError
 
 
 def outcome(rank, meeting, failing, answers):

@@ -12,10 +12,11 @@ import sys
 import pytest
 from tiny_servers import hf_engine, server_command, until
 
-from moerl.rollout.child import listen
-from moerl.rollout.http_engine import HTTPEngine
-from moerl.rollout.server_process import ServerProcess
-from moerl.types import EngineError, SamplingParams
+from moerl.rollout.server.child import listen
+from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.server_process import ServerProcess
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import EngineError
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -170,8 +171,8 @@ def test_a_server_ends_when_its_owner_is_killed(checkpoints, tmp_path):
     code = f"""
 import asyncio, sys
 from pathlib import Path
-from moerl.rollout.child import listen
-from moerl.rollout.http_engine import HTTPEngine
+from moerl.rollout.server.child import listen
+from moerl.rollout.server.client import HTTPEngine
 
 async def main():
     engine = HTTPEngine(sys.argv[1:], host="127.0.0.1", port=0, log_path=Path({str(tmp_path / "log")!r}), start_seconds=100)

@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from moerl.cluster.free_ports import free_ports
-from moerl.cluster.seats import Node, Seat, Seats
+from moerl.cluster.placement import Node, ProcessPlace, RunPlacement
 from moerl.config.load import load
-from moerl.config.server_layout import ServerLayout
-from moerl.rollout.build import build_engines
-from moerl.rollout.remote_process import RemoteProcess
-from moerl.rollout.server_process import ServerProcess
-from moerl.rollout.spread_process import NodeOfServer, SpreadProcess
-from moerl.types import EngineError, EngineUnavailable
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.build_engines import build_engines
+from moerl.rollout.server.remote_process import RemoteProcess
+from moerl.rollout.server.server_process import ServerProcess
+from moerl.rollout.server.spread_process import NodeOfServer, SpreadProcess
+from moerl.types.errors import EngineError, EngineUnavailable
 
 ARRIVE = "import sys, time; print('{\"arrived\": true}', flush=True); "
 SERVE = ARRIVE + "print('{\"port\": 7}', flush=True); "
@@ -178,8 +178,8 @@ def test_a_server_of_two_seats_has_a_process_on_both_nodes_which_meet_on_the_fir
     rollout = replace(config.rollout, engine="sglang", python=sys.executable, layout=ServerLayout(gpus=4, gpus_per_node=2))
     config = replace(config, rollout=rollout, placement=replace(config.placement, nodes=2, gpus_per_node=2))
     nodes = [Node(id=name, name=name, address=f"10.0.0.{number}", num_gpus=2, num_cpus=2) for number, name in enumerate("ab")]
-    seats = tuple(Seat(node=node, gpus=("4", "5")) for node in nodes)
-    (engine,) = build_engines(config, tmp_path, tmp_path, Seats(ranks=(), servers=(seats,), here="a"))
+    seats = tuple(ProcessPlace(node=node, gpus=("4", "5")) for node in nodes)
+    (engine,) = build_engines(config, tmp_path, tmp_path, RunPlacement(ranks=(), servers=(seats,), here="a"))
     assert engine.hosts == ("10.0.0.0", "10.0.0.1")
     assert [party.name for party in engine.parties] == ["server 10.0.0.0:0", "server 10.0.0.0:0 node 1"]
     near, far = engine._process._processes

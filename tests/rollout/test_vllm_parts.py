@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_build_engines import config
 
-from moerl.config.engines import interpreter
+from moerl.config.rules.engine_rules import interpreter
 
 pytestmark = pytest.mark.engine
 

@@ -13,20 +13,24 @@ from canned_server import Letters
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.payloads import Here
-from moerl.push_types import Transport
-from moerl.rollout.build import build_engines
-from moerl.rollout.collect import Answer, Intake, LocalCollector
-from moerl.rollout.engine import EngineHealth, RolloutEngine
-from moerl.rollout.fake import FakeEngine
-from moerl.rollout.http_engine import HTTPEngine
-from moerl.rollout.limits import Limits
-from moerl.route_types import RouteShape
-from moerl.types import Completion
-from moerl.weights.local import LocalSource
-from moerl.weights.spec import spec_of
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.rollout.build_engines import build_engines
+from moerl.rollout.engines.fake_engine import FakeEngine
+from moerl.rollout.fleet.collect import Answer, Intake, LocalCollector
+from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.contract import EngineHealth, RolloutEngine
+from moerl.rollout.server.limits import Limits
+from moerl.types.completion import Completion
+from moerl.types.push import Transport
+from moerl.types.routes import RouteShape
+from moerl.types.stored import Here
+from moerl.weights.local_source import LocalSource
+from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.sync import WeightSync
 
 VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4
@@ -144,7 +148,7 @@ def write_checkpoint(directory: Path, name: str) -> Checkpoint:
 
 def server_command(directory: Path, *options: object) -> list[str]:
     fixed = ["--model", directory, "--max-context", MAX_CONTEXT, "--max-running", MAX_RUNNING, "--prefill-chunk", 8]
-    return [sys.executable, "-m", "moerl.rollout.hf", *map(str, [*fixed, *options])]
+    return [sys.executable, "-m", "moerl.rollout.engines.hf", *map(str, [*fixed, *options])]
 
 
 def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, start_seconds: float = 120) -> HTTPEngine:

@@ -10,11 +10,11 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from moerl.rollout.vllm.cpu import model_arguments
-from moerl.rollout.vllm.installed import LayerwiseBytes
-from moerl.rollout.vllm.reload import begin_reload, check_reached, finish_reload
-from moerl.rollout.vllm.sampling import advance
-from moerl.types import WeightError
+from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
+from moerl.rollout.engines.vllm.reload import begin_reload, check_reached, finish_reload
+from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
+from moerl.rollout.engines.vllm.vllm_sampling import advance
+from moerl.types.errors import WeightError
 
 
 def two_layers(*, tied=False):

@@ -12,9 +12,9 @@ from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from moerl.rollout.pool import RolloutPool
+from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.train.group import MegatronTrainGroup
-from moerl.train.push_source import MegatronSource
+from moerl.train.push.push_source import MegatronSource
 
 _IN_FLIGHT_SECONDS = 0.3
 """For buckets to fill the senders' buffers, while a server that is stopped reads none."""

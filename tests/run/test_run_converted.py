@@ -15,11 +15,11 @@ from family_cases import write_case
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.config.scratch import TOKEN_IDS, VOCAB_SIZE
-from moerl.convert.run import Conversion, convert
+from moerl.config.derive.scratch_config import TOKEN_IDS, VOCAB_SIZE
+from moerl.convert.conversion import Conversion, convert
 from moerl.convert.upcycle import Upcycling
-from moerl.models.scratch import character_tokenizer
-from moerl.types import ConfigError
+from moerl.scratch_model import character_tokenizer
+from moerl.types.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 

@@ -13,7 +13,7 @@ from whole_runs import SMALL, SYNC, assert_all_end, left_in_shared_memory, share
 from moerl import run
 from moerl.check import load_checked, load_evaluation
 from moerl.config.load import load
-from moerl.convert.run import Conversion, convert
+from moerl.convert.conversion import Conversion, convert
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 

@@ -14,8 +14,8 @@ from family_cases import write_case
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.config.scratch import TOKEN_IDS, VOCAB_SIZE
-from moerl.models.scratch import character_tokenizer
+from moerl.config.derive.scratch_config import TOKEN_IDS, VOCAB_SIZE
+from moerl.scratch_model import character_tokenizer
 
 pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]  # twenty seconds each
 

@@ -7,7 +7,7 @@ from whole_runs import DIGIT, SMALL, SYNC, rows
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.types import EngineError
+from moerl.types.errors import EngineError
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 

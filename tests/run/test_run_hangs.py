@@ -11,7 +11,7 @@ from whole_runs import DIGIT, SMALL, SYNC, assert_all_end, left_in_shared_memory
 from moerl import run
 from moerl.check import load_checked
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import HangError
+from moerl.types.errors import HangError
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
 
@@ -93,6 +93,6 @@ def test_a_server_frozen_in_a_push_is_named_and_replaced_at_the_deadline_of_the_
     late = r"push: {} did not arrive within 5 s at the transfer \(deadlines\.push_seconds\)\n"
     assert re.match(late.format(re.escape(name)), report)
     assert name.startswith("server 127.0.0.1:")
-    assert "moerl/rollout/hf/__main__.py" in report.split(f"== {name}")[1]
+    assert "moerl/rollout/engines/hf/__main__.py" in report.split(f"== {name}")[1]
     assert [row["reward/mean"] for row in found] == [row["reward/mean"] for row in undisturbed]
     assert_all_end(struck.family)

@@ -23,9 +23,9 @@ from whole_runs import (
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.train.checkpoint import complete
-from moerl.train.checkpoint_check import faults_of_part, read_state
-from moerl.types import KILLED
+from moerl.train.checkpoint.checkpoint_check import faults_of_part, read_state
+from moerl.train.checkpoint.checkpoint_dirs import complete
+from moerl.types.errors import KILLED
 
 pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]
 

@@ -13,7 +13,7 @@ from whole_runs import DIGIT, SMALL, SYNC, command, find, rows
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.cluster.forks.server import VARIABLE
+from moerl.cluster.forks.fork_server import VARIABLE
 
 pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]
 
@@ -92,7 +92,7 @@ def test_a_run_uses_the_cluster_of_ray_address_and_leaves_it_running(tmp_path, c
         if line.strip().startswith("1/6"):
             started = set(psutil.Process(processes[0].pid).children(recursive=True)) - before
             workers = [child for child in started if "ray::TrainWorker" in child.cmdline()]
-            of_server = find(psutil.Process(process.pid).children(recursive=True), "moerl.rollout.hf").environ()
+            of_server = find(psutil.Process(process.pid).children(recursive=True), "moerl.rollout.engines.hf").environ()
     assert process.wait() == 0
     assert (of_server["NCCL_DEBUG"], of_server["GLOO_SOCKET_IFNAME"]) == ("WARN", "lo")
     assert len(workers) == 2

@@ -16,10 +16,10 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
     process = start(tmp_path, *TWO_NODES)
     family = wait_for_step(process, 1)
     assert [len(below(raylet, "TrainWorker")) for raylet in raylets] == [1, 1]
-    far = below(raylets[1], "moerl.rollout.hf")
-    assert len(far) == 1 and not below(raylets[0], "moerl.rollout.hf")
+    far = below(raylets[1], "moerl.rollout.engines.hf")
+    assert len(far) == 1 and not below(raylets[0], "moerl.rollout.engines.hf")
     assert "--host 127.0.0.3" in " ".join(far[0].cmdline())
-    near = find(family, "moerl.rollout.hf")
+    near = find(family, "moerl.rollout.engines.hf")
     assert near.ppid() == process.pid and "--host 127.0.0.2" in " ".join(near.cmdline())
     assert [server.environ()["NCCL_DEBUG"] for server in (near, *far)] == ["WARN", "WARN"]
     far[0].send_signal(signal.SIGKILL)
@@ -29,14 +29,14 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
     assert metrics[-1]["fleet/restarts"] == 1
     assert_all_end([*far, near])
     for raylet in raylets:
-        assert not below(raylet, "moerl.rollout.hf")
+        assert not below(raylet, "moerl.rollout.engines.hf")
 
 
 @pytest.mark.matrix
 def test_a_server_of_the_other_node_ends_with_a_driver_that_is_killed(tmp_path, raylets):
     process = start(tmp_path, *TWO_NODES)
     family = wait_for_step(process, 1)
-    servers = [*below(raylets[1], "moerl.rollout.hf"), find(family, "moerl.rollout.hf")]
+    servers = [*below(raylets[1], "moerl.rollout.engines.hf"), find(family, "moerl.rollout.engines.hf")]
     assert len(servers) == 2
     process.kill()
     process.wait()

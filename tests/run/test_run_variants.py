@@ -14,8 +14,8 @@ from whole_runs import ADD, ASYNC, DIGIT, SMALL, SYNC, checkpoint_tensors, left_
 from moerl import run
 from moerl.__main__ import main
 from moerl.check import load_checked
-from moerl.train.checkpoint import newest
-from moerl.types import CheckpointError, EngineError, MoerlError
+from moerl.train.checkpoint.checkpoint_dirs import newest
+from moerl.types.errors import CheckpointError, EngineError, MoerlError
 
 pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]  # whole runs beyond what `make test` has time for
 

@@ -30,8 +30,8 @@ from whole_runs import (
 
 from moerl import run
 from moerl.check import load_checked
-from moerl.train.checkpoint import newest
-from moerl.train.checkpoint_check import read_state
+from moerl.train.checkpoint.checkpoint_check import read_state
+from moerl.train.checkpoint.checkpoint_dirs import newest
 
 OVERRIDES = ("num_steps=10", "algorithm.kl_coefficient=0.05", "rollout.max_restarts=0", DIGIT)
 STEPS = list(range(1, 11))
@@ -92,7 +92,7 @@ STOPS: dict[str, Stop] = {
     "SIGTERM": lambda driver, family: driver.terminate(),
     "Ctrl-C": lambda driver, family: os.killpg(driver.pid, signal.SIGINT),  # a terminal sends it to the whole group
     "rank": lambda driver, family: find(family, "ray::TrainWorker").kill(),
-    "server": lambda driver, family: find(family, "moerl.rollout.hf").kill(),
+    "server": lambda driver, family: find(family, "moerl.rollout.engines.hf").kill(),
 }
 every_stop = pytest.mark.parametrize("how", STOPS)
 
@@ -172,7 +172,7 @@ def test_a_stopped_run_ends_with_each_step_once_and_the_same_weights_and_optimiz
 @every_stop
 def test_no_process_and_no_shared_memory_is_left(stopped, how):
     ended = stopped[1][how]
-    for part in ("ray::TrainWorker", "moerl.rollout.hf", "moerl.rewards.worker", "raylet", "gcs_server"):
+    for part in ("ray::TrainWorker", "moerl.rollout.engines.hf", "moerl.rewards.reward_worker", "raylet", "gcs_server"):
         assert any(part in line for line in ended.family), part
     assert ended.alive == []
     assert ended.shared_memory == set()

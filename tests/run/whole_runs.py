@@ -12,8 +12,8 @@ import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 
-from moerl.cluster.forks.server import VARIABLE
-from moerl.train.checkpoint import newest
+from moerl.cluster.forks.fork_server import VARIABLE
+from moerl.train.checkpoint.checkpoint_dirs import newest
 
 SMALL = (
     "model.scratch.num_layers=2", "model.scratch.hidden_size=32", "model.scratch.num_experts=4", "groups_per_step=4", "group_size=4",

@@ -12,10 +12,10 @@ import pytest
 from jobs import RECIPE, Job, Jobs
 from two_nodes import TwoNodes
 
-from moerl.cluster.node import LAST_SECONDS
-from moerl.config.schema import ScratchModel
-from moerl.models.scratch import write_scratch_model
-from moerl.train.checkpoint import complete, version_of
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
+from moerl.slurm.job_node import LAST_SECONDS
+from moerl.train.checkpoint.checkpoint_dirs import complete, version_of
 
 pytestmark = pytest.mark.slurm
 

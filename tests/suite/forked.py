@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from moerl.cluster.forks.fork_server import VARIABLE, new_name
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.forks.server import VARIABLE, new_name
-from moerl.cluster.reaper import reaping_ray
+from moerl.cluster.ray_reaper import reaping_ray
 
 _SERVER = """
 import os, sys
-from moerl.cluster.forks.server import fork_servers, preload
+from moerl.cluster.forks.fork_server import fork_servers, preload
 server = fork_servers(sys.argv[1], preload)
 print("listening", flush=True)
 sys.stdin.read()

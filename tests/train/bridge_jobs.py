@@ -7,21 +7,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moerl.train.settings import EngineSettings
-from moerl.weights.fleet_plan import plan_deliveries
-from moerl.weights.spec import box_of
+from moerl.train.engine_settings import EngineSettings
+from moerl.weights.plan.run_plan import plan_deliveries
+from moerl.weights.plan.tensor_specs import box_of
 
 
 def differences(chosen: Sequence[EngineSettings], bridge: str) -> list[list[str]]:
     """Of each model: every difference between the two bridges, on any rank."""
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
 
     initialize_groups(chosen[0].train.layout, 1)
     return [_differences(settings, bridge) for settings in chosen]
 
 
 def _differences(settings: EngineSettings, bridge: str) -> list[str]:
-    from moerl.train.engine import MegatronEngine
+    from moerl.train.megatron_engine import MegatronEngine
 
     native = MegatronEngine(settings)
     other = MegatronEngine(dataclasses.replace(settings, train=dataclasses.replace(settings.train, bridge=bridge)))
@@ -85,8 +85,8 @@ def group_limits(settings: EngineSettings) -> tuple[Any, ...]:
     """(groups, groups a token may go to) of mbridge's own configuration of the model, then of the engine's."""
     import mbridge
 
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(settings.train.layout, 1)
     engine = MegatronEngine(settings)
@@ -95,8 +95,8 @@ def group_limits(settings: EngineSettings) -> tuple[Any, ...]:
 
 
 def build_engine(settings: EngineSettings) -> None:
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(settings.train.layout, 1)
     MegatronEngine(settings)

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from engine_jobs import new_engine
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
+from moerl.types.stats import StepStats
 
 
 @dataclass(frozen=True, kw_only=True)

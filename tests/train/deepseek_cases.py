@@ -10,11 +10,11 @@ import torch
 from engine_cases import ODD_VOCABULARY, settings
 from safetensors.torch import load_file, save_file
 
-from moerl.config.layout import Layout
-from moerl.config.schema import ScratchModel
-from moerl.models.deepseek_v3 import DEEPSEEK_V3
-from moerl.models.scratch import write_scratch_model
-from moerl.train.settings import EngineSettings
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ScratchModel
+from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
+from moerl.scratch_model import write_scratch_model
+from moerl.train.engine_settings import EngineSettings
 
 _SCRATCH = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "head_dim": 8, "ffn_size": 16, "num_experts": 8, "experts_per_token": 4}
 _YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "beta_fast": 32, "beta_slow": 1}

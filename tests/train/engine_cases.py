@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from moerl.config.layout import Layout
-from moerl.config.schema import ScratchModel
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.models.scratch import write_scratch_model
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ScratchModel
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.scratch_model import write_scratch_model
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 FAMILIES = ("qwen3", "qwen3_moe")
 ODD_VOCABULARY = 101

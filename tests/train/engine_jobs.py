@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.models.checkpoint import write_shards
-from moerl.push_types import TensorSpec
-from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.models.hf_checkpoint import write_shards
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
+from moerl.types.push import TensorSpec
+from moerl.types.stats import StepStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class Trained:
 
 def new_engine(settings: EngineSettings) -> Any:
     import megatron_patches
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     engine = MegatronEngine(settings, initialize_groups(settings.train.layout, 1, reloadable=settings.train.destroy_groups))
     megatron_patches.assert_active()
@@ -77,9 +78,9 @@ def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:
 
 def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepStats:
     """With replicated experts left as Megatron marks them."""
-    import moerl.train.model
+    import moerl.train.megatron.megatron_model
 
-    moerl.train.model._reduce_replicated_experts = lambda chunk, layout: None
+    moerl.train.megatron.megatron_model._reduce_replicated_experts = lambda chunk, layout: None
     return first_step(settings, batch)
 
 

@@ -101,8 +101,6 @@ def _serve(connection: Connection) -> None:
     # The optimizer would import dynamo on its first use, in every rank.
     import torch._dynamo
 
-    import moerl.train.engine  # noqa: F401
-
     gc.freeze()
     while True:
         try:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from moerl.models import FAMILIES
+from moerl.models.families.family_table import FAMILIES
 from moerl.models.transformers_config import read_transformers_config
 
 VOCABULARY = 101

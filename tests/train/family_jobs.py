@@ -13,13 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.push_types import TensorSpec
-from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TrainBatch
-from moerl.weights.deliveries import stored_specs
-from moerl.weights.fleet_plan import plan_deliveries
-from moerl.weights.spec import box_of
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
+from moerl.types.push import TensorSpec
+from moerl.types.stats import StepStats
+from moerl.weights.plan.buckets import stored_specs
+from moerl.weights.plan.run_plan import plan_deliveries
+from moerl.weights.plan.tensor_specs import box_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,8 @@ class Proof:
 
 def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
     """Of several models under one layout."""
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(chosen[0].train.layout, 1)
     proofs = []

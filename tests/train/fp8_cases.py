@@ -7,12 +7,12 @@ from typing import Any
 import engine_cases
 from safetensors.torch import load_file, save_file
 
-from moerl.config.layout import Layout
-from moerl.config.memory import NoRecompute
-from moerl.config.schema import ScratchModel
-from moerl.config.schema_train import FP8Config
-from moerl.models.scratch import write_scratch_model
-from moerl.train.settings import EngineSettings
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import NoRecompute
+from moerl.config.schema.model_config import ScratchModel
+from moerl.config.schema.train_config import FP8Config
+from moerl.scratch_model import write_scratch_model
+from moerl.train.engine_settings import EngineSettings
 
 _WIDEN = 4
 

@@ -11,10 +11,10 @@ from checkpoint_jobs import save
 from engine_jobs import new_engine, parameters, train
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.train.packing import pack
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.batching.packing import pack
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 
 def names_in_fp8(settings: EngineSettings, batch: TrainBatch) -> tuple[set[str], set[str]]:
@@ -128,8 +128,8 @@ def small_updates(settings: EngineSettings, batch: TrainBatch, num_steps: int, l
 
 def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
     """Gradients of one mini-batch of single-sequence micro-batches: accumulated, and each alone, added here in float32 and in bfloat16."""
-    import moerl.train.engine as module
-    from moerl.train.loss import Denominators
+    import moerl.train.megatron_engine as module
+    from moerl.train.loss.batch_loss import Denominators
 
     engine = new_engine(settings)
     engine.model.config.finalize_model_grads_func = None

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from engine_jobs import new_engine, parameters
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.layout import Layout
-from moerl.config.schema import GRPOConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.layout import Layout
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 NUM_STEPS = 3
 

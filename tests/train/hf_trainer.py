@@ -20,14 +20,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from moerl.algorithms.base import Objective
-from moerl.payloads import Here
-from moerl.train import checkpoint
-from moerl.train.checkpoint_check import check, read_state
-from moerl.train.residency import Residency
-from moerl.train.settings import EngineSettings
-from moerl.types import SavedCheckpoint, StepStats, TrainBatch
-from moerl.weights.local import LocalSource
+from moerl.algorithms.objective import Objective
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.checkpoint.checkpoint_check import check, read_state
+from moerl.train.engine_settings import EngineSettings
+from moerl.train.memory.memory_states import MemoryStates
+from moerl.types.batch import TrainBatch
+from moerl.types.stats import SavedCheckpoint, StepStats
+from moerl.types.stored import Here
+from moerl.weights.local_source import LocalSource
 
 _STATE = "state.pt"
 
@@ -37,7 +38,7 @@ class HFTrainGroup:
         self._settings, self._checkpoint_dir, self._keep = settings, checkpoint_dir, keep
         self._dtype = getattr(torch, settings.train.dtype)
         self.weight_source = LocalSource(self._export, bucket_bytes=bucket_bytes)
-        self._residency = Residency("none", move=lambda before, after: None, measure=dict)
+        self._residency = MemoryStates("none", move=lambda before, after: None, measure=dict)
         self._saved: list[SavedCheckpoint] = []
 
     async def start(self) -> None:
@@ -59,7 +60,7 @@ class HFTrainGroup:
         return self._residency.sleep()
 
     async def load(self) -> tuple[int, dict[str, Any]]:
-        directory = checkpoint.newest(self._checkpoint_dir)
+        directory = checkpoint_dirs.newest(self._checkpoint_dir)
         if directory is None:
             return 0, {}
         with self._residency.running("load"):
@@ -72,11 +73,11 @@ class HFTrainGroup:
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         with self._residency.running("save"):
-            temporary = checkpoint.begin(self._checkpoint_dir, version)
+            temporary = checkpoint_dirs.begin(self._checkpoint_dir, version)
             torch.save({"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, temporary / _STATE)
             num_bytes = (temporary / _STATE).stat().st_size
-            files = checkpoint.digest_files(temporary, [_STATE])
-            checkpoint.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
+            files = checkpoint_dirs.digest_files(temporary, [_STATE])
+            checkpoint_dirs.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
         self._saved.append(SavedCheckpoint(version=version, num_bytes=num_bytes, seconds=0.0, blocked_seconds=0.0))
 
     async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,7 +55,7 @@ class Values:
 
 
 def chunked(case: Case) -> Values:
-    from moerl.train.logprobs import logprobs_and_entropy
+    from moerl.train.loss.logprobs import logprobs_and_entropy
 
     def compute(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> Pair:
         options = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
@@ -83,7 +83,7 @@ def of_megatron(case: Case) -> Values:
 def _evaluate(case: Case, compute: Callable[[Tensor, Tensor, dist.ProcessGroup], Pair]) -> Values:
     from megatron.core import parallel_state
 
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
 
     initialize_groups(Layout(ranks=case.tp, tp=case.tp), 1)
     group = parallel_state.get_tensor_model_parallel_group()
@@ -112,8 +112,8 @@ def peak_bytes(case: Case) -> tuple[int, int]:
     """Largest number of bytes alive at once, forward and backward, beyond what lived before it (logits; their gradient counts)."""
     from megatron.core import parallel_state
 
-    from moerl.train.logprobs import logprobs_and_entropy
-    from moerl.train.model import initialize_groups
+    from moerl.train.loss.logprobs import logprobs_and_entropy
+    from moerl.train.megatron.megatron_model import initialize_groups
 
     initialize_groups(Layout(), 1)
     logits_TV, labels_T, _ = case.whole()

@@ -13,9 +13,10 @@ from checkpoint_jobs import write
 from engine_jobs import Trained, new_engine
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import MemoryStats, StepStats, TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
+from moerl.types.stats import MemoryStats, StepStats
 
 
 def with_train(settings: EngineSettings, **changes: Any) -> EngineSettings:
@@ -119,7 +120,7 @@ def _storage_bytes(tensors: list[torch.Tensor]) -> int:
 
 def call_asleep(settings: EngineSettings, batch: TrainBatch) -> dict[str, str]:
     """What every verb says to a trainer that sleeps, and one that sleeps or trains during an export."""
-    from moerl.types import ResidencyError
+    from moerl.types.errors import ResidencyError
 
     engine = new_engine(settings)
 
@@ -161,8 +162,8 @@ def groups_asleep(settings: EngineSettings) -> tuple[int, int, int, str]:
     """Real groups torch knows awake, asleep and awake again; what a collective says that is called asleep."""
     from megatron.core import parallel_state
 
-    from moerl.train.reloadable_groups import ReloadableGroup
-    from moerl.types import ResidencyError
+    from moerl.train.megatron.reloadable_groups import ReloadableGroup
+    from moerl.types.errors import ResidencyError
 
     engine = new_engine(settings)
     world = torch.distributed.distributed_c10d._world
@@ -229,7 +230,7 @@ def buckets(settings: EngineSettings) -> int:
 
 
 def optimizer_arguments(train: Any) -> dict[str, Any]:
-    from moerl.train.optimizer import optimizer_config
+    from moerl.train.megatron.optimizer import optimizer_config
 
     return vars(optimizer_config(train))
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 REFERENCE = GRPO(GRPOConfig(kl_coefficient=0.1))
 
@@ -16,8 +16,8 @@ REFERENCE = GRPO(GRPOConfig(kl_coefficient=0.1))
 def first_steps(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch]) -> list[list[tuple[float, float]]]:
     """For each model, of a step on each batch as the loop makes it: `kl_old`, and on the first batch, where the policy is the reference,
     the largest difference of their log-probs (0 on the others)."""
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(chosen[0].train.layout, 1)
     found = []

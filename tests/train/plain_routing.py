@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moerl.types import TrainBatch
+from moerl.types.batch import TrainBatch
 
 
 def gates(model: Any) -> list[Any]:

@@ -8,9 +8,10 @@ from engine_jobs import Trained, new_engine
 from gate_jobs import _gradients
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import StepStats, TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
+from moerl.types.stats import StepStats
 
 OBJECTIVE = GRPO(GRPOConfig())
 

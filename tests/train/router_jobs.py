@@ -10,9 +10,9 @@ from engine_jobs import new_engine
 from gate_jobs import _gradients
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.schema import GRPOConfig
-from moerl.train.settings import EngineSettings
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
 
 OBJECTIVE = GRPO(GRPOConfig())
 
@@ -44,8 +44,8 @@ class Gradients:
 
 def gradients(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch]) -> list[list[Gradients]]:
     """Of several models under one layout, on every batch. No weight is changed."""
-    from moerl.train.engine import MegatronEngine
-    from moerl.train.model import initialize_groups
+    from moerl.train.megatron.megatron_model import initialize_groups
+    from moerl.train.megatron_engine import MegatronEngine
 
     initialize_groups(chosen[0].train.layout, 1)
     engines = map(MegatronEngine, chosen)

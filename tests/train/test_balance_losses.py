@@ -14,9 +14,9 @@ from plain_routing import aux_loss, gates, router_logits, z_loss
 from router_jobs import gradients, last_router
 from transformers import AutoModelForCausalLM
 
-from moerl.config.layout import Layout
-from moerl.config.memory import FullRecompute
-from moerl.types import TrainBatch
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import FullRecompute
+from moerl.types.batch import TrainBatch
 
 COEFFICIENT = 0.5
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT}

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from moerl.algorithms import build_algorithm
-from moerl.config.schema import DAPOConfig, GRPOConfig
-from moerl.payloads import stored_here
-from moerl.route_types import RouteShape
-from moerl.train.batch import build_batch, sft_batch
-from moerl.types import Completion, DataError, Group, Prompt, Sample, Score, VersionSpan
+from moerl.algorithms.algorithm_table import build_algorithm
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.train.batching.build_batch import build_batch, sft_batch
+from moerl.types.completion import Completion, VersionSpan
+from moerl.types.errors import DataError
+from moerl.types.groups import Group, Prompt, Sample, Score
+from moerl.types.routes import RouteShape
+from moerl.types.stored import stored_here
 
 GRPO = build_algorithm(GRPOConfig(), 8)
 

@@ -5,7 +5,7 @@ import numpy as np
 from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 
 def test_updates_too_small_for_bfloat16_add_up_in_the_masters(checkpoints):

@@ -8,9 +8,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.train import checkpoint
-from moerl.train import checkpoint_check as check
-from moerl.types import CheckpointError
+from moerl.train.checkpoint import checkpoint_check as check
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import CheckpointError
 
 TENSORS = {f"decoder.layers.{i}.weight": torch.arange(64, dtype=torch.float32) + i for i in range(5)}
 SHARD = "__0_0.distcp"
@@ -19,10 +19,10 @@ MODEL = {"num_hidden_layers": 5, "rope_theta": 1e4}
 
 def save(root, version, *, keep=100, **state):
     """A checkpoint with one real shard file."""
-    temporary = checkpoint.begin(root, version)
+    temporary = checkpoint_dirs.begin(root, version)
     dcp.save(dict(TENSORS), checkpoint_id=temporary, no_dist=True)
-    files = checkpoint.digest_files(temporary, sorted(path.name for path in temporary.iterdir()))
-    return checkpoint.commit(temporary, files, {"version": version, **state}, MODEL, keep=keep)
+    files = checkpoint_dirs.digest_files(temporary, sorted(path.name for path in temporary.iterdir()))
+    return checkpoint_dirs.commit(temporary, files, {"version": version, **state}, MODEL, keep=keep)
 
 
 def verify(directory, num_parts=1):
@@ -49,14 +49,14 @@ def saved_once(tmp_path_factory):
 def saved(saved_once, tmp_path):
     """The newer of two checkpoints, to be damaged."""
     shutil.copytree(saved_once, tmp_path / "checkpoints")
-    return checkpoint.newest(tmp_path / "checkpoints")
+    return checkpoint_dirs.newest(tmp_path / "checkpoints")
 
 
 # -- complete or not there -------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_comes_back_with_its_state_and_its_tensors(saved_once):
-    directory = checkpoint.newest(saved_once)
+    directory = checkpoint_dirs.newest(saved_once)
     verify(directory)
     assert check.read_state(directory) == {"version": 2}
     assert check.read_manifest(directory).model == MODEL
@@ -74,8 +74,8 @@ def test_the_ranks_together_check_every_file(saved, num_parts):
 
 
 def test_without_a_checkpoint_there_is_no_newest(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
-    assert checkpoint.newest(tmp_path / "not-there") is None
+    assert checkpoint_dirs.newest(tmp_path) is None
+    assert checkpoint_dirs.newest(tmp_path / "not-there") is None
 
 
 def test_interrupted_saves_and_deletions_are_not_the_newest_and_are_removed_by_the_next_save(tmp_path):
@@ -83,9 +83,9 @@ def test_interrupted_saves_and_deletions_are_not_the_newest_and_are_removed_by_t
     for name in ("step-000003.tmp", "step-000004.tmp", "step-000001.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / SHARD).write_bytes(b"half")
-    assert checkpoint.newest(tmp_path).name == "step-000002"
+    assert checkpoint_dirs.newest(tmp_path).name == "step-000002"
     again = save(tmp_path, 3)
-    assert checkpoint.newest(tmp_path) == again
+    assert checkpoint_dirs.newest(tmp_path) == again
     verify(again)
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
@@ -93,7 +93,7 @@ def test_interrupted_saves_and_deletions_are_not_the_newest_and_are_removed_by_t
 def test_newest_goes_by_number_and_ignores_other_names(tmp_path):
     for name in ("step-000009", "step-999999", "step-1000000", "step-7", "step-notes", "step-2000000.tmp", "step-3000000.old"):
         (tmp_path / name).mkdir()
-    assert checkpoint.newest(tmp_path).name == "step-1000000"
+    assert checkpoint_dirs.newest(tmp_path).name == "step-1000000"
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -136,7 +136,7 @@ def test_a_damaged_shard_is_named_with_its_tensors_and_the_checkpoint_to_go_back
 
 @given(st.data())
 def test_every_flipped_bit_is_found(saved_once, data):
-    directory = checkpoint.newest(saved_once)
+    directory = checkpoint_dirs.newest(saved_once)
     name = data.draw(st.sampled_from(sorted(check.read_manifest(directory).files)))
     position, bit = data.draw(st.integers(0, (directory / name).stat().st_size - 1)), data.draw(st.integers(0, 7))
     flip(directory / name, position, bit)
@@ -166,14 +166,14 @@ def test_a_damaged_state_is_found_before_it_is_read(saved):
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1, 2]", '{"common.pt": 3}'])
 def test_a_damaged_manifest_is_named_with_the_checkpoint_to_go_back_to(saved, text):
-    manifest = saved / checkpoint.MANIFEST
+    manifest = saved / checkpoint_dirs.MANIFEST
     manifest.unlink() if text is None else manifest.write_text(text)
     with pytest.raises(CheckpointError, match=r"delete .*step-000002 to continue from step-000001.*\n\* manifest\.json: cannot be read"):
         check.check(saved)
 
 
 def test_a_changed_manifest_is_not_taken_for_damage_to_what_it_lists(saved):
-    manifest = saved / checkpoint.MANIFEST
+    manifest = saved / checkpoint_dirs.MANIFEST
     manifest.write_text(manifest.read_text().replace('"num_hidden_layers": 5', '"num_hidden_layers": 7'))
     with pytest.raises(CheckpointError, match=r"\* manifest\.json: contents differ from what was written$"):
         check.read_manifest(saved)
@@ -187,7 +187,7 @@ def test_the_checkpoint_to_go_back_to_is_a_whole_one(saved):
     for version in (2, 3, 4):
         (root / f"step-{version:06d}" / SHARD).unlink()
     with pytest.raises(CheckpointError) as error:
-        check.check(checkpoint.newest(root))
+        check.check(checkpoint_dirs.newest(root))
     first, *others = str(error.value).splitlines()
     doomed = f"{root}/step-000004 and {root}/step-000003 and {root}/step-000002"
     assert first == (
@@ -206,5 +206,5 @@ def test_without_an_older_checkpoint_the_remedy_is_to_start_again(saved):
 def test_after_the_remedy_the_older_checkpoint_is_the_newest(saved):
     cut(saved / SHARD)
     shutil.rmtree(saved)
-    verify(checkpoint.newest(saved.parent))
-    assert check.read_state(checkpoint.newest(saved.parent)) == {"version": 1}
+    verify(checkpoint_dirs.newest(saved.parent))
+    assert check.read_state(checkpoint_dirs.newest(saved.parent)) == {"version": 1}

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from moerl.train import checkpoint
-from moerl.train import checkpoint_check as check
+from moerl.train.checkpoint import checkpoint_check as check
+from moerl.train.checkpoint import checkpoint_dirs
 
 SAVE = """
 import os, signal, sys
@@ -47,10 +47,10 @@ def save(root, version, *, keep=2, survives=10**6):
 
 
 def assert_every_complete_one_is_whole(root):
-    for directory in checkpoint.complete(root):
-        assert check.read_state(directory) == {"version": checkpoint.version_of(directory)}
+    for directory in checkpoint_dirs.complete(root):
+        assert check.read_state(directory) == {"version": checkpoint_dirs.version_of(directory)}
         assert check.content_faults(directory, ["shard", "state.json"]) == []
-        assert (directory / "shard").read_bytes() == b"first half %d" % checkpoint.version_of(directory)
+        assert (directory / "shard").read_bytes() == b"first half %d" % checkpoint_dirs.version_of(directory)
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -63,7 +63,7 @@ def test_a_save_killed_anywhere_leaves_whole_checkpoints(keep, tmp_path):
     while (process := save(root, 3, keep=keep, survives=killed)).returncode == -signal.SIGKILL:
         killed += 1
         assert_every_complete_one_is_whole(root)
-        left = [checkpoint.version_of(directory) for directory in checkpoint.complete(root)]
+        left = [checkpoint_dirs.version_of(directory) for directory in checkpoint_dirs.complete(root)]
         versions_seen.add(tuple(left))
         assert left[-1] == (3 if 3 in left else 2)
         if 3 in left:  # the next run goes on from 3, and begins with what this one left
@@ -73,7 +73,7 @@ def test_a_save_killed_anywhere_leaves_whole_checkpoints(keep, tmp_path):
     assert killed > 12
     assert (1, 2) in versions_seen and (1, 2, 3) in versions_seen
     expected = [3] if keep == 1 else [2, 3]
-    assert [checkpoint.version_of(directory) for directory in checkpoint.complete(root)] == expected
+    assert [checkpoint_dirs.version_of(directory) for directory in checkpoint_dirs.complete(root)] == expected
 
 
 def restore(root, keep):

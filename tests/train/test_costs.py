@@ -9,7 +9,7 @@ from engine_ranks import run_ranks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 
 @pytest.fixture(scope="module")

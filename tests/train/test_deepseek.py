@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_hf_parity import train_plainly
 
 from megatron_patches import duplicated_linear
-from moerl.config.layout import Layout
-from moerl.models.checkpoint import HFCheckpoint
+from moerl.config.schema.layout import Layout
+from moerl.models.hf_checkpoint import HFCheckpoint
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
 ROUNDED = 1e-6

@@ -9,7 +9,7 @@ from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
 from gate_jobs import Cut, cuts, measure
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 NUM_SEQUENCES = 16
 TRAINED = "packed-2"

@@ -15,15 +15,15 @@ from family_cases import CASES, transformers_logits, write_case
 from family_jobs import prove
 from safetensors.torch import load_file
 
-from moerl.config.layout import Layout
-from moerl.config.model_shape import shape_of_config
-from moerl.convert.expected import expected_tensors
-from moerl.models import FAMILIES
-from moerl.models.family import is_tied, num_mtp_layers
-from moerl.models.stacks import stored_name
+from moerl.config.derive.model_shape import shape_of_config
+from moerl.config.schema.layout import Layout
+from moerl.convert.sharded.expected_tensors import expected_tensors
+from moerl.models.expert_stacks import stored_name
+from moerl.models.families.family import is_tied, num_mtp_layers
+from moerl.models.families.family_table import FAMILIES
 from moerl.models.transformers_config import read_transformers_config
-from moerl.rollout.hf.forward import Forward
-from moerl.rollout.hf.model import checkpoint_specs, checkpoint_views, load_model
+from moerl.rollout.engines.hf.forward import Forward
+from moerl.rollout.engines.hf.hf_model import checkpoint_specs, checkpoint_views, load_model
 
 LAYOUTS = {
     "one": Layout(),

@@ -15,27 +15,22 @@ import pytest
 from awake import awake
 
 from moerl.algorithms.sft import SFT
-from moerl.cluster.progress import MICRO_BATCH, WORK, read_progress
-from moerl.config.layout import Layout
-from moerl.config.schema import (
-    GRPOConfig,
-    ModelConfig,
-    NetworkConfig,
-    RewardConfig,
-    RewardTerm,
-    RolloutConfig,
-    RunConfig,
-    TinyData,
-    WeightsConfig,
-)
-from moerl.config.schema_deadlines import DeadlineConfig
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.train import calls, checkpoint
-from moerl.train.batch import sft_batch
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.deadlines import DeadlineConfig
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
+from moerl.config.schema.run_config import NetworkConfig, RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.hangs.progress import MICRO_BATCH, WORK, read_progress
+from moerl.train import rank_calls
+from moerl.train.batching.build_batch import sft_batch
+from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import KILLED, CheckpointError, ConfigError, HangError, ResidencyError, TrainError
-from moerl.weights.deliveries import stored_specs
+from moerl.types.errors import KILLED, CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.weights.in_thread import in_thread
+from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 
@@ -189,7 +184,7 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
         conclusion, sections = report_of(caught.value)
         assert str(caught.value).startswith(conclusion.strip())
         assert "stacks: py-spy" in sections["rank 1"]
-        assert re.search(r"MegatronEngine\._update \(/.*moerl/train/engine.py:\d+\)", sections["rank 1"])
+        assert re.search(r"MegatronEngine\._update \(/.*moerl/train/megatron_engine.py:\d+\)", sections["rank 1"])
         assert re.search(r"in update for .*; inside \w+ of \[0, 1\]", sections["rank 0"])
         assert f"rank 1 of 2 on {socket.gethostname()}" in sections["rank 1"], "the end of its log"
         with pytest.raises(HangError):  # at once, whatever comes next
@@ -247,8 +242,8 @@ def test_a_rank_whose_file_system_hangs_while_it_writes_a_checkpoint_is_named(ru
         os.mkfifo(directory / "__1_0.distcp")
         return directory
 
-    upstream = checkpoint.begin
-    monkeypatch.setattr(checkpoint, "begin", begin)
+    upstream = checkpoint_dirs.begin
+    monkeypatch.setattr(checkpoint_dirs, "begin", begin)
 
     async def scenario(group, pids):
         await group.update(BATCH, SFT(), lr=1e-3)
@@ -280,7 +275,7 @@ def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_
         assert error == "    ZeroDivisionError: rank 1 alone"
         assert innermost.startswith(f"      at {__file__}:")
         assert "in token_loss: raise ZeroDivisionError" in innermost
-        assert next_one.startswith("      at moerl/train/loss.py:")
+        assert next_one.startswith("      at moerl/train/loss/batch_loss.py:")
         origin = caught.value.origin
         assert (origin.who, origin.doing) == ("rank 1 of 2", "update")
         assert "micro_batch_loss" in origin.details
@@ -291,8 +286,8 @@ def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_
 
 def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_is_recognised(run_with, monkeypatch):
     """The kernel's counter is one more than it was when the rank started."""
-    upstream = calls.memory_kills
-    monkeypatch.setattr(calls, "memory_kills", lambda counter: upstream(counter) + 1)
+    upstream = rank_calls.memory_kills
+    monkeypatch.setattr(rank_calls, "memory_kills", lambda counter: upstream(counter) + 1)
 
     async def scenario(group, pids):
         updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))

@@ -10,14 +10,18 @@ from dataclasses import replace
 import pytest
 
 from moerl.algorithms.sft import SFT
-from moerl.config.layout import Layout
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.train import checkpoint
-from moerl.train.batch import sft_batch
-from moerl.train.checkpoint_check import faults_of_part, read_state
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.train.batching.build_batch import sft_batch
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.checkpoint.checkpoint_check import faults_of_part, read_state
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import CheckpointError, TrainError
+from moerl.types.errors import CheckpointError, TrainError
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 
@@ -103,7 +107,7 @@ def test_a_rank_that_cannot_write_is_the_cause_and_the_checkpoint_before_stays(r
         assert first == f"checkpoint {tmp_path}/checkpoints/step-000002 could not be written; the newest complete one is {before}"
         assert re.fullmatch(r"rank 1 of 2 failed in write_checkpoint, on node \S+", cause)
         assert reason == "    OSError: [Errno 27] File too large"
-        assert checkpoint.newest(tmp_path / "checkpoints") == before
+        assert checkpoint_dirs.newest(tmp_path / "checkpoints") == before
         limit_file_size(pids[1], resource.RLIM_INFINITY)
         await group.save(3, {})  # the ranks are none the worse
         await group.saved(wait=True)
@@ -129,8 +133,8 @@ def test_ranks_killed_during_a_save_leave_the_checkpoint_before(run_with, tmp_pa
 
     run_with(scenario)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002.tmp"]
-    assert read_state(checkpoint.newest(tmp_path / "checkpoints")) == {"version": 1}
-    assert faults_of_part(checkpoint.newest(tmp_path / "checkpoints"), part=0, num_parts=1) == []
+    assert read_state(checkpoint_dirs.newest(tmp_path / "checkpoints")) == {"version": 1}
+    assert faults_of_part(checkpoint_dirs.newest(tmp_path / "checkpoints"), part=0, num_parts=1) == []
 
 
 def test_every_damaged_file_is_named_whichever_rank_finds_it(run_with, tmp_path):

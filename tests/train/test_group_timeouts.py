@@ -9,8 +9,8 @@ def timeouts() -> dict[str, float]:
     import torch
     from megatron.core import parallel_state
 
-    from moerl.config.layout import Layout
-    from moerl.train.model import initialize_groups
+    from moerl.config.schema.layout import Layout
+    from moerl.train.megatron.megatron_model import initialize_groups
 
     initialize_groups(Layout(ranks=2, tp=2), 1, timeout_seconds=7201)
     groups = {

@@ -11,8 +11,8 @@ from engine_ranks import run_ranks
 from hf_trainer import HFTrainGroup
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.layout import Layout
-from moerl.config.schema import GRPOConfig
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.layout import Layout
 
 STATISTICS = ("loss", "entropy", "kl_old", "kl_reference", "clip_fraction", "mismatch_mean", "mismatch_max", "mismatch_kl")
 

@@ -8,7 +8,7 @@ from engine_cases import DENSE_LAYOUTS, LAYOUTS, random_batch, settings
 from engine_jobs import first_step, first_step_unpatched, train
 from engine_ranks import run_ranks
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 STATISTICS = ("loss", "grad_norm", "entropy", "kl_old", "kl_reference", "clip_fraction", "mismatch_mean", "mismatch_max", "mismatch_kl")
 

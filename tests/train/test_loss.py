@@ -1,4 +1,4 @@
-"""The invariants listed in moerl/train/loss.py, against loops over the unpacked batch."""
+"""The invariants listed in moerl/train/loss/batch_loss.py, against loops over the unpacked batch."""
 
 import math
 from dataclasses import replace
@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.algorithms import build_algorithm
+from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.algorithms.sft import SFT
-from moerl.config.schema import DAPOConfig, GRPOConfig
-from moerl.train.balance import plan_micro_batches
-from moerl.train.loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
-from moerl.train.packing import pack
-from moerl.types import TrainBatch
+from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.train.batching.balance import plan_micro_batches
+from moerl.train.batching.packing import pack
+from moerl.train.loss.batch_loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
+from moerl.types.batch import TrainBatch
 
 OBJECTIVES = {
     "grpo": build_algorithm(GRPOConfig(), 64),

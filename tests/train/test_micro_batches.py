@@ -1,4 +1,4 @@
-"""The invariants listed in moerl/train/balance.py and moerl/train/packing.py."""
+"""The invariants listed in moerl/train/batching/balance.py and moerl/train/batching/packing.py."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.train.balance import Balance, plan_micro_batches, sequence_costs, split_mini_batches
-from moerl.train.packing import pack, unpack_logprobs, zigzag_positions
-from moerl.types import ConfigError, TrainBatch
+from moerl.train.batching.balance import Balance, plan_micro_batches, sequence_costs, split_mini_batches
+from moerl.train.batching.packing import pack, unpack_logprobs, zigzag_positions
+from moerl.types.batch import TrainBatch
+from moerl.types.errors import ConfigError
 
 
 @st.composite

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moerl.config.layout import Layout
-from moerl.train.mtp_loss import MTPLoss, MTPTargets
-from moerl.train.packing import pack
-from moerl.types import TrainBatch
+from moerl.config.schema.layout import Layout
+from moerl.train.batching.packing import pack
+from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
+from moerl.types.batch import TrainBatch
 
 NUM_LAYERS, DEPTHS = 4, 2
 

@@ -8,7 +8,7 @@ from engine_cases import LAYOUTS, random_batch, settings
 from engine_jobs import train
 from engine_ranks import run_ranks
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 
 def poisoned(value, *samples):

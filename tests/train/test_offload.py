@@ -17,8 +17,8 @@ from memory_jobs import (
     with_train,
 )
 
-from moerl.config.layout import Layout
-from moerl.train.blocks import Block
+from moerl.config.schema.layout import Layout
+from moerl.train.memory.blocks import Block
 
 
 def case(checkpoints, layout=None, *, dtype="float32", **changes):

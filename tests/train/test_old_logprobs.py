@@ -9,8 +9,8 @@ from engine_cases import settings, write_checkpoints
 from engine_ranks import run_ranks
 from old_logprob_jobs import first_steps
 
-from moerl.config.layout import Layout
-from moerl.types import TrainBatch
+from moerl.config.schema.layout import Layout
+from moerl.types.batch import TrainBatch
 
 LAYOUTS = {"dp1": Layout(), "dp2": Layout(ranks=2), "ep2": Layout(ranks=2, ep=2)}
 LONGEST_ANSWERS = (8, 40, 100)

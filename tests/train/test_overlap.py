@@ -10,7 +10,7 @@ from engine_ranks import run_ranks
 from memory_jobs import buckets, load_and_continue, save_and_continue, with_train
 from test_layouts import assert_same_training
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 GRADS = {"overlap_grad_reduce": True, "overlap_bucket_size": 3000}
 BOTH = GRADS | {"overlap_param_gather": True}

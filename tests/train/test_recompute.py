@@ -11,8 +11,8 @@ from engine_ranks import RankError, run_ranks
 from memory_jobs import saved_bytes_and_forwards, with_train
 from packaging.version import Version
 
-from moerl.config.layout import Layout
-from moerl.config.memory import FullRecompute, SelectiveRecompute
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
 
 WAYS = {
     "uniform1": FullRecompute(method="uniform", num_layers=1),

@@ -9,9 +9,9 @@ import yaml
 from moerl.__main__ import main
 from moerl.check import load_checked
 from moerl.config.load import to_plain
-from moerl.models.scratch import write_scratch_model
-from moerl.train import checkpoint
-from moerl.types import CheckpointError, ConfigError
+from moerl.scratch_model import write_scratch_model
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import CheckpointError, ConfigError
 
 RECIPE = "grpo-tiny-moe-1n2g-sync"
 SHARD = "__0_0.distcp"
@@ -26,9 +26,9 @@ def run_dir(tmp_path):
     (directory / "config.yaml").write_text(yaml.safe_dump(to_plain(config)))
     model = json.loads((directory / "model" / "config.json").read_text())
     for version in (1, 2):
-        temporary = checkpoint.begin(directory / "checkpoints", version)
+        temporary = checkpoint_dirs.begin(directory / "checkpoints", version)
         (temporary / SHARD).write_bytes(b"weights")
-        checkpoint.commit(temporary, checkpoint.digest_files(temporary, [SHARD]), {"version": version}, model, keep=2)
+        checkpoint_dirs.commit(temporary, checkpoint_dirs.digest_files(temporary, [SHARD]), {"version": version}, model, keep=2)
     return directory
 
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_with_damaged_files_is_refused_before_anything_starts(run_d
 
 
 def test_a_damaged_manifest_does_not_hide_what_else_is_wrong(run_dir):
-    (run_dir / "checkpoints" / "step-000002" / checkpoint.MANIFEST).write_text("{")
+    (run_dir / "checkpoints" / "step-000002" / checkpoint_dirs.MANIFEST).write_text("{")
     with pytest.raises(ConfigError, match="seed = 1"):
         checked(run_dir, "seed=1")
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):

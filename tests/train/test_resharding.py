@@ -10,7 +10,7 @@ from checkpoint_jobs import load_and_continue, load_and_save, load_and_score, sa
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 NAMED = {**LAYOUTS, "one": Layout(), "tp2-pp2": Layout(ranks=4, tp=2, pp=2)}
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.algorithms.sft import SFT
-from moerl.push_types import TensorSpec
-from moerl.train.batch import sft_batch
-from moerl.train.fake import FakeTrainGroup
-from moerl.train.residency import KINDS, ON_DEVICE, Bytes, Call, Offload, Residency
-from moerl.types import ResidencyError
+from moerl.train.batching.build_batch import sft_batch
+from moerl.train.fake_group import FakeTrainGroup
+from moerl.train.memory.memory_states import KINDS, ON_DEVICE, Bytes, Call, MemoryStates, Offload
+from moerl.types.errors import ResidencyError
+from moerl.types.push import TensorSpec
 
 CALLS = get_args(Call)
 STATE_OF = dict.fromkeys(("logprobs", "reference_logprobs", "export"), "scoring") | dict.fromkeys(("update", "save", "load"), "training")
@@ -36,7 +36,7 @@ class Places:
 
 def machine(offload):
     places = Places(offload)
-    return places, Residency(offload, places.move, places.measure)
+    return places, MemoryStates(offload, places.move, places.measure)
 
 
 @given(st.sampled_from(get_args(Offload)), st.lists(st.sampled_from(["wake", "shed", "sleep", *CALLS])))

@@ -21,8 +21,8 @@ from replay_jobs import (
 )
 from test_hf_parity import train_plainly
 
-from moerl.config.layout import Layout
-from moerl.config.memory import FullRecompute, SelectiveRecompute
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
 MODELS = {"qwen3_moe": {"num_layers": 4, "top_k": 2, "num_experts": 8}, "deepseek": {"num_layers": 3, "top_k": 4, "num_experts": 8}}
@@ -83,7 +83,7 @@ def plain_gradients(chosen, batch):
     import asyncio
 
     from moerl.algorithms.grpo import GRPO
-    from moerl.config.schema import GRPOConfig
+    from moerl.config.schema.algorithm_config import GRPOConfig
 
     async def scenario():
         group = HFTrainGroup(with_train(chosen, updates_per_step=1), checkpoint_dir=chosen.model_dir)

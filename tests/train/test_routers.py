@@ -12,8 +12,8 @@ from engine_ranks import run_ranks
 from router_jobs import biases
 from transformers import AutoModelForCausalLM
 
-from moerl.config.layout import Layout
-from moerl.types import TrainBatch
+from moerl.config.schema.layout import Layout
+from moerl.types.batch import TrainBatch
 
 RATE = 0.01
 UPDATED = {"moe_router_bias_update_rate": RATE}

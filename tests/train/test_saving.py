@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from moerl.train import checkpoint
-from moerl.train.checkpoint_check import faults_of_part, read_state
-from moerl.train.saving import CheckpointSaver
-from moerl.types import CheckpointError, TrainError
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.checkpoint.checkpoint_check import faults_of_part, read_state
+from moerl.train.checkpoint.saver import CheckpointSaver
+from moerl.types.errors import CheckpointError, TrainError
 
 
 class Ranks:
@@ -35,13 +35,14 @@ class Ranks:
         for rank in range(2):
             (directory / f"rank{rank}").write_text(f"{directory.name} {rank}")
         return [
-            checkpoint.WrittenShards(files=checkpoint.digest_files(directory, [f"rank{rank}"]), index=b"%d" % rank) for rank in range(2)
+            checkpoint_dirs.WrittenShards(files=checkpoint_dirs.digest_files(directory, [f"rank{rank}"]), index=b"%d" % rank)
+            for rank in range(2)
         ]
 
     async def rank0(self, verb, directory, indices):
         assert (verb, indices) == ("finish_checkpoint", [b"0", b"1"])
         (directory / "common").write_text("both")
-        return checkpoint.digest_files(directory, ["common"])
+        return checkpoint_dirs.digest_files(directory, ["common"])
 
 
 def play(tmp_path, scenario, *, in_background=True):
@@ -73,7 +74,7 @@ def test_training_goes_on_while_files_are_written_and_the_checkpoint_appears_las
         assert (saved.version, saved.num_bytes) == (1, 70)
         assert 0 < saved.blocked_seconds < saved.seconds
         assert names(tmp_path) == ["step-000001"]
-        directory = checkpoint.newest(tmp_path)
+        directory = checkpoint_dirs.newest(tmp_path)
         assert read_state(directory) == {"version": 1, "drawn": 5}
         assert faults_of_part(directory, part=0, num_parts=1) == []
         assert await saver.saved(wait=True) == []
@@ -127,7 +128,7 @@ def test_a_failure_in_the_background_is_raised_once_by_whatever_comes_next(tmp_p
         assert first == f"checkpoint {tmp_path}/step-000002 could not be written; the newest complete one is {tmp_path}/step-000001"
         assert "\n".join(rest) == str(error)
         assert caught.value.__cause__ is error
-        assert checkpoint.newest(tmp_path).name == "step-000001"
+        assert checkpoint_dirs.newest(tmp_path).name == "step-000001"
         ranks.error = None
         await saver.save(3, {})
         assert [saved.version for saved in await saver.saved(wait=True)] == [3]

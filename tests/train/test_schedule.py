@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.config.schema_train import OptimizerConfig
-from moerl.train.schedule import learning_rate
+from moerl.config.schema.train_config import OptimizerConfig
+from moerl.train.learning_rates import learning_rate
 
 
 def rates(num_steps, **settings):

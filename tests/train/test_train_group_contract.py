@@ -13,16 +13,20 @@ from engine_cases import random_batch, settings
 from hf_trainer import HFTrainGroup
 
 from moerl.algorithms.grpo import GRPO
-from moerl.config.layout import Layout
-from moerl.config.schema import GRPOConfig, ModelConfig, RewardConfig, RewardTerm, RolloutConfig, RunConfig, TinyData, WeightsConfig
-from moerl.config.schema_train import OptimizerConfig, TrainConfig
-from moerl.models.checkpoint import HFCheckpoint
-from moerl.push_types import TensorSpec
-from moerl.train.fake import FakeTrainGroup
+from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.train.fake_group import FakeTrainGroup
 from moerl.train.group import MegatronTrainGroup
-from moerl.types import ResidencyError, WeightError
-from moerl.weights.deliveries import stored_specs
+from moerl.types.errors import ResidencyError, WeightError
+from moerl.types.push import TensorSpec
 from moerl.weights.in_thread import in_thread
+from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from push_ranks import Ranks, Tensors, follow, new_worker
 
-from moerl.config.scratch import VOCAB_SIZE
-from moerl.payloads import Here
-from moerl.rollout.http_engine import HTTPEngine
-from moerl.train.settings import EngineSettings
-from moerl.train.worker import TrainWorker
-from moerl.types import TrainBatch, WeightError
-from moerl.weights.canary import run_canary
-from moerl.weights.spec import box_of
+from moerl.canary import run_canary
+from moerl.config.derive.scratch_config import VOCAB_SIZE
+from moerl.rollout.server.client import HTTPEngine
+from moerl.train.engine_settings import EngineSettings
+from moerl.train.train_worker import TrainWorker
+from moerl.types.batch import TrainBatch
+from moerl.types.errors import WeightError
+from moerl.types.stored import Here
+from moerl.weights.plan.tensor_specs import box_of
 from moerl.weights.sync import WeightSync
 
 Fault = Callable[[str, Tensors, Tensors], torch.Tensor | None]

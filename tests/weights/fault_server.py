@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-import moerl.rollout.hf.__main__ as server
-from moerl.push_types import TensorSpec
+import moerl.rollout.engines.hf.__main__ as server
+from moerl.types.push import TensorSpec
 from moerl.weights.receive import Load, WeightSession
 
 FAULT = Path(sys.argv.pop(1))

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moerl.config.schema import WeightsConfig
-from moerl.convert.fp8 import quantized
-from moerl.push_types import Bucket, TensorSpec, Transport
-from moerl.train.push_source import MegatronSource
-from moerl.train.settings import EngineSettings
-from moerl.weights.deliveries import Job, stored_specs
-from moerl.weights.digest import tensor_digest
-from moerl.weights.fp8_pairs import fp8_specs, with_scales
+from moerl.config.schema.rollout_config import WeightsConfig
+from moerl.models.fp8_blocks import quantized
+from moerl.train.engine_settings import EngineSettings
+from moerl.train.push.push_source import MegatronSource
+from moerl.types.push import Bucket, TensorSpec, Transport
 from moerl.weights.in_thread import in_thread
-from moerl.weights.spec import num_bytes, spec_of
+from moerl.weights.plan.buckets import Job, stored_specs
+from moerl.weights.plan.fp8_pairs import fp8_specs, with_scales
+from moerl.weights.plan.tensor_specs import num_bytes, spec_of
 from moerl.weights.sync import WeightSync
+from moerl.weights.verify.digest import tensor_digest
 
 Tensors = dict[str, torch.Tensor]
 
@@ -93,7 +93,7 @@ def pushed_and_exported(
     """Digests of what a push from all ranks brought, of what an export gives, and by name the ranks that sent; the number of buckets."""
     from session_process import Engine
 
-    from moerl.train.worker import TrainWorker
+    from moerl.train.train_worker import TrainWorker
 
     worker = new_worker(settings, TrainWorker)
     exported = {name: tensor_digest(tensor) for name, tensor in worker._engine.export(with_mtp=False)}
@@ -119,8 +119,8 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
     """
     from session_process import Engine
 
-    from moerl.train.pushed_tensors import PushedTensors
-    from moerl.train.worker import TrainWorker
+    from moerl.train.push.rank_tensors import PushedTensors
+    from moerl.train.train_worker import TrainWorker
 
     worker = new_worker(settings, TrainWorker)
     if gathers:
@@ -172,8 +172,8 @@ def outlines(settings: EngineSettings, store: Path) -> tuple[list[Any], list[Any
 
     from megatron.core import parallel_state
 
-    from moerl.train.on_meta import tensors_to_push
-    from moerl.train.worker import TrainWorker
+    from moerl.train.megatron.on_meta import tensors_to_push
+    from moerl.train.train_worker import TrainWorker
 
     worker, rank, num_ranks = new_worker(settings, TrainWorker), dist.get_rank(), dist.get_world_size()
     of_run = worker.outline_push(2**20).tensors

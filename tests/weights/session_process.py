@@ -9,15 +9,15 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from moerl.push_types import Manifest, Needs, TensorSpec, Transport, TransportOffer
-from moerl.types import EngineError, WeightError
-from moerl.weights.deliveries import Job, manifest_of
-from moerl.weights.digest import tensor_digest
-from moerl.weights.fleet_plan import plan_deliveries
+from moerl.types.errors import EngineError, WeightError
+from moerl.types.push import Manifest, Needs, TensorSpec, Transport, TransportOffer
 from moerl.weights.in_thread import in_thread
-from moerl.weights.local import LocalSource
+from moerl.weights.local_source import LocalSource
+from moerl.weights.plan.buckets import Job, manifest_of
+from moerl.weights.plan.run_plan import plan_deliveries
+from moerl.weights.plan.tensor_specs import spec_of, torch_dtype
 from moerl.weights.receive import WeightSession
-from moerl.weights.spec import spec_of, torch_dtype
+from moerl.weights.verify.digest import tensor_digest
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["moerl.weights.receive"])

@@ -2,9 +2,9 @@
 
 import torch
 
-from moerl.push_types import TensorSpec
+from moerl.types.push import TensorSpec
 from moerl.weights.assembly import Assembly
-from moerl.weights.spec import CPU
+from moerl.weights.plan.tensor_specs import CPU
 
 DEVICE = torch.device("meta")
 

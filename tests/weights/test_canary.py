@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moerl.types import Completion, TrainBatch, VersionSpan, WeightError
-from moerl.weights.canary import canary_batch, run_canary
+from moerl.canary import canary_batch, run_canary
+from moerl.types.batch import TrainBatch
+from moerl.types.completion import Completion, VersionSpan
+from moerl.types.errors import WeightError
 
 VOCABULARY = 11
 PROMPTS = ((1, 2, 3), (4,), (5, 6))

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import EXPERTS, cases
 
-from moerl.config.layout import Layout
-from moerl.models.stacks import stored_name
-from moerl.push_types import TensorSpec
-from moerl.types import WeightError
-from moerl.weights.deliveries import ALIGNMENT, deliveries, in_order, manifest_of
-from moerl.weights.digest import tensor_digest
-from moerl.weights.fleet_plan import Outline, plan_deliveries, plan_of_run
-from moerl.weights.plan import PlannedTensor, holders, readers
-from moerl.weights.routing import plan_transfers
+from moerl.config.schema.layout import Layout
+from moerl.models.expert_stacks import stored_name
+from moerl.types.errors import WeightError
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.buckets import ALIGNMENT, deliveries, in_order, manifest_of
+from moerl.weights.plan.run_plan import Outline, plan_deliveries, plan_of_run
+from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.transfer_plan import PlannedTensor, holders, readers
 from moerl.weights.send import WeightSender
-from moerl.weights.spec import box_of
+from moerl.weights.verify.digest import tensor_digest
 
 SPECS = {
     "embed": TensorSpec(name="embed", shape=(13, 6), dtype="float32"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 import xxhash
 
-from moerl.weights.digest import tensor_bytes, tensor_digest
+from moerl.weights.verify.digest import tensor_bytes, tensor_digest
 
 DTYPES = [
     torch.float32,

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_process import SPECS, Engine, EngineProcess, Source
 
-from moerl.push_types import Bucket as BucketOf
-from moerl.push_types import BucketEntry
-from moerl.types import WeightError
-from moerl.weights.digest import tensor_digest
-from moerl.weights.disk import BLOCK_BYTES, DiskReader, DiskSender
-from moerl.weights.spec import spec_of
+from moerl.types.errors import WeightError
+from moerl.types.push import Bucket as BucketOf
+from moerl.types.push import BucketEntry
+from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.sync import WeightSync
+from moerl.weights.transport.disk_transport import BLOCK_BYTES, DiskReader, DiskSender
+from moerl.weights.verify.digest import tensor_digest
 
 LARGE = {f"layers.{i}.weight": torch.randn(300, 1000, generator=torch.Generator().manual_seed(i)) for i in range(4)}
 LARGE_SPECS = {name: spec_of(name, tensor) for name, tensor in LARGE.items()}

@@ -11,7 +11,7 @@ import torch
 from deepseek_cases import deepseek_settings, write_deepseek
 from engine_ranks import run_ranks
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 LAYER = "model.layers.2"
 EXPERT, LAST_EXPERT = f"{LAYER}.mlp.experts.1.up_proj.weight", f"{LAYER}.mlp.experts.6.up_proj.weight"

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import EXPERTS, cases
 
-from moerl.config.layout import Layout
-from moerl.convert import fp8
-from moerl.push_types import TensorSpec
-from moerl.weights.deliveries import deliveries
-from moerl.weights.fp8_pairs import is_ragged, with_scales
-from moerl.weights.plan import PlannedTensor, RolloutLayout
-from moerl.weights.plan_faults import faults
-from moerl.weights.routing import plan_transfers
-from moerl.weights.spec import box_of
+from moerl.config.schema.layout import Layout
+from moerl.models import fp8_blocks
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.buckets import deliveries
+from moerl.weights.plan.fp8_pairs import is_ragged, with_scales
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout
 
 NAME = "model.layers.0.mlp.down_proj.weight"
 SIZES = st.integers(1, 400)
@@ -29,9 +29,9 @@ def planned(name, shape, *, cut_dim=None, expert=None, stage=0):
 def matrix(shape, seed):
     """Every block on a scale of its own, and one block of zeros."""
     generator = torch.Generator().manual_seed(seed)
-    table = torch.randint(-6, 7, fp8.scale_shape(shape), generator=generator).float().exp2()
+    table = torch.randint(-6, 7, fp8_blocks.scale_shape(shape), generator=generator).float().exp2()
     table.view(-1)[0] = 0
-    factors = table.repeat_interleave(fp8.BLOCK, 0).repeat_interleave(fp8.BLOCK, 1)[: shape[0], : shape[1]]
+    factors = table.repeat_interleave(fp8_blocks.BLOCK, 0).repeat_interleave(fp8_blocks.BLOCK, 1)[: shape[0], : shape[1]]
     return (torch.randn(shape, generator=generator) * factors).bfloat16()
 
 
@@ -50,11 +50,11 @@ def test_shards_of_any_size_make_the_bytes_of_the_whole_tensor(rows, columns, cu
     whole = matrix(shape, seed)
     starts = [tuple(shard * shape[axis] // num_shards if axis == dim else 0 for axis in (0, 1)) for shard in range(num_shards)]
     shards = whole.chunk(num_shards, dim=dim)
-    maxima = [fp8.block_maxima(shard, start, shape) for shard, start in zip(shards, starts, strict=True)]
+    maxima = [fp8_blocks.block_maxima(shard, start, shape) for shard, start in zip(shards, starts, strict=True)]
     everywhere = torch.stack(maxima).amax(dim=0)
     found = {
         NAME: torch.full(shape, float("nan")).to(torch.float8_e4m3fn),
-        NAME + fp8.SCALE_SUFFIX: torch.full(fp8.scale_shape(shape), float("nan")),
+        NAME + fp8_blocks.SCALE_SUFFIX: torch.full(fp8_blocks.scale_shape(shape), float("nan")),
     }
     layout = Layout(ranks=num_shards, tp=num_shards)
     tensors = with_scales([planned(NAME, shape, cut_dim=dim)])
@@ -62,15 +62,15 @@ def test_shards_of_any_size_make_the_bytes_of_the_whole_tensor(rows, columns, cu
     plan = plan_transfers(tensors, layout, rollout, num_experts=0, part_bytes=part_bytes)
     for part in plan.network.part.tolist():
         name, shard, (start, size) = plan.tensors[plan.parts.tensor[part]].name, plan.parts.shard[part], plan.box(part)
-        scales = fp8.scales_of(everywhere if is_ragged(shape, dim, num_shards) else maxima[shard], scale_format)
+        scales = fp8_blocks.scales_of(everywhere if is_ragged(shape, dim, num_shards) else maxima[shard], scale_format)
         if name == NAME:
             begin = tuple(first - offset for first, offset in zip(start, starts[shard], strict=True))
-            box_of(found[name], start, size).copy_(fp8.quantized_box(box_of(shards[shard], begin, size), start, scales))
+            box_of(found[name], start, size).copy_(fp8_blocks.quantized_box(box_of(shards[shard], begin, size), start, scales))
         else:
             box_of(found[name], start, size).copy_(box_of(scales, start, size))
-    values, scales = fp8.quantized(whole, scale_format)
+    values, scales = fp8_blocks.quantized(whole, scale_format)
     assert torch.equal(found[NAME].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(found[NAME + fp8.SCALE_SUFFIX], scales)
+    assert torch.equal(found[NAME + fp8_blocks.SCALE_SUFFIX], scales)
 
 
 def test_what_published_checkpoints_do_not_quantize_stays():
@@ -111,12 +111,12 @@ def test_every_piece_of_scales_is_in_the_bucket_of_its_values_and_nothing_is_los
         for entry in bucket.entries:
             for reader in bucket.readers:
                 box_of(arrived[reader][entry.name], entry.start, entry.shape).add_(1)
-            if entry.name.endswith(fp8.SCALE_SUFFIX):
-                first = tuple(place * fp8.BLOCK for place in entry.start)
-                assert any(_has(other, entry.name.removesuffix(fp8.SCALE_SUFFIX), first) for other in bucket.entries)
-    for name in (tensor.name for tensor in found.tensors if tensor.name.endswith(fp8.SCALE_SUFFIX)):
+            if entry.name.endswith(fp8_blocks.SCALE_SUFFIX):
+                first = tuple(place * fp8_blocks.BLOCK for place in entry.start)
+                assert any(_has(other, entry.name.removesuffix(fp8_blocks.SCALE_SUFFIX), first) for other in bucket.entries)
+    for name in (tensor.name for tensor in found.tensors if tensor.name.endswith(fp8_blocks.SCALE_SUFFIX)):
         for held in arrived:
-            values = held[name.removesuffix(fp8.SCALE_SUFFIX)]
+            values = held[name.removesuffix(fp8_blocks.SCALE_SUFFIX)]
             assert values.min() == values.max() == held[name].min() == held[name].max() <= 1
 
 

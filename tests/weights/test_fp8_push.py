@@ -7,8 +7,8 @@ import pytest
 from engine_cases import LAYOUTS, settings
 from engine_ranks import run_ranks
 
-from moerl.config.schema import ScratchModel
-from moerl.models.scratch import write_scratch_model
+from moerl.config.schema.model_config import ScratchModel
+from moerl.scratch_model import write_scratch_model
 
 ODD = ScratchModel(family="qwen3_moe", hidden_size=192, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=44, ffn_size=136, num_experts=4)
 EVEN = dataclasses.replace(ODD, hidden_size=256, head_dim=128, ffn_size=256)

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.push_types import Bucket, TransportOffer
-from moerl.types import WeightError
-from moerl.weights.deliveries import in_order
-from moerl.weights.incoming import Incoming
-from moerl.weights.links import Link
-from moerl.weights.rendezvous import Deadline
-from moerl.weights.schedule import first_fit
+from moerl.types.errors import WeightError
+from moerl.types.push import Bucket, TransportOffer
+from moerl.weights.plan.buckets import in_order
+from moerl.weights.plan.rounds import first_fit
+from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.send import WeightSender
-from moerl.weights.spec import CPU
+from moerl.weights.transport.incoming import Incoming
+from moerl.weights.transport.links import Link
+from moerl.weights.transport.rendezvous import Deadline
 
 SECONDS = 60.0
 

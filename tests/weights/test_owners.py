@@ -8,7 +8,7 @@ import pytest
 from deepseek_cases import deepseek_settings, write_deepseek
 from engine_ranks import run_ranks
 
-from moerl.config.layout import Layout
+from moerl.config.schema.layout import Layout
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.config.layout import Layout
-from moerl.push_types import TensorSpec
-from moerl.weights.deliveries import deliveries, in_order
-from moerl.weights.plan import PlannedTensor, RolloutLayout, holders, readers
-from moerl.weights.plan_faults import faults
-from moerl.weights.routing import plan_transfers
-from moerl.weights.schedule import bound_seconds, incomplete_bytes, seconds
+from moerl.config.schema.layout import Layout
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.buckets import deliveries, in_order
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.rounds import bound_seconds, incomplete_bytes, seconds
+from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, holders, readers
 
 EXPERTS = 8
 

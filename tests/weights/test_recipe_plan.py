@@ -6,8 +6,8 @@ import pytest
 
 from moerl.config.load import load
 from moerl.planner.transfer import rollout_of
-from moerl.types import ConfigError
-from moerl.weights.plan import RolloutLayout
+from moerl.types.errors import ConfigError
+from moerl.weights.plan.transfer_plan import RolloutLayout
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ import torch
 from session_process import EngineProcess, Halves, Source
 from test_deliveries import an_outline, shares
 
-from moerl.config.layout import Layout
-from moerl.types import WeightError
-from moerl.weights.digest import tensor_digest
-from moerl.weights.fleet_plan import Outline, plan_deliveries, plan_of_run
-from moerl.weights.spec import expert_of, spec_of
+from moerl.config.schema.layout import Layout
+from moerl.types.errors import WeightError
+from moerl.weights.plan.run_plan import Outline, plan_deliveries, plan_of_run
+from moerl.weights.plan.tensor_specs import expert_of, spec_of
 from moerl.weights.sync import WeightSync
+from moerl.weights.verify.digest import tensor_digest
 
 BUCKET_BYTES = 100_000
 MODEL = {f"layers.{layer}.experts.{expert}.up": torch.full((100, 50), layer + expert / 8) for layer in range(2) for expert in range(4)}

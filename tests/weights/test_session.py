@@ -4,11 +4,11 @@ import pytest
 import torch
 from session_process import MODEL, SPECS, Engine, Source, first_push
 
-from moerl.push_types import Manifest, Piece, TensorSpec
-from moerl.types import WeightError
-from moerl.weights.deliveries import ALIGNMENT
-from moerl.weights.digest import tensor_digest
-from moerl.weights.shm import SharedReader
+from moerl.types.errors import WeightError
+from moerl.types.push import Manifest, Piece, TensorSpec
+from moerl.weights.plan.buckets import ALIGNMENT
+from moerl.weights.transport.shared_memory import SharedReader
+from moerl.weights.verify.digest import tensor_digest
 
 PIECES = {
     name: (Piece(start=(0,) * tensor.dim(), shape=tuple(tensor.shape), ranks=(0,), digest=tensor_digest(tensor)),)

@@ -9,7 +9,7 @@ import torch
 from session_process import MODEL, SPECS, Engine, Source
 
 from moerl.cluster.echoes import LEFT
-from moerl.types import EngineError, HangError, TrainError, WeightError
+from moerl.types.errors import EngineError, HangError, TrainError, WeightError
 from moerl.weights.sync import WeightSync, resolve_transport
 
 EXPERT = "layers.0.mlp.experts.0.up_proj.weight"

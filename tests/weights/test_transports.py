@@ -14,11 +14,11 @@ import torch
 from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first_push, serve_sender
 
 from moerl.rollout.engines.expert_share import needed_names
-from moerl.types import HangError, WeightError
-from moerl.weights.digest import tensor_digest
-from moerl.weights.network import DEVICE_KEY
-from moerl.weights.spec import spec_of
+from moerl.types.errors import HangError, WeightError
+from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.sync import WeightSync
+from moerl.weights.transport.network_transport import DEVICE_KEY
+from moerl.weights.verify.digest import tensor_digest
 
 DIGESTS = {name: tensor_digest(tensor) for name, tensor in MODEL.items()}
 

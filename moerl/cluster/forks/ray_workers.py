@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from moerl.cluster.forks.client import CannotForkError, ForkedProcess
-from moerl.cluster.forks.server import VARIABLE
+from moerl.cluster.forks.fork_client import CannotForkError, ForkedProcess
+from moerl.cluster.forks.fork_server import VARIABLE
 
 
 @contextmanager

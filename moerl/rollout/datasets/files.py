@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from moerl.config.problems import can_be
-from moerl.config.schema import FileData
+from moerl.config.schema.data_config import FileData
 from moerl.rollout.datasets.rows import Complaints, Row
-from moerl.types import Problem
+from moerl.types.errors import Problem, can_be
 
 
 class _File(Protocol):

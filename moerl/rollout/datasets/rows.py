@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moerl.types import DataError
+from moerl.types.errors import DataError
 
 _MOST_SHOWN = 10
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moerl.config.schema import TinyData
+from moerl.config.schema.data_config import TinyData
 from moerl.rollout.datasets.rows import Row
 
 _REPEATS = 8

@@ -1,1 +1,4 @@
-"""Engines of other projects behind moerl's own server, whichever it is. Everything here runs in the engine's environment."""
+"""Engines behind a rollout server: hf in hf/, SGLang, vLLM, and a fake without a model; and what starts them.
+
+The states of a server are not theirs (rollout/server).
+"""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from moerl.push_types import Needs
-from moerl.weights.spec import expert_of
+from moerl.types.push import Needs
+from moerl.weights.plan.tensor_specs import expert_of
 
 
 def needs_of_processes(names: Iterable[str], *, num_processes: int, expert_parallel: int) -> Needs:

@@ -1,9 +1,9 @@
 """The steps of a push in the process that holds an engine's model. They come through the engine's own channel, as a name and the JSON of
-moerl.rollout.wire."""
+moerl.rollout.server.wire."""
 
 from dataclasses import replace
 
-from moerl.rollout import wire
+from moerl.rollout.server import wire
 from moerl.weights.receive import WeightSession
 
 

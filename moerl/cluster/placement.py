@@ -1,0 +1,121 @@
+"""From the map of GPUs to the nodes of the Ray cluster: on which node every training rank and rollout server of the run is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moerl.cluster.topology import by_name, by_topology
+from moerl.config.derive.gpu_map import MappedGPU, gpu_map, gpus_per_server
+from moerl.config.schema.run_config import PlacementConfig, RunConfig
+from moerl.types.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    id: str
+    """Ray's."""
+    name: str
+    address: str
+    num_gpus: int
+    num_cpus: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlace:
+    """Of one process."""
+
+    node: Node
+    gpus: tuple[str, ...] | None
+    """What CUDA_VISIBLE_DEVICES must say. None: the process uses none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlacement:
+    ranks: tuple[ProcessPlace, ...]
+    servers: tuple[tuple[ProcessPlace, ...], ...]
+    """By server, a seat on each of its nodes."""
+    here: str
+    """Id of the driver's node."""
+
+
+def find_placement(config: RunConfig) -> RunPlacement:
+    """ConfigError if the cluster has not the nodes that the configuration names. Ray must be initialised."""
+    mapped, here = gpu_map(config), ray.get_runtime_context().get_node_id()
+    nodes = _nodes(config.placement, alive_nodes(), here)
+    # The hf server computes on CPU.
+    gpu_servers = mapped.servers if config.rollout.engine != "hf" else ()
+    needed = {gpu for gpus in (mapped.ranks, *gpu_servers) for gpu in gpus}
+    ids = _gpu_ids(nodes) if all(gpu.index < nodes[gpu.node].num_gpus for gpu in needed) else None
+
+    def seat(gpus: Sequence[MappedGPU], number: int, *, on_gpu: bool) -> ProcessPlace:
+        node = nodes[gpus[0].node if gpus else number % len(nodes)]
+        return ProcessPlace(node=node, gpus=tuple(ids[node.id][gpu.index] for gpu in gpus) if ids is not None and on_gpu else None)
+
+    def seats_of(server: Sequence[MappedGPU], number: int) -> tuple[ProcessPlace, ...]:
+        by_node = [tuple(gpus) for _, gpus in groupby(server, key=lambda gpu: gpu.node)] if server else [()]
+        return tuple(seat(gpus, number, on_gpu=with_gpus) for gpus in by_node)
+
+    with_gpus = gpus_per_server(config.rollout) > 0 and config.rollout.engine != "hf"
+    return RunPlacement(
+        ranks=tuple(seat([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
+        servers=tuple(seats_of(gpus, number) for number, gpus in enumerate(mapped.servers)),
+        here=here,
+    )
+
+
+def alive_nodes() -> list[Node]:
+    return [
+        Node(
+            id=entry["NodeID"],
+            name=entry["NodeManagerHostname"],
+            address=entry["NodeManagerAddress"],
+            num_gpus=int(entry["Resources"].get("GPU", 0)),
+            num_cpus=int(entry["Resources"].get("CPU", 0)),
+        )
+        for entry in ray.nodes()
+        if entry["Alive"]
+    ]
+
+
+def on_node(node: Node) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+
+
+def _nodes(placement: PlacementConfig, alive: Sequence[Node], here: str) -> list[Node]:
+    """Those of the run, in the order of the network. One node: the driver's, if it will do."""
+    wanted = placement.gpus_per_node if placement.gpus_per_node is not None and any(node.num_gpus for node in alive) else 0
+    usable = [node for node in alive if node.num_gpus >= wanted]
+    if len(usable) < placement.nodes:
+        raise ConfigError([_missing(placement, usable, alive, wanted)])
+    if placement.nodes == 1 and any(node.id == here for node in usable):
+        return [node for node in usable if node.id == here]
+    names = {node.name for node in usable}
+    path = placement.topology
+    order = by_name(names) if path is None else by_topology(names, Path(path).read_text(), path=path)
+    rank = {name: number for number, name in enumerate(order)}
+    return sorted(usable, key=lambda node: (rank[node.name], node.address, node.id))[: placement.nodes]
+
+
+def _missing(placement: PlacementConfig, usable: Sequence[Node], alive: Sequence[Node], wanted: int) -> Problem:
+    having = f" with {wanted} GPUs" if wanted else ""
+    others = [f"{node.name} ({node.num_gpus} GPUs)" for node in alive if node not in usable]
+    also = f"; too small: {', '.join(others)}" if others else ""
+    names = ", ".join(by_name(node.name for node in usable)) if usable else "none"
+    reason = f"the Ray cluster has {len(usable)} nodes{having}: {names}{also}"
+    fix = "start Ray on the missing ones (RAY_ADDRESS names the cluster), or a layout for fewer nodes"
+    return Problem(path="placement.nodes", value=placement.nodes, rule="must be there", reason=reason, fix=fix)
+
+
+def _gpu_ids(nodes: Sequence[Node]) -> Mapping[str, list[str]]:
+    """By node, what CUDA calls its GPUs: a job may have been given some of them only."""
+    calls = [ray.remote(_visible).options(num_cpus=0, num_gpus=node.num_gpus, scheduling_strategy=on_node(node)).remote() for node in nodes]
+    return {node.id: ids for node, ids in zip(nodes, ray.get(calls), strict=True)}
+
+
+def _visible() -> list[Any]:
+    return sorted((str(number) for number in ray.get_gpu_ids()), key=lambda name: (len(name), name))

@@ -1,0 +1,44 @@
+"""How much of Ray's object store a run's samples can take. Imports no Ray."""
+
+from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.schema.run_config import RunConfig
+
+TOKEN_BYTES = 12
+"""Of a token without its routes: id and log-prob, and some four letters of text."""
+COLUMN_BYTES = 4
+"""Of a token in the log-probs that the trainer computes before an update, for each of the old policy and the reference."""
+
+
+def sample_bytes(config: RunConfig) -> int:
+    """Of one sample as long as the context: tokens * (12 + layers with experts * experts per token); over 256 experts twice as many."""
+    routes = routes_to_replay(config)
+    per_token = 0 if routes is None else routes.num_layers * routes.top_k * routes.dtype.itemsize
+    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.model.max_context)
+    return longest * (TOKEN_BYTES + per_token)
+
+
+def most_bytes(config: RunConfig) -> int:
+    """With every slot of the buffer full of the longest samples, and the columns of a step."""
+    step = config.groups_per_step * config.group_size
+    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.model.max_context)
+    columns = step * longest * COLUMN_BYTES * (config.needs_old_logprobs + config.uses_reference)
+    return (config.max_staleness + 1) * step * sample_bytes(config) + columns
+
+
+def shortage(config: RunConfig, store_bytes: float) -> str | None:
+    """What to say if the samples may not fit into a store of that size."""
+    most = most_bytes(config)
+    if most <= store_bytes:
+        return None
+    num_samples = config.groups_per_step * config.group_size
+    return (
+        f"Ray's object store has {_gb(store_bytes)}, and the samples of max_staleness + 1 = {config.max_staleness + 1} steps take up to "
+        f"{_gb(most)}: groups_per_step * group_size = {num_samples} samples of {_gb(sample_bytes(config))} at the longest. What does not "
+        "fit is written to the disk under Ray's --temp-dir and read back for training, which is slow. Start Ray with "
+        f"--object-store-memory={most}, on all machines together (shared memory must have the room: df -h /dev/shm), or make the step, "
+        "rollout.max_response_tokens or max_staleness smaller"
+    )
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"

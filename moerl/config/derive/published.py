@@ -1,0 +1,41 @@
+"""The config.json of models that recipes are shipped for, as published, so that their layouts can be checked before anything is fetched.
+
+In configs/published. Without quantization_config: moerl loads the weights after their conversion to bfloat16.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import moerl
+from moerl.models.families.family_table import FAMILIES
+
+
+def shipped_configs() -> Path:
+    """configs/ of a checkout, or the copy inside an installed package."""
+    package = Path(moerl.__file__).resolve().parent
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "config.yaml").is_file() else package / "_configs"
+
+
+def published_names() -> list[str]:
+    return sorted(file.stem for file in (shipped_configs() / "published").glob("*.json"))
+
+
+def published_config(name: str) -> dict[str, Any]:
+    """The config.json of one of `published_names`."""
+    return json.loads((shipped_configs() / "published" / f"{name}.json").read_text())
+
+
+def differences(published: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Where the architecture of `found`, a config.json of a family in moerl/models, is another one, as text for people."""
+    expected, actual = _architecture(published), _architecture(found)
+    names = sorted(expected.keys() | actual.keys())
+    return [f"{name} {actual.get(name)!r}, not {expected.get(name)!r}" for name in names if actual.get(name) != expected.get(name)]
+
+
+def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """model_type and what its family tells Megatron."""
+    family = FAMILIES[hf["model_type"]]
+    return {"model_type": hf["model_type"], "vocab_size": hf["vocab_size"], **family.rotary(hf), **family.transformer_config(hf)}

@@ -1,0 +1,74 @@
+"""Is a directory a Hugging Face checkpoint moerl can train: config.json of a known family, a tokenizer, every weight file."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moerl.config.derive.model_shape import shape_of_config
+from moerl.models.families.family_table import FAMILIES
+from moerl.models.unknown import explain_unknown
+from moerl.types.errors import Problem, can_be
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def checkpoint_problems(path: Path) -> Iterator[Problem]:
+    if not can_be(path) or not path.is_dir():
+        fix = "write the absolute path of the directory" if not path.is_absolute() else "download the model there, or correct the path"
+        yield _problem(path, "is not a directory", f"nothing is read from the network; looked in {path.absolute()}", fix)
+        return
+    yield from _config_problems(path)
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        reason = f"none of {', '.join(TOKENIZERS)} is there"
+        yield _problem(path, "has no tokenizer", reason, "copy the tokenizer files of the model there")
+    yield from _weight_problems(path)
+
+
+def _config_problems(path: Path) -> Iterator[Problem]:
+    config = _read_json(path / "config.json")
+    if isinstance(config, str):
+        yield _problem(path, "needs a readable config.json", config, "copy the model's config.json there")
+    elif config.get("model_type") not in FAMILIES:
+        yield _problem(path, *explain_unknown(config))
+    else:
+        try:
+            broken = list(FAMILIES[config["model_type"]].broken_rules(config))
+            yield from (_problem(path, rule, reason, fix) for rule, reason, fix in broken)
+            if not broken:
+                shape_of_config(config)
+                FAMILIES[config["model_type"]].rotary(config)
+        except KeyError as missing:
+            reason = "a model of this type cannot be described without"
+            yield _problem(path, f"needs {missing} in config.json", reason, "copy the model's config.json again")
+
+
+def _weight_problems(path: Path) -> Iterator[Problem]:
+    index_file = path / "model.safetensors.index.json"
+    if not index_file.is_file():
+        if not (path / "model.safetensors").is_file():
+            reason = "neither model.safetensors nor model.safetensors.index.json is there"
+            yield _problem(path, "has no weights", reason, "save the model with safetensors (transformers: save_pretrained)")
+        return
+    index = _read_json(index_file)
+    if isinstance(index, str):
+        yield _problem(path, "needs a readable model.safetensors.index.json", index, "copy it again")
+        return
+    absent = sorted({name for name in index.get("weight_map", {}).values() if not (path / name).is_file()})
+    if absent:
+        listed = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+        reason = f"model.safetensors.index.json names {len(absent)} absent files: {listed}"
+        yield _problem(path, "lacks weight files", reason, "copy the missing files; an interrupted download leaves such a directory")
+
+
+def _read_json(file: Path) -> dict[str, Any] | str:
+    """The object in `file`, or why there is none."""
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        return f"{file.name}: {error}"
+    return value if isinstance(value, dict) else f"{file.name} holds no object"
+
+
+def _problem(path: Path, rule: str, reason: str, fix: str) -> Problem:
+    return Problem(path="model.path", value=str(path), rule=rule, reason=reason, fix=fix)

@@ -1,0 +1,127 @@
+"""Rules of rollout.engine: environments and arguments of vllm and sglang, the models each serves, and the routes it returns."""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter, ValidationError
+
+from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_shape import ModelShape
+from moerl.types.errors import Problem, can_be, problem
+
+if TYPE_CHECKING:
+    from moerl.config.schema.rollout_config import RolloutConfig
+    from moerl.config.schema.run_config import RunConfig
+
+
+from typing import TYPE_CHECKING
+
+from moerl.config.rules.megatron_allowed import replay_problems_of
+
+if TYPE_CHECKING:
+    from moerl.config.schema.run_config import RunConfig
+
+
+FAMILIES = {"sglang": ("qwen3", "qwen3_moe", "deepseek_v3"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
+"""Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
+
+CHECK_SECONDS = 120.0
+"""For importing an engine and its argument parser; it takes about 5 s."""
+
+_CHECKOUT = Path(__file__).parents[3]
+_PROBLEMS = TypeAdapter(list[Problem])
+
+
+def interpreter(rollout: "RolloutConfig") -> str:
+    """What the servers are started with."""
+    if rollout.python is not None:
+        return rollout.python
+    return str(_own_environment(rollout.engine)) if rollout.engine in FAMILIES else sys.executable
+
+
+def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
+    """Every rule it breaks, for a model of `shape` if it is known. Asks the engine's environment, some seconds: about its version, its
+    arguments, and the model's sizes.
+
+    A model that is only named (model.published without a path) cannot be started, and a login node that checks its recipe needs no
+    environment: what belongs to starting is asked for with model.path, or listed by `moerl check` (`unserved`).
+    """
+    rollout = config.rollout
+    if rollout.engine not in FAMILIES:
+        if rollout.engine_args:
+            reason = f"rollout.engine={rollout.engine} has no arguments of its own"
+            yield problem(
+                "rollout.engine_args", rollout.engine_args, "has no effect", reason, "rollout.engine=vllm or sglang, or leave it out"
+            )
+        return
+    if config.deterministic:
+        reason = f"{rollout.engine}'s results depend on which requests share a batch"
+        yield problem("deterministic", True, f"cannot be kept by rollout.engine={rollout.engine}", reason, "rollout.engine=hf")
+    if config.model.is_only_named:
+        return
+    yield from unserved(rollout, shape)
+    python = Path(interpreter(rollout))
+    if can_be(python) and python.is_file():
+        model = model_config(config.model) if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
+        yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
+    elif rollout.python is None:  # one that is given and missing is another rule's
+        rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
+        reason = "engines pin packages that a trainer's environment cannot have"
+        yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
+
+
+def unserved(rollout: "RolloutConfig", shape: ModelShape | None) -> Iterator[Problem]:
+    """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
+    families = FAMILIES.get(rollout.engine)
+    if families is not None and shape is not None and shape.model_type not in families:
+        rule = f"serves {', '.join(families)}; the model is {shape.model_type}"
+        reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
+        yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
+
+
+def _own_environment(engine: str) -> Path:
+    return _CHECKOUT / f".venv-{engine}" / "bin" / "python"
+
+
+@functools.cache
+def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[Problem, ...]:
+    """By the engine's own parser, in its environment; nothing is started. `arguments` and `model` (or null) are JSON."""
+    command = [python, "-m", f"moerl.rollout.{engine}.server", "--check", "--engine-args", arguments, "--model-config", model]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
+        return tuple(_PROBLEMS.validate_json(ended.stdout))
+    except subprocess.CalledProcessError as error:
+        reason = "it ended with " + "\n".join(error.stderr.splitlines()[-3:])
+    except (OSError, subprocess.TimeoutExpired, ValidationError) as error:
+        reason = str(error)
+    fix = f"make engines ENGINES={engine}, or install moerl there: {python} -m pip install --no-deps moerl"
+    return (problem("rollout.python", python, f"cannot start moerl.rollout.{engine}", reason, fix),)
+
+
+ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")
+"""Those of rollout.engine that return the experts tokens went to."""
+
+_WITHOUT_ROUTES = {
+    "vllm": "vLLM returns the experts of tokens from its second model runner only, which does not run on CPU; moerl runs the first (0.32)",
+}
+"""Why, of the engines that do not."""
+
+
+def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
+    """Every rule it breaks, for a model of `shape` if it is known."""
+    mode, path = config.train.router_replay, "train.router_replay"
+    if mode == "off":
+        return
+    if shape is not None and shape.routes is None:
+        yield problem(path, mode, "must be off for a dense model", "there are no experts to choose", f"{path}=off")
+    if mode == "rollout" and config.rollout.engine not in ENGINES_WITH_ROUTES:
+        engine = config.rollout.engine
+        reason = _WITHOUT_ROUTES.get(engine, f"rollout.engine={engine} does not say which experts its tokens went to")
+        fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
+        yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
+    yield from replay_problems_of(config.train.megatron, mode)

@@ -1,0 +1,202 @@
+"""The rules of rollout.layout: sizes that divide each other and the model, and what an engine lacks."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from moerl.config.derive.model_shape import ModelShape
+from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import Problem, problem
+
+LOW_LATENCY_TOKENS = 1024
+"""Most tokens that one rank may dispatch at once by DeepEP's kernels for latency (FINISHED_SUM_TAG of its internode_ll.cu)."""
+
+_LATENCY_REASON = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
+_FP8_BLOCK = 128
+
+
+def layout_problems(config: RunConfig, shape: ModelShape | None) -> Iterator[Problem]:
+    """Every rule rollout.layout breaks, for a model of `shape` if it is known."""
+    rollout = config.rollout
+    layout = rollout.layout
+    if rollout.engine == "hf":
+        yield from _hf_problems(layout)
+        return
+    sizes = [*_size_problems(rollout), *_all_to_all_problems(layout)]
+    yield from sizes
+    if shape is not None:
+        yield from _model_problems(layout, shape)
+    if not sizes and rollout.engine in _ENGINE_RULES:
+        yield from _ENGINE_RULES[rollout.engine](rollout)
+    if config.train.router_replay == "rollout":
+        yield from _replay_problems(layout)
+
+
+def _hf_problems(layout: ServerLayout) -> Iterator[Problem]:
+    if replace(layout, weights="dtype") != ServerLayout():
+        reason = "a server of rollout.engine=hf is one process; of its layout only weights can be chosen"
+        yield problem("rollout.layout", layout, "has no effect", reason, "rollout.engine=sglang, or leave it out")
+
+
+def _size_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    layout = rollout.layout
+    larger, smaller = sorted((layout.gpus, layout.gpus_per_node), reverse=True)
+    if larger % smaller:
+        rule = f"must divide gpus_per_node={layout.gpus_per_node}, or be a multiple of it"
+        whole = max(layout.gpus // layout.gpus_per_node, 1) * layout.gpus_per_node
+        yield _problem("gpus", layout.gpus, rule, "servers fill nodes, or nodes fill servers", f"gpus={whole}")
+    if layout.gpus % layout.dp:
+        reason = "attention is tensor parallel over gpus / dp GPUs, a whole number"
+        yield _problem("dp", layout.dp, f"must divide gpus={layout.gpus}", reason, _divisors(layout.gpus))
+    if layout.gpus % layout.ep:
+        reason = "each expert is cut over gpus / ep GPUs, a whole number"
+        yield _problem("ep", layout.ep, f"must divide gpus={layout.gpus}", reason, _divisors(layout.gpus))
+    if rollout.max_running < layout.dp:
+        reason = f"each of rollout.layout.dp={layout.dp} data-parallel groups decodes requests of its own"
+        fix = f"rollout.max_running={layout.dp}, or a smaller rollout.layout.dp"
+        yield problem("rollout.max_running", rollout.max_running, f"must be at least {layout.dp}", reason, fix)
+
+
+def _all_to_all_problems(layout: ServerLayout) -> Iterator[Problem]:
+    if layout.uses_deepep and not layout.ep == layout.gpus > 1:
+        rule = f"needs ep=gpus={layout.gpus} of more than one GPU; ep={layout.ep}"
+        reason = "DeepEP sends tokens to whole experts, over all GPUs of a server"
+        yield _problem("all_to_all", layout.all_to_all, rule, reason, f"ep={layout.gpus}, or all_to_all=gather")
+    if layout.redundant_experts is not None and layout.ep == 1:
+        reason = "there are no GPUs with other experts to which load could move"
+        yield _problem("redundant_experts", layout.redundant_experts, "needs ep > 1", reason, "leave it out, or a larger ep")
+
+
+def _model_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
+    if layout.gpus % layout.dp == 0:  # otherwise tp is no size, and may be 0
+        yield from _head_problems(layout, shape)
+    if layout.mtp_tokens and not shape.num_mtp_layers:
+        reason = "the model's config.json has no num_nextn_predict_layers: nothing could draft"
+        yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 for this model", reason, "mtp_tokens=0")
+    yield from _dense_problems(layout) if shape.num_experts is None else _expert_problems(layout, shape, shape.num_experts)
+
+
+def _head_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
+    if shape.num_heads % layout.tp:
+        reason = f"each GPU computes whole heads, and gpus={layout.gpus} over dp={layout.dp} groups leaves {layout.tp} for one"
+        fix = f"a dp that leaves {_divisors(shape.num_heads)}"
+        yield _problem("dp", layout.dp, f"must leave a divisor of the model's {shape.num_heads} attention heads", reason, fix)
+    heads = shape.num_kv_heads
+    if not shape.has_latent_attention and heads % layout.tp and layout.tp % heads:
+        reason = f"the {layout.tp} GPUs of a group share heads, or each head is on as many of them"
+        fix = f"dp={max(1, layout.gpus // heads)}"
+        yield _problem("dp", layout.dp, f"must leave a divisor or a multiple of the model's {heads} key/value heads", reason, fix)
+
+
+def _dense_problems(layout: ServerLayout) -> Iterator[Problem]:
+    if layout.ep > 1:
+        yield _problem("ep", layout.ep, "must be 1 for a dense model", "there are no experts to spread", "ep=1")
+    if layout.dp > 1:
+        reason = "data-parallel attention pays off where experts are spread; without any, servers of their own do the same"
+        fix = f"dp=1, gpus={layout.tp} and {layout.dp} times as many rollout.num_servers"
+        yield _problem("dp", layout.dp, "must be 1 for a dense model", reason, fix)
+
+
+def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) -> Iterator[Problem]:
+    redundant = 0 if layout.redundant_experts is None else layout.redundant_experts
+    if (num_experts + redundant) % layout.ep:
+        copies = f" and redundant_experts={redundant}" if redundant else ""
+        fix = f"redundant_experts={-num_experts % layout.ep}" if layout.redundant_experts is not None else _divisors(num_experts)
+        reason = "each GPU holds as many whole experts as any other"
+        yield _problem("ep", layout.ep, f"must divide the model's {num_experts} experts{copies} together", reason, fix)
+    if layout.gpus % layout.ep:
+        return  # expert_tp is no size, and may be 0
+    if shape.expert_ffn_size % layout.expert_tp:
+        reason = f"gpus={layout.gpus} over ep={layout.ep} cut every expert into {layout.expert_tp} parts"
+        rule = f"must leave a divisor of the experts' inner size {shape.expert_ffn_size}"
+        yield _problem("ep", layout.ep, rule, reason, f"ep={layout.gpus}")
+    elif layout.weights == "fp8" and shape.expert_ffn_size // layout.expert_tp % _FP8_BLOCK:
+        columns = shape.expert_ffn_size // layout.expert_tp
+        reason = f"a GPU would hold {columns} columns of an expert, and scales belong to blocks of {_FP8_BLOCK}"
+        yield _problem("weights", "fp8", f"needs parts of experts that are multiples of {_FP8_BLOCK}", reason, f"ep={layout.gpus}")
+
+
+def _sglang_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    if rollout.layout.all_to_all in ("deepep", "deepep_low_latency"):
+        yield from _low_latency_problems(rollout)
+
+
+def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    layout = rollout.layout
+    if layout.ep not in (1, layout.gpus):
+        reason = "vLLM spreads experts over all GPUs of a server, or cuts each of them over all"
+        yield _problem("ep", layout.ep, f"must be 1 or gpus={layout.gpus} for vllm", reason, f"ep={layout.gpus}")
+    if layout.all_to_all == "deepep":
+        reason = "vLLM runs one kind of DeepEP's kernels, for prompts and decoding alike"
+        fix = "all_to_all=deepep_low_latency, which suits long answers, or deepep_normal"
+        yield _problem("all_to_all", layout.all_to_all, "is not offered by vllm", reason, fix)
+    if layout.uses_deepep and layout.dp == 1:
+        reason = "in one data-parallel group every GPU has every token, and vLLM would use no all-to-all"
+        yield _problem("all_to_all", layout.all_to_all, "needs dp > 1 for vllm", reason, "a larger dp, or all_to_all=gather")
+    per_node = min(layout.gpus_per_node, layout.gpus)
+    larger, smaller = sorted((layout.tp, per_node), reverse=True)
+    if larger % smaller:
+        rule = "must leave groups that fill nodes, or nodes that fill groups"
+        reason = f"groups of {layout.tp} GPUs and nodes of {per_node} cut each other"
+        yield _problem("dp", layout.dp, rule, reason, f"dp={layout.gpus // per_node}")
+    if layout.all_to_all == "deepep_low_latency":
+        yield from _low_latency_problems(rollout)
+        if rollout.prefill_chunk > LOW_LATENCY_TOKENS:
+            rule = f"must be at most {LOW_LATENCY_TOKENS} for all_to_all=deepep_low_latency on vllm"
+            reason, fix = f"vLLM runs prompts through them too: {_LATENCY_REASON}", "rollout.prefill_chunk=256, or all_to_all=deepep_normal"
+            yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, fix)
+
+
+def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    layout = rollout.layout
+    most = LOW_LATENCY_TOKENS // (layout.mtp_tokens + 1) * layout.dp
+    if rollout.max_running > most:
+        rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
+        fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
+        yield problem("rollout.max_running", rollout.max_running, rule, _LATENCY_REASON, fix)
+
+
+_ENGINE_RULES: dict[str, Callable[[RolloutConfig], Iterator[Problem]]] = {"sglang": _sglang_problems, "vllm": _vllm_problems}
+
+
+def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:
+    if layout.mtp_tokens:
+        reason = "SGLang's record of the experts has no room for drafted tokens (state_capturer/routed_experts.py)"
+        yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 with train.router_replay=rollout", reason, "mtp_tokens=0")
+    if layout.redundant_experts is not None:
+        reason = "whether the engine reports a copy's number or its expert's is not tested"
+        rule = "cannot be kept with train.router_replay=rollout"
+        yield _problem("redundant_experts", layout.redundant_experts, rule, reason, "leave it out, or train.router_replay=trainer")
+
+
+def start_problems(config: RunConfig) -> Iterator[Problem]:
+    """What can be planned and rendered, and not be started yet."""
+    layout = config.rollout.layout
+    if config.rollout.engine in ("hf", "fake"):
+        return
+    if layout.nodes > 1 and config.rollout.engine == "vllm":
+        yield from _vllm_nodes_problems(layout)
+    if layout.redundant_experts is not None:
+        reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
+        yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
+    if layout.weights == "fp8":
+        reason = f"a push in FP8 has not been run with {config.rollout.engine}, which repacks blocks and scales for its kernels on GPUs"
+        fix = "weights=dtype, or rollout.engine=hf to see on CPU what FP8 does to log-probs"
+        yield _problem("weights", "fp8", f"cannot be pushed to {config.rollout.engine} yet", reason, fix)
+
+
+def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:
+    """Of vLLM's layouts over several nodes, those that moerl has not seen run."""
+    for field, what in (("dp", "data-parallel groups"), ("ep", "experts that are spread over nodes")):
+        if (value := getattr(layout, field)) > 1:
+            reason = f"{what} of vLLM over several nodes have been in no run (with experts they cannot on CPU); tensor parallelism has"
+            fix = f"{field}=1, gpus={layout.gpus_per_node}, or rollout.engine=sglang"
+            yield _problem(field, value, f"must be 1 for a vllm server over {layout.nodes} nodes", reason, fix)
+
+
+def _problem(field: str, value: object, rule: str, reason: str, fix: str) -> Problem:
+    return problem(f"rollout.layout.{field}", value, rule, reason, fix)
+
+
+def _divisors(number: int) -> str:
+    return "one of " + ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

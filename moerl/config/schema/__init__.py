@@ -1,0 +1,4 @@
+"""Settings with their defaults and descriptions, a file per section.
+
+No rule between two settings lives here (rules/).
+"""

@@ -1,0 +1,76 @@
+"""Settings of prompts and rewards: `data`, `reward`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moerl.config.schema.strict import Positive, Seconds, Strict
+
+# -- data and rewards ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DataBase(Strict):
+    shuffle: bool = True
+    """A new order each epoch, a function of the run's seed and the epoch."""
+    chat_template: bool = True
+    """Render `prompt` with the tokenizer's chat template; false concatenates the contents of its messages."""
+    max_prompt_tokens: Positive = 1024
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """A prompt over max_prompt_tokens stops the run before it starts, or is left out with a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileData(_DataBase):
+    """Rows in verl's schema: prompt (chat list), reward_model.ground_truth, data_source, extra_info."""
+
+    kind: Literal["files"] = "files"
+    files: tuple[str, ...]
+    """.parquet or .jsonl, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymData(_DataBase):
+    """Procedural tasks of reasoning-gym, scored by the same package."""
+
+    kind: Literal["gym"] = "gym"
+    task: str
+    """Name of a reasoning-gym dataset, e.g. chain_sum."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Passed to the dataset's own configuration."""
+    size: Positive = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyData(_DataBase):
+    """Tasks small enough to learn from scratch on a laptop."""
+
+    kind: Literal["tiny"] = "tiny"
+    task: Literal["repeat", "add"]
+    """repeat: say a digit eight times. add: the sum of two numbers below 100."""
+    size: Positive = 1000
+
+
+DataConfig = Annotated[FileData | GymData | TinyData, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardTerm(Strict):
+    kind: Literal["math", "exact", "prefix", "format", "gym", "function"]
+    """math: math-verify on the last answer. exact: text equals ground_truth. prefix: share of ground_truth's positions that
+    agree. format: `pattern` matches the whole text. gym: the task's own scorer. function: `path`, verl's signature."""
+    weight: float = 1.0
+    pattern: str | None = None
+    """For format: a regular expression, matched against the whole response."""
+    path: str | None = None
+    """For function: `file.py:name` or `package.module:name` of f(data_source, solution_str, ground_truth, extra_info)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(Strict):
+    terms: dict[str, RewardTerm]
+    """The reward is the weighted sum; each term is reported under its name."""
+    timeout_seconds: Seconds = 10.0
+    """One check. A verifier that takes longer is killed and the sample is marked, not the run."""
+    num_workers: Positive = 1

@@ -1,0 +1,127 @@
+"""Settings of rollout servers and of what brings them weights: `rollout`, `weights`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from moerl.config.schema.strict import NotNegative, Positive, Size, Strict
+
+NUM_PORTS = 16
+"""In a row, on the first node of a server of several: SGLang's data-parallel attention takes the port of its store and the 13 after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLayout(Strict):
+    """Of every server alike. The defaults are one process on one GPU."""
+
+    gpus: Size = 1
+    """GPUs of one server, over all its nodes. On CPU: processes."""
+    gpus_per_node: Size = 8
+    """Servers fill nodes, or nodes fill servers."""
+    dp: Size = 1
+    """Data-parallel groups of attention. Each has requests of its own, and attention is tensor parallel over the gpus / dp GPUs of a group.
+    Without, models with few key/value heads, or latent attention, would hold the keys and values of a request many times."""
+    ep: Size = 1
+    """Expert parallel: GPUs over which whole experts are spread; each expert is cut over gpus / ep of them."""
+    all_to_all: Literal["gather", "deepep", "deepep_normal", "deepep_low_latency"] = "gather"
+    """How tokens reach their experts. gather: every GPU of the server gets all of them. deepep: DeepEP's kernels, those made for
+    throughput on prompts and those made for latency while decoding. deepep_normal, deepep_low_latency: one kind of them always."""
+    redundant_experts: NotNegative | None = None
+    """Copies of busy experts in every layer, beyond the model's own (EPLB, which also moves experts between GPUs). 0: it only moves
+    them. None: off."""
+    kv_cache: Literal["auto", "fp8"] = "auto"
+    """auto: rollout.dtype. fp8: half of that, and log-probs that differ from the trainer's by as much."""
+    weights: Literal["dtype", "fp8"] = "dtype"
+    """dtype: rollout.dtype. fp8: e4m3 in blocks of 128 x 128 with float32 scales, as DeepSeek-V3 is published, made of rollout.dtype by the
+    ranks that send. Log-probs differ from the trainer's accordingly: weights.mismatch_limit must allow it."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of a GPU's memory, for weights, keys and values. None: the engine's own choice."""
+    mtp_tokens: NotNegative = 0
+    """Tokens that the model's layer of multi-token prediction drafts for each that is decoded. It stays the checkpoint's, which pushes do
+    not bring: the further training goes, the fewer drafts are accepted."""
+    cuda_graph_requests: NotNegative | None = None
+    """Largest batch of one data-parallel group that decodes in a CUDA graph. 0: no graphs. None: the engine's own choice."""
+    port: Annotated[int, Field(ge=0, le=65535 - NUM_PORTS)] = 0
+    """On the first node of a server, where its nodes meet, and the 15 after it. 0: free ones, chosen on that node whenever the server
+    starts. Without effect on one node."""
+
+    @property
+    def tp(self) -> int:
+        """Tensor parallel size of attention."""
+        return self.gpus // self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        """GPUs over which one expert is cut."""
+        return self.gpus // self.ep
+
+    @property
+    def nodes(self) -> int:
+        """Of one server."""
+        return -(-self.gpus // self.gpus_per_node)
+
+    @property
+    def uses_deepep(self) -> bool:
+        return self.all_to_all != "gather"
+
+
+# -- rollout, weights -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig(Strict):
+    engine: Literal["hf", "vllm", "sglang", "fake"] = "hf"
+    """hf: transformers, as moerl runs it. vllm, sglang: in an environment of their own, which `make engines` builds for CPU. fake: random
+    tokens, without a model."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Passed to vllm or sglang: names of its command line, with underscores; checked by its own parser. Names moerl sets are refused."""
+    num_servers: Size = 1
+    layout: ServerLayout = field(default_factory=ServerLayout)
+    """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
+    host: str | None = None
+    """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Of the first server, the next ones count up; 0 lets the system choose."""
+    python: str | None = None
+    """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
+    .venv-sglang in the checkout."""
+    max_response_tokens: Positive
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The trainer divides its logits by the same value."""
+    max_running: Positive = 64
+    """Requests one server decodes together."""
+    max_queued: NotNegative = 2
+    """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
+    is free first: one that waits on a server cannot go to an idler one any more."""
+    num_collectors: Positive = 1
+    """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them; a server
+    has one of them. One receives some 150 completions of 4,000 tokens a second on a busy core. Without effect for fake."""
+    prefill_chunk: Positive = 64
+    """Prompt tokens of one request computed per engine iteration."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """None: the trainer's."""
+    partial: bool = False
+    """What becomes of completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
+    servers return what they have, and the rest is asked for after the push, from any server, which computes keys and values anew with the
+    new weights. Needs max_staleness > 0."""
+    max_restarts: NotNegative = 3
+    """How often a server that ended, or hangs, is started again; it serves after the next push or, between updates, one of its own.
+    One that ends once more stays dead, and without any the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig(Strict):
+    transport: Literal["auto", "ipc", "nccl", "disk"] = "auto"
+    """ipc: memory shared on one host. nccl: over the network. Buckets are where the trainer's tensors are: on GPUs by CUDA IPC and NCCL, on
+    CPU by shared memory and gloo. disk: through files in the run's directory, which trainer and servers must share; slow, for servers that
+    no network group reaches. auto: ipc if ranks and servers are on one host, else nccl."""
+    disk_delta: bool = True
+    """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
+    bucket_bytes: Positive = 256 * 2**20
+    """Each training rank that sends has two buffers of this size. Larger tensors are cut by rows; an expert's larger one travels alone."""
+    canary_every: NotNegative = 10
+    """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
+    mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
+    """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of the first step. 1e-4 suits float32;
+    bfloat16 mixture-of-experts models differ by about 3e-2, training in FP8 by several times as much."""

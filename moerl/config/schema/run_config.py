@@ -1,0 +1,129 @@
+"""Settings of a run, as frozen dataclasses; its sections are the other files of this folder. Imports neither torch nor Megatron.
+
+A string under a field says what it does. Values that follow from others are properties, never settings.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moerl.config.schema.algorithm_config import AlgorithmConfig, GRPOConfig
+from moerl.config.schema.data_config import DataConfig, RewardConfig
+from moerl.config.schema.deadlines import DeadlineConfig
+from moerl.config.schema.eval_config import EvalConfig
+from moerl.config.schema.kubernetes_config import KubernetesConfig
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.placement_config import PlacementConfig
+from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
+from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.config.schema.strict import NotNegative, Positive, Seconds, Strict
+from moerl.config.schema.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Strict):
+    async_save: bool = True
+    """Ranks copy their shards to host memory and train on while these are written; the checkpoint appears when every file is on
+    disk. Takes host memory of the size of the shards (about 14 bytes per parameter a rank owns). false: training waits."""
+    reserve_seconds: Seconds = 120.0
+    """Kept for the last checkpoint where the end of the allocation is known (moerl train --ends-at): no step begins that would not be over
+    by then, if it takes as long as the longest so far."""
+
+
+# -- observation and the run -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObserveConfig(Strict):
+    terminal: bool = True
+    tensorboard: bool = True
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: str = "moerl"
+    dump_every: NotNegative = 10
+    """Steps between sample dumps; the first and the last step are always dumped; 0 switches dumps off."""
+    dump_groups: Positive = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig(Strict):
+    """What NCCL and gloo are told of the links between nodes; `moerl doctor` prints it with reasons."""
+
+    detect: bool = True
+    """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
+    environment already has wins. Without GPUs nothing is set."""
+    interface: str | None = None
+    """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and Ray in a job of moerl launch.
+    None: in such a job, and on nodes with GPUs, the one that other nodes reach; elsewhere the libraries' choice."""
+    variables: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of train ranks and rollout servers, e.g. NCCL_IB_SL, which only the fabric's owner can know. They win over
+    detection and environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(Strict):
+    """Supervised warm start on the data set's own answers, before the first rollout."""
+
+    num_steps: Positive
+    batch_size: Positive
+    lr: Annotated[float, Field(gt=0)]
+    warmup_steps: NotNegative = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Strict):
+    name: str
+    """The run's directory is output_dir/name; the same command resumes it."""
+    num_steps: Positive
+    groups_per_step: Positive
+    group_size: Positive
+    """Samples per prompt."""
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    train: TrainConfig
+    rollout: RolloutConfig
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    sft: SFTConfig | None = None
+    eval: EvalConfig | None = None
+    output_dir: str = "runs"
+    seed: int = 0
+    max_staleness: NotNegative = 0
+    """Steps by which a group's weights may be older than the trainer's. 0: rollout and training alternate."""
+    save_every: NotNegative = 10
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    keep_checkpoints: Positive = 2
+    deterministic: bool = False
+    """Fixed engine batch shapes, so that a completion does not depend on its neighbours: the same command gives the same
+    bits. Needs max_staleness=0."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """With one update per step the old policy is the policy itself, and no extra pass is needed."""
+        return self.train.old_logprobs == "trainer" and self.train.updates_per_step > 1
+
+    @property
+    def records_routes(self) -> bool:
+        """The trainer runs a log-prob pass in which it notes where tokens go."""
+        return self.train.router_replay == "trainer"
+
+    @property
+    def uses_reference(self) -> bool:
+        return isinstance(self.algorithm, GRPOConfig) and self.algorithm.kl_coefficient > 0
+
+    @property
+    def rollout_dtype(self) -> str:
+        return self.rollout.dtype if self.rollout.dtype is not None else self.train.dtype

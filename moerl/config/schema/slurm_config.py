@@ -1,0 +1,65 @@
+"""Settings of a job of Slurm: `slurm`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from moerl.config.schema.strict import NotNegative, Positive, Seconds, Strict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerConfig(Strict):
+    """An image that has moerl and everything it needs."""
+
+    kind: Literal["pyxis", "apptainer"]
+    """pyxis: srun's --container options, with enroot. apptainer: `apptainer exec`."""
+    image: str
+    """A path on shared storage, or what pyxis or apptainer can fetch."""
+    mounts: tuple[str, ...] = ()
+    """HOST:CONTAINER[:OPTIONS], absolute. The directory of submission is always mounted, and output_dir where that is absolute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig(Strict):
+    """Of `moerl launch`; without effect on a run that Slurm does not start. A job has placement.nodes nodes, whole ones."""
+
+    gpus_per_node: NotNegative = 8
+    """0: nodes without GPUs."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    """Limit, as sbatch takes it: minutes, HH:MM:SS, D-HH:MM:SS. None: the partition's."""
+    segment: Positive | None = None
+    """Nodes that share one block of the network (topology/block, Slurm >= 23.11)."""
+    switches: Positive | None = None
+    """Leaf switches at most (topology/tree)."""
+    constraint: str | None = None
+    """Features that the nodes must have."""
+    exclude: str | None = None
+    """Nodes not to use, as sbatch takes them: n[3-5],n9."""
+    max_excluded: NotNegative = 2
+    """So many of the nodes that a job loses are left out when it is queued again. Not more, as the cause may be the run; and none where the
+    partition has too few others."""
+    container: ContainerConfig | None = None
+    """None: the plain environment of `python`."""
+    python: str | None = None
+    """Interpreter that has moerl, on every node. None: the one that launches; in a container python3."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of the job, with values, e.g. HF_HOME. They stand in the script: no secrets. For NCCL and gloo: network.variables."""
+    pass_environment: tuple[str, ...] = ()
+    """Names of variables whose values the job takes from where it is submitted, e.g. WANDB_API_KEY. Beyond these, HOME, USER, LANG and PATH
+    the job inherits nothing."""
+    preflight: bool | None = None
+    """Once Ray runs, moerl doctor examines the nodes and measures their links. If a node cannot carry the run, the job ends; its log says
+    why, and doctor.json beside the nodes' logs. None: where nodes have GPUs."""
+    start_seconds: Seconds = 600.0
+    """From the first process to every node ready; a node that is missing then is named."""
+    end_seconds: Annotated[int, Field(ge=30)] = 300
+    """So long before the time limit Slurm asks the job to save its last step; longer than an update, a push and a checkpoint take. The job
+    is then queued again."""
+
+
+def has_preflight(slurm: SlurmConfig) -> bool:
+    return slurm.preflight if slurm.preflight is not None else slurm.gpus_per_node > 0

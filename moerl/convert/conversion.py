@@ -1,0 +1,225 @@
+"""`moerl convert`: from the paths and options of the command line to a plan, and from the plan to files."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from moerl import __version__
+from moerl.convert.carried import origin_of, origin_problems
+from moerl.convert.hf import hf_plan
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
+from moerl.convert.progress_bar import progress_bar
+from moerl.convert.sharded.completeness import copied_problems, tensor_problems
+from moerl.convert.sharded.parameters import family_of
+from moerl.convert.sharded.sharded_plan import entries_of, parts_of
+from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
+from moerl.convert.tensors.count_nonfinite import NonFinite, report
+from moerl.convert.tensors.entry import Entry
+from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, target_problems, write_files
+from moerl.convert.upcycle import Upcycling, upcycled, upcycled_config, upcycling_problems
+from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat
+from moerl.train.checkpoint.checkpoint_dirs import MANIFEST
+from moerl.types.errors import ConvertError, problem
+
+Target = Literal["hf", "moerl", "moe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    source: Path
+    target: Path
+    to: Target = "hf"
+    dtype: hf_plan.Dtype = "keep"
+    scales: ScaleFormat = "float32"
+    files_from: Path | None = None
+    """Tokenizer, generation settings and, for a checkpoint of a run, weights that were not trained; else the source, or its run's model."""
+    upcycling: Upcycling | None = None
+    """With `to` moe."""
+    options: WriteOptions = field(default_factory=WriteOptions)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        settings = {"to": self.to, "dtype": self.dtype, "scales": self.scales, "nonfinite": self.options.nonfinite}
+        upcycling = None if self.upcycling is None else asdict(self.upcycling)
+        return {"moerl": __version__, "source": str(self.source.resolve()), "upcycling": upcycling, **settings}
+
+
+def conversion_of(
+    source: Path,
+    target: Path,
+    *,
+    files_from: Path | None,
+    shard_gb: float,
+    workers: int,
+    to: str,
+    dtype: str,
+    scales: str,
+    nonfinite: str,
+    experts: int | None,
+    top_k: int | None,
+    router_seed: int | None,
+) -> Conversion:
+    """Raises ConvertError with every option that has none of its values, is missing, or has no effect."""
+    allowed = {"to": (to, Target), "dtype": (dtype, hf_plan.Dtype), "scales": (scales, ScaleFormat), "nonfinite": (nonfinite, NonFinite)}
+    problems = [
+        problem(f"--{name}", value, f"must be one of {', '.join(get_args(values))}", "nothing else is known", "one of them")
+        for name, (value, values) in allowed.items()
+        if value not in get_args(values)
+    ]
+    upcycling = None
+    if to == "moe":
+        problems += upcycling_problems(experts, top_k, dtype)
+        if experts is not None and top_k is not None:
+            upcycling = Upcycling(num_experts=experts, top_k=top_k, router_seed=0 if router_seed is None else router_seed)
+    else:
+        given = {"--experts": experts, "--top-k": top_k, "--router-seed": router_seed}
+        problems += [
+            problem(option, value, "has no effect", "only --to moe makes experts", f"--to moe, or no {option}")
+            for option, value in given.items()
+            if value is not None
+        ]
+    if problems:
+        raise ConvertError(problems)
+    options = WriteOptions(shard_bytes=int(shard_gb * 1e9), workers=workers, nonfinite=cast(NonFinite, nonfinite))
+    return Conversion(
+        source=source,
+        target=target,
+        to=cast(Target, to),
+        dtype=cast(hf_plan.Dtype, dtype),
+        scales=cast(ScaleFormat, scales),
+        files_from=files_from,
+        upcycling=upcycling,
+        options=options,
+    )
+
+
+def convert(conversion: Conversion, *, dry_run: bool) -> str:
+    """What was written, or would be. Raises ConvertError."""
+    problems = [*target_problems(conversion.target), *origin_problems(conversion.files_from)]
+    problems += (
+        [] if conversion.source.is_dir() else [problem("SRC", str(conversion.source), "is no directory", "nothing to read", "its path")]
+    )
+    if problems:
+        raise ConvertError(problems)
+    if not is_sharded(conversion.source):
+        write = {"hf": _hf_to_hf, "moerl": _hf_to_sharded, "moe": _hf_to_moe}[conversion.to]
+        return write(conversion, dry_run=dry_run)
+    if conversion.to == "hf":
+        return _sharded_to_hf(conversion, dry_run=dry_run)
+    if conversion.to == "moe":
+        reason = "experts are copied from a Hugging Face folder, whose tensors are read in pieces"
+        fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
+        raise ConvertError([problem("SRC", str(conversion.source), "must be a Hugging Face folder with --to moe", reason, fix)])
+    reason = "a checkpoint of a run loads into any layout and dtype as it is, with its optimizer's state"
+    raise ConvertError([problem("--to", conversion.to, "has nothing to do", reason, "continue the run with another train.layout")])
+
+
+def _hf_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
+    source = HFSource.open(conversion.source)
+    entries = hf_plan.converted(source, conversion.dtype, conversion.scales)
+    if problems := copied_problems(source):
+        raise ConvertError(problems)
+    return _write_hf(conversion, entries, source.config, source.identity(), dry_run=dry_run)
+
+
+def _hf_to_moe(conversion: Conversion, *, dry_run: bool) -> str:
+    assert conversion.upcycling is not None
+    source = HFSource.open(conversion.source)
+    config = upcycled_config(source.config, conversion.upcycling)
+    if problems := tensor_problems(source, family_of(source.config)):
+        raise ConvertError(problems)
+    dense = hf_plan.converted(source, conversion.dtype, conversion.scales)
+    entries = upcycled(dense, source.config, conversion.upcycling)
+    return _write_hf(conversion, entries, config, source.identity(), dry_run=dry_run)
+
+
+def _sharded_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
+    source = ShardedSource.open(conversion.source)
+    if conversion.dtype == "fp8":
+        reason = "blocks are quantized from a folder, whose tensors are read in rows"
+        fix = "--dtype bfloat16 first, then moerl convert of that folder with --dtype fp8"
+        raise ConvertError([problem("--dtype", "fp8", "needs a Hugging Face folder as SRC", reason, fix)])
+    dtype = None if conversion.dtype == "keep" else getattr(torch, conversion.dtype)
+    entries = entries_of(source, origin_of(conversion.source, conversion.files_from).directory, dtype)
+    # As it is stored, the dtype of config.json is the one the run trained in, which may differ from the model's.
+    named = conversion.dtype if dtype is not None else str(entries[0].dtype).removeprefix("torch.")
+    config = hf_plan.config_for(source.config, cast(hf_plan.Dtype, named), conversion.scales, [])
+    identity = {"manifest": (conversion.source / MANIFEST).read_text()}
+    return _write_hf(conversion, entries, config, identity, dry_run=dry_run, config_is_final=True)
+
+
+def _write_hf(
+    conversion: Conversion,
+    entries: list[Entry],
+    config: Mapping[str, Any],
+    identity: Mapping[str, Any],
+    *,
+    dry_run: bool,
+    config_is_final: bool = False,
+) -> str:
+    if not config_is_final:
+        config = hf_plan.config_for(config, conversion.dtype, conversion.scales, _unquantized(entries))
+    jobs = hf_jobs(entries, conversion.options)
+    origin = origin_of(conversion.source, conversion.files_from)
+    if not dry_run:
+        with progress_bar(f"writing {conversion.target.name}", sum(job.num_bytes for job in jobs)) as on_bytes:
+            write_hf(
+                entries,
+                conversion.target,
+                config=config,
+                carried_from=origin.directory,
+                plan=conversion.plan | {"files": identity},
+                options=conversion.options,
+                on_bytes=on_bytes,
+            )
+    return describe(conversion, jobs, len(entries), origin.lines(), dry_run=dry_run)
+
+
+def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
+    source = HFSource.open(conversion.source)
+    if conversion.dtype not in ("bfloat16", "float32"):
+        reason = "runs train in bfloat16 or float32, and read either"
+        raise ConvertError(
+            [problem("--dtype", conversion.dtype, "must be bfloat16 or float32 with --to moerl", reason, "--dtype bfloat16")]
+        )
+    parts = parts_of(source, getattr(torch, conversion.dtype))
+    options = conversion.options
+    jobs = sharded_jobs(parts, shard_bytes=options.shard_bytes, nonfinite=options.nonfinite)
+    config = hf_plan.config_for(source.config, conversion.dtype, conversion.scales, [])
+
+    def complete(directory: Path, finished: list[Finished]) -> None:
+        report(finished, options.nonfinite)
+        complete_sharded(directory, parts, finished, config, conversion.dtype)
+
+    if not dry_run:
+        plan = conversion.plan | {"files": source.identity()}
+        with progress_bar(f"writing {conversion.target.name}", sum(job.num_bytes for job in jobs)) as on_bytes:
+            write_files(jobs, conversion.target, plan=plan, workers=options.workers, on_bytes=on_bytes, complete=complete)
+    return describe(conversion, jobs, len(parts), [], dry_run=dry_run)
+
+
+def _unquantized(entries: Sequence[Entry]) -> list[str]:
+    """Modules of matrices without scales."""
+    names = {entry.name for entry in entries}
+    matrices = [entry.name for entry in entries if len(entry.shape) == 2 and not entry.name.endswith(SCALE_SUFFIX)]
+    return [name.removesuffix(".weight") for name in matrices if name + SCALE_SUFFIX not in names]
+
+
+def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, carried: Sequence[str], *, dry_run: bool) -> str:
+    total = sum(job.num_bytes for job in jobs)
+    verb = "would write" if dry_run else "wrote"
+    lines = [f"{verb} {conversion.target}: {num_tensors} tensors in {len(jobs)} files, {total / 1e9:.3f} GB ({total} bytes)"]
+    if dry_run:
+        free = shutil.disk_usage(_existing(conversion.target)).free
+        lines += [f"  {job.name}: {job.num_bytes / 1e9:.3f} GB" for job in jobs]
+        lines.append(f"needs {(total + SPARE_BYTES) / 1e9:.3f} GB of disk, {free / 1e9:.3f} GB are free")
+    return "\n".join([*lines, *carried])
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())

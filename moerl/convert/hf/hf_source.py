@@ -1,0 +1,112 @@
+"""A Hugging Face folder as a source of tensors: every fault of it found at once, from headers alone, before anything is read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moerl.convert.tensors.entry import Entry
+from moerl.convert.tensors.safetensors_file import StoredTensor, read_header, read_pieces, read_tensor
+from moerl.models.hf_checkpoint import INDEX
+from moerl.types.errors import ConvertError, Problem, problem
+
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFSource:
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    """In the order of files and of their headers."""
+
+    @classmethod
+    def open(cls, directory: Path) -> "HFSource":
+        """Raises ConvertError with every absent, damaged or truncated file and every tensor that the index promises in vain."""
+        problems: list[Problem] = []
+        config = _read_object(directory / "config.json", problems)
+        tensors = _all_tensors(directory, problems)
+        if problems:
+            raise ConvertError(problems)
+        return cls(directory=directory, config=config, tensors=tensors)
+
+    def entry(self, name: str) -> Entry:
+        """The tensor as it is."""
+        stored = self.tensors[name]
+        return Entry(name=name, dtype=stored.dtype, shape=stored.shape, pieces=partial(read_pieces, stored))
+
+    def read(self, name: str) -> Tensor:
+        """Whole."""
+        return read_tensor(self.tensors[name])
+
+    @property
+    def files(self) -> list[Path]:
+        return list(dict.fromkeys(stored.file for stored in self.tensors.values()))
+
+    def identity(self) -> dict[str, Any]:
+        """Changes when a file of weights or config.json does, as far as sizes and times show."""
+        stats = {file.name: file.stat() for file in (*self.files, self.directory / "config.json")}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTensor]:
+    if not (directory / INDEX).exists():
+        if not (directory / SINGLE).exists():
+            reason = f"neither {INDEX} nor {SINGLE} is there"
+            problems.append(problem("SRC", str(directory), "has no weights", reason, "a folder with the model's safetensors files"))
+            return {}
+        return _header(directory / SINGLE, problems)
+    index = _read_object(directory / INDEX, problems)
+    weight_map = index.get("weight_map", {}) if index else {}
+    if index and not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):
+        problems.append(problem("SRC", str(directory / INDEX), "needs a weight_map of names to files", "it has none", "fetch it again"))
+        return {}
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        promised = {name for name, holder in weight_map.items() if holder == file}
+        if not (directory / file).is_file():
+            reason = f"{INDEX} names it for {len(promised)} tensors, as {_some(promised)}"
+            problems.append(problem("SRC", str(directory / file), "is absent", reason, "fetch this file"))
+            continue
+        held = _header(directory / file, problems)
+        if held:
+            tensors |= {name: stored for name, stored in held.items() if name in promised}
+            problems += _broken_promises(directory / file, promised - held.keys(), held.keys() - weight_map.keys())
+    return tensors
+
+
+def _broken_promises(file: Path, missing: set[str], unlisted: set[str]) -> Iterator[Problem]:
+    for name in sorted(missing):
+        reason = f"{INDEX} says that this file holds it"
+        yield problem("SRC", f"{file}: {name}", "is missing", reason, "fetch this file and the index again; they are of different versions")
+    for name in sorted(unlisted):
+        reason = f"{INDEX} does not list it, so that no other program would read it"
+        yield problem("SRC", f"{file}: {name}", "is not in the index", reason, "fetch this file and the index again")
+
+
+def _header(file: Path, problems: list[Problem]) -> dict[str, StoredTensor]:
+    try:
+        return read_header(file)
+    except (OSError, ValueError) as error:
+        problems.append(problem("SRC", str(file), "cannot be read as safetensors", str(error), "fetch this file again"))
+        return {}
+
+
+def _read_object(file: Path, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+        if isinstance(value, dict):
+            return value
+        reason = "it holds no object"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    problems.append(problem("SRC", str(file), "cannot be read", reason, "fetch this file again"))
+    return {}
+
+
+def _some(names: set[str]) -> str:
+    return ", ".join(sorted(names)[:2]) + (", ..." if len(names) > 2 else "")

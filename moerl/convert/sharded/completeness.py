@@ -1,0 +1,96 @@
+"""Is a checkpoint that of its config.json: every tensor of the model that Megatron would build, each in its shape? From headers alone."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from moerl.convert.hf.hf_plan import is_scale
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.hf.joined_stacks import in_parts
+from moerl.convert.hf.mxfp4 import is_packed
+from moerl.convert.sharded.expected_tensors import ExpectedTensor, expected_tensors, parameter_shapes
+from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts
+from moerl.convert.sharded.sharded_source import ShardedSource
+from moerl.models.families.family import Family, is_tied
+from moerl.models.families.family_table import FAMILIES
+from moerl.types.errors import Problem, problem
+
+_FETCH = "fetch the checkpoint again; its config.json must be of the same model"
+
+
+def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
+    """Everything that is missing, unknown, of another shape, or no floating-point number. Stacks of experts are in parts.
+
+    Nothing of weights in MXFP4, which are under other names."""
+    if is_packed(source.config):
+        return []
+    names = [name for name in source.tensors if not is_scale(source, name)]
+    expected = expected_tensors(family, source.config)
+    known = [name for name in names if name in expected.shapes or name in expected.copies]
+    return [*_missing(source, expected, set(names)), *_misshapen(source, expected, known), *_unknown(source, set(names) - set(known))]
+
+
+def copied_problems(source: HFSource) -> list[Problem]:
+    """What the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that Megatron
+    would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
+    if source.config.get("model_type") not in FAMILIES or is_packed(source.config):
+        return []
+    family = described_family(source.config)
+    if not computes_it(family, source.config):
+        return []
+    source = in_parts(source, family, num_experts(family, source.config))
+    expected = expected_tensors(family, source.config)
+    held = [name for name in source.tensors if name in expected.shapes or name in expected.copies]
+    return [*_missing(source, expected, set(held)), *_misshapen(source, expected, held)]
+
+
+def _missing(source: HFSource, expected: ExpectedTensor, held: set[str]) -> Iterator[Problem]:
+    """Layers of multi-token prediction may be absent as a whole: a model saved by transformers has lost them."""
+    num_layers = source.config["num_hidden_layers"]
+    layers = {layer for name in held if (layer := _layer(name)) is not None}
+    for name in sorted(expected.shapes.keys() - held):
+        layer = _layer(name)
+        if layer is None or layer < num_layers or layer in layers:
+            yield problem("SRC", f"{source.directory}: {name}", "is missing", "no file holds it", _FETCH)
+
+
+def _layer(name: str) -> int | None:
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdigit() else None
+
+
+def _misshapen(source: HFSource, expected: ExpectedTensor, names: Iterable[str]) -> Iterator[Problem]:
+    shapes = {**expected.shapes, **expected.copies}
+    for name in names:
+        stored = source.tensors[name]
+        if stored.shape != shapes[name]:
+            rule, reason = f"must have shape {shapes[name]}", f"found {stored.shape}; config.json describes a model of other sizes"
+            yield problem("SRC", f"{stored.file}: {name}", rule, reason, _FETCH)
+        if not stored.dtype.is_floating_point:
+            rule = "must hold floating-point numbers"
+            reason = f"found {stored.dtype}; weights quantized to integers need their own method to be read"
+            yield problem("SRC", f"{stored.file}: {name}", rule, reason, "the unquantized checkpoint")
+
+
+def _unknown(source: HFSource, names: set[str]) -> Iterator[Problem]:
+    """Except rotary frequencies, and an output layer that is the embedding."""
+    for name in sorted(names):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied(source.config)):
+            continue
+        reason = "no parameter of its family is made of it, so that it would be lost"
+        yield problem("SRC", f"{source.tensors[name].file}: {name}", "is no tensor of this model", reason, "the config.json of this model")
+
+
+def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[Parameter]) -> Iterator[Problem]:
+    """Of a run's checkpoint, whose vocabulary may be padded: keys of another shape than the model of its config.json has."""
+    shapes = parameter_shapes(family, source.config)
+    weights = source.weights()
+    for parameter in {each.key: each for each in parameters}.values():
+        found = tuple(weights[parameter.key].size)[0 if parameter.expert is None else 1 :]
+        expected = shapes.get(parameter.rule)
+        if expected is None:
+            reason = "its config.json describes a model without this parameter"
+        elif found != expected and not (parameter.rule.shard == "vocab" and found[0] >= expected[0] and found[1:] == expected[1:]):
+            reason = f"found {found}, the model of its config.json has {expected}"
+        else:
+            continue
+        fix = "another checkpoint: this one's weights and config.json are of different models"
+        yield problem("SRC", f"{source.directory}: {parameter.key}", "does not fit its model", reason, fix)

@@ -1,0 +1,132 @@
+"""Plans between Hugging Face folders and sharded checkpoints: which tensor of the one is made of which of the other."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from moerl.convert.hf import hf_plan
+from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.hf.joined_stacks import in_parts, joined
+from moerl.convert.sharded.completeness import stored_problems, tensor_problems
+from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, parameters_of_names, sizes_of
+from moerl.convert.sharded.sharded_source import ShardedSource, ShardPart
+from moerl.convert.tensors.entry import Entry, computed, read_whole
+from moerl.models.families.family import Sizes, is_tied, num_mtp_layers
+from moerl.models.shards import merge, split
+from moerl.types.errors import ConvertError, problem
+
+# -- to a sharded checkpoint -----------------------------------------------------------------------------------
+
+
+def parts_of(source: HFSource, dtype: torch.dtype) -> list[ShardPart]:
+    """Raises ConvertError with everything that is missing, unknown or of another shape than its like."""
+    family = family_of(source.config)
+    sizes = sizes_of(family, source.config)
+    source = in_parts(source, family, num_experts(family, source.config))
+    if problems := [*hf_plan.fp8_problems(source), *tensor_problems(source, family)]:
+        raise ConvertError(problems)
+    names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
+    parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
+    experts: dict[str, int] = {}
+    for each in parameters:
+        if each.expert is not None:
+            experts[each.key] = max(experts.get(each.key, 0), each.expert + 1)
+    return [_part(source, each, sizes, dtype, experts.get(each.key)) for each in parameters]
+
+
+def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype, count: int | None) -> ShardPart:
+    kept = torch.float32 if parameter.rule.is_float32 else dtype
+    split_whole = partial(split, parameter.rule, rank=0, num_ranks=1, sizes=sizes)
+    shape = tuple(split_whole([torch.empty(source.tensors[name].shape, device="meta") for name in parameter.hf]).shape)
+
+    def make() -> Tensor:
+        return split_whole([read_whole(hf_plan.plain_entry(source, name, kept)).to(kept) for name in parameter.hf])
+
+    entry = computed(" + ".join(parameter.hf), kept, shape, make)
+    if parameter.expert is None:
+        return ShardPart(entry=entry, key=parameter.key, offset=(0,) * len(shape), global_shape=shape)
+    assert count is not None
+    return ShardPart(entry=entry, key=parameter.key, offset=(parameter.expert, *(0 for _ in shape)), global_shape=(count, *shape))
+
+
+# -- to a Hugging Face folder ----------------------------------------------------------------------------------
+
+
+def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | None, *, without_untrained: bool = False) -> list[Entry]:
+    """`origin`: the folder the run started from, for layers of multi-token prediction that were not trained. Raises ConvertError.
+
+    `dtype` None: as stored. `without_untrained`: leave those layers out.
+    """
+    family = family_of(source.config)
+    sizes = sizes_of(family, source.config)
+    weights = source.weights()
+    shapes = {key: tuple(held.size) for key, held in weights.items()}
+    parameters = list(parameters_of_keys(family, shapes, num_layers=sizes.num_layers))
+    if is_tied(source.config):
+        parameters = [each for each in parameters if each.key != "output_layer.weight"]
+    if problems := list(stored_problems(source, family, parameters)):
+        raise ConvertError(problems)
+    entries = joined([entry for each in parameters for entry in _entries(source, each, sizes, dtype)])
+    num_mtp = num_mtp_layers(source.config)
+    if without_untrained and not any(each.rule.is_mtp for each in parameters):
+        return entries
+    return entries + _mtp_entries(source, parameters, entries, origin, range(sizes.num_layers, sizes.num_layers + num_mtp))
+
+
+def _entries(source: ShardedSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype | None) -> Iterator[Entry]:
+    held = source.weights()[parameter.key]
+    chosen = torch.float32 if parameter.rule.is_float32 else held.properties.dtype if dtype is None else dtype
+    shape = tuple(held.size) if parameter.expert is None else tuple(held.size)[1:]
+    merged = merge(parameter.rule, [torch.empty(shape, device="meta")], sizes=sizes)
+    shared = _Shared(lambda: merge(parameter.rule, [source.read(parameter.key, parameter.expert)], sizes=sizes))
+    for index, (name, tensor) in enumerate(zip(parameter.hf, merged, strict=True)):
+        yield computed(name, chosen, tuple(tensor.shape), partial(shared.take, index, chosen))
+
+
+class _Shared:
+    """Tensors that are read together and written one after the other."""
+
+    def __init__(self, read: Callable[[], list[Tensor]]):
+        self._read, self._held, self._lock = read, dict[int, Tensor](), Lock()
+
+    def take(self, index: int, dtype: torch.dtype) -> Tensor:
+        with self._lock:
+            if index not in self._held:
+                self._held = dict(enumerate(self._read()))
+            return self._held.pop(index).to(dtype)
+
+
+def _mtp_entries(
+    source: ShardedSource, parameters: list[Parameter], entries: list[Entry], origin: Path | None, layers: range
+) -> list[Entry]:
+    """Copies that published checkpoints hold for these layers, and the layers themselves if the run did not train them."""
+    if not layers:
+        return []
+    are_trained = any(each.rule.is_mtp for each in parameters)
+    if origin is None and not are_trained:
+        reason = "its model has layers of multi-token prediction, which the run did not train and so did not save"
+        raise ConvertError(
+            [problem("--files-from", None, "is needed", reason, "the Hugging Face folder the run started from (model.path)")]
+        )
+    original = None if origin is None else HFSource.open(origin)
+    by_name = {entry.name: entry for entry in entries}
+    added = {}
+    for each in parameters:
+        for copy in (copy.format(mtp=layer) for copy in each.rule.copies for layer in layers):
+            if original is None or copy in original.tensors:
+                tensor = by_name[each.hf[0]]
+                added[copy] = Entry(name=copy, dtype=tensor.dtype, shape=tensor.shape, pieces=partial(_reread, source, each, tensor))
+    if original is not None:
+        prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+        kept = [name for name in original.tensors if name.startswith(prefixes) and name not in by_name and name not in added]
+        added |= {name: original.entry(name) for name in kept}
+    return list(added.values())
+
+
+def _reread(source: ShardedSource, parameter: Parameter, like: Entry) -> Iterator[Tensor]:
+    tensor = source.read(parameter.key, parameter.expert)
+    yield tensor[: like.shape[0]].to(like.dtype)

@@ -1,0 +1,155 @@
+"""Read and write the sharded checkpoints of training runs without ranks, one tensor at a time.
+
+What is written holds weights alone: no moments, no masters, no random streams. A run that loads it starts its optimizer anew.
+"""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from moerl.convert.tensors.count_nonfinite import NONFINITE, NonFinite, count_nonfinite
+from moerl.convert.tensors.entry import Entry
+from moerl.convert.tensors.writing import FileJob, Finished, Output
+from moerl.train.checkpoint.checkpoint_check import check, content_faults, damaged, read_manifest
+from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, digest_files, manifest_text
+from moerl.types.errors import CheckpointError, ConvertError, problem
+
+_NOT_WEIGHTS = ("optimizer.", "rng/", "rng.")
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+
+
+def is_sharded(directory: Path) -> bool:
+    return (directory / MANIFEST).exists() or (directory / ".metadata").exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedSource:
+    directory: Path
+    config: Mapping[str, Any]
+    """config.json of the model that was trained."""
+    metadata: Metadata
+
+    @classmethod
+    def open(cls, directory: Path, *, verify: bool = True) -> "ShardedSource":
+        """Raises ConvertError with every damaged file; `verify`: of those whose names and sizes show nothing too."""
+        try:
+            check(directory)
+            manifest = read_manifest(directory)
+            # .metadata is pickled: it is not read before it is known to be what a run has written.
+            if faults := content_faults(directory, sorted(manifest.files) if verify else [".metadata"]):
+                raise damaged(directory, faults)
+        except CheckpointError as error:
+            raise ConvertError([problem("SRC", str(directory), "must be whole", str(error), "another checkpoint")]) from error
+        return cls(directory=directory, config=manifest.model, metadata=FileSystemReader(directory).read_metadata())
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Every tensor, the optimizer's too."""
+        return {key: held for key, held in self.metadata.state_dict_metadata.items() if isinstance(held, TensorStorageMetadata)}
+
+    def weights(self) -> dict[str, TensorStorageMetadata]:
+        return {key: held for key, held in self.tensors().items() if not key.startswith(_NOT_WEIGHTS) and "_extra_state" not in key}
+
+    def read(self, key: str, expert: int | None = None) -> Tensor:
+        """Whole, or what it has for `expert` on its leading axis."""
+        held = self.tensors()[key]
+        shape = tuple(held.size) if expert is None else tuple(held.size)[1:]
+        result = torch.empty(shape, dtype=held.properties.dtype)
+        for chunk in held.chunks:
+            if expert is not None and not chunk.offsets[0] <= expert < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            stored = self._stored(MetadataIndex(key, chunk.offsets))
+            offsets, part = tuple(chunk.offsets), stored
+            if expert is not None:
+                offsets, part = offsets[1:], stored[expert - chunk.offsets[0]]
+            result[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
+        return result
+
+    def _stored(self, index: MetadataIndex) -> Tensor:
+        place = self.metadata.storage_data[index]
+        with (self.directory / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPart:
+    """A box of a stored tensor."""
+
+    entry: Entry
+    key: str
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (1,) * (len(self.global_shape) - len(self.entry.shape)) + self.entry.shape
+
+
+def sharded_jobs(parts: Sequence[ShardPart], *, shard_bytes: int, nonfinite: NonFinite) -> list[FileJob]:
+    files: list[list[ShardPart]] = []
+    size = 0
+    for part in parts:
+        if not files or size + part.entry.num_bytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(part)
+        size += part.entry.num_bytes
+    return [_job(f"__{index}_0.distcp", held, nonfinite) for index, held in enumerate(files)]
+
+
+def _job(name: str, parts: Sequence[ShardPart], nonfinite: NonFinite) -> FileJob:
+    def write(output: Output) -> dict[str, Any]:
+        places, counts = [], {}
+        for part in parts:
+            begin = output.tell()
+            (tensor,) = part.entry.pieces()
+            torch.save(tensor.reshape(part.size).clone(), cast(IO[bytes], output))
+            places.append([begin, output.tell() - begin])
+            if nonfinite != "ignore" and (count := count_nonfinite(tensor)):
+                counts[part.entry.name] = count
+        return {"places": places, NONFINITE: counts}
+
+    contents = [[part.key, part.offset, part.size, str(part.entry.dtype)] for part in parts]
+    return FileJob(name=name, num_bytes=sum(part.entry.num_bytes for part in parts), contents=contents, write=write)
+
+
+def complete_sharded(
+    directory: Path, parts: Sequence[ShardPart], finished: Sequence[Finished], config: Mapping[str, Any], dtype: str
+) -> None:
+    """The files that make shards a checkpoint of version 0."""
+    tensors: dict[str, Any] = {}
+    results, waiting = [], iter(parts)
+    for each in finished:
+        for begin, length in each.notes["places"]:
+            part = next(waiting)
+            properties = TensorProperties(dtype=part.entry.dtype)
+            held = tensors.setdefault(part.key, TensorStorageMetadata(properties, torch.Size(part.global_shape), []))
+            held.chunks.append(ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size)))
+            place = _StorageInfo(each.name, begin, length)
+            results.append(WriteResult(MetadataIndex(part.key, torch.Size(part.offset)), length, place))
+    writer = FileSystemWriter(directory)
+    writer.set_up_storage_writer(True)
+    writer.finish(Metadata(tensors), [results])
+    common = {"optimizer_steps": 0, "weights_only": True, "content_metadata": {"layout": None, "dtype": dtype}}
+    torch.save(common, directory / "common.pt")
+    (directory / "metadata.json").write_text(json.dumps(_FORMAT))
+    (directory / STATE).write_text(json.dumps({"version": 0, "weights_only": True}))
+    files = {each.name: (each.size, each.digest) for each in finished}
+    files |= digest_files(directory, ["common.pt", "metadata.json", ".metadata", STATE])
+    (directory / MANIFEST).write_text(manifest_text({"model": config, "files": files}))

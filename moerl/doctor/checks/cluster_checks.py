@@ -1,0 +1,131 @@
+"""Checks of the nodes together: how many, whether they are alike, their clocks, and whether they find each other by name."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moerl.doctor.checks.expected import MAX_SKEW_SECONDS, SKEW_SECONDS, Expectations
+from moerl.doctor.checks.findings import Finding, fail, ok, skipped, warn
+from moerl.doctor.checks.host_checks import is_loopback
+from moerl.doctor.checks.node_facts import NodeFacts
+from moerl.hardware.hardware_tools import Absent
+
+_OF_ONE_NODE = ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Settings that may differ between nodes; with others different, ranks would disagree on how to talk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Skew:
+    seconds: float
+    """Of the node's clock, ahead of the head's."""
+    error_seconds: float
+    """Half the round trip in which it was measured."""
+
+
+def num_gpus(facts: NodeFacts) -> int:
+    return 0 if isinstance(facts.gpus, Absent) else len(facts.gpus)
+
+
+def count_checks(came: Sequence[NodeFacts], missing: Mapping[str, str], expected: Expectations) -> Iterator[Finding]:
+    """`missing`: name -> why."""
+    for name, why in missing.items():
+        fix = f"srun --nodelist={name} --time=1 hostname; sinfo -R  # or leave it out: sbatch --exclude={name}"
+        yield replace(fail("node", why, "answers", fix), node=name)
+    found = f"{len(came)} of {len(came) + len(missing)}" if missing else str(len(came))
+    if expected.nodes is not None and len(came) < expected.nodes:
+        yield fail("nodes", found, str(expected.nodes), f"# sbatch --nodes={expected.nodes}")
+    else:
+        yield ok("nodes", found, "" if expected.nodes is None else str(expected.nodes))
+    total = sum(map(num_gpus, came))
+    if expected.ranks is not None and (total > 0 or expected.gpus_per_node):
+        own = f" and {expected.server_gpus} GPUs of servers" if expected.server_gpus else ""
+        needed = f"{expected.ranks} train ranks{own}"
+        if total < expected.ranks + expected.server_gpus:
+            yield fail("GPUs of all nodes", str(total), needed, "# more nodes, or a smaller train.layout")
+        else:
+            yield ok("GPUs of all nodes", str(total), needed)
+
+
+def likeness_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """A node that differs from most is named, property by property."""
+    if len(came) < 2:
+        return
+    properties: dict[str, list[str]] = {
+        "GPUs": [_gpus(facts) for facts in came],
+        "driver": [_driver(facts) for facts in came],
+        "network settings": [_settings(facts) for facts in came],
+    }
+    for name in came[0].versions:
+        properties[name] = [_text(facts.versions.get(name, Absent(reason="not installed"))) for facts in came]
+    differing = False
+    for name, values in properties.items():
+        usual = Counter(values).most_common(1)[0][0]
+        where = came[values.index(usual)].name
+        for facts, value in zip(came, values, strict=True):
+            if value != usual:
+                differing = True
+                fix = f"# make it as on the other nodes, or leave it out: sbatch --exclude={facts.name}"
+                yield replace(fail(f"same {name}", value, f"{usual}, as on {where}", fix), node=facts.name)
+    if not differing:
+        yield ok("nodes are alike", "GPUs, driver, versions, network settings")
+
+
+def clock_checks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
+    """Node -> its clock against the head's."""
+    expected = f"within {SKEW_SECONDS:g} s of the head"
+    for name, skew in skews.items():
+        found = f"{skew.seconds:+.3f} s (+- {skew.error_seconds:.3f})"
+        off = abs(skew.seconds) - skew.error_seconds
+        fix = "chronyc tracking; sudo chronyc makestep"
+        if off > MAX_SKEW_SECONDS:
+            finding = fail("clock", found, expected, fix)
+        else:
+            finding = warn("clock", found, expected, fix) if off > SKEW_SECONDS else ok("clock", found, expected)
+        yield replace(finding, node=name)
+
+
+def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+    """`reached`: node -> (which other tried its host name, why that failed or nothing). Where gloo is told an interface, names matter less:
+    only to what reads the log, and to libraries that were told nothing."""
+    for facts in came:
+        if facts.name not in reached:
+            yield replace(skipped("reached by name", "there is no other node"), node=facts.name)
+            continue
+        by, refusal = reached[facts.name]
+        expected = "an address that other nodes reach"
+        other = next(one for one in came if one.name == by)
+        said = f"not from {by}: {refusal}" if refusal else ""
+        if not refusal and is_loopback(facts) and other.boot_id != facts.boot_id:
+            said = f"{facts.hostname} is {', '.join(_addresses(facts))} on the node itself: ranks there would wait for others at it"
+        if said:
+            fix = f"# on every node, in /etc/hosts or DNS: ADDRESS {facts.hostname}; not 127.0.1.1"
+            if facts.gloo_interface:
+                finding = warn("reached by name", f"{said}; gloo uses {facts.gloo_interface}", expected, fix)
+            else:
+                finding = fail("reached by name", said, expected, f"{fix}; or network.interface=")
+        else:
+            finding = ok("reached by name", f"from {by}", expected)
+        yield replace(finding, node=facts.name)
+
+
+def _addresses(facts: NodeFacts) -> tuple[str, ...]:
+    return () if isinstance(facts.own_addresses, Absent) else facts.own_addresses
+
+
+def _gpus(facts: NodeFacts) -> str:
+    if isinstance(facts.gpus, Absent) or not facts.gpus:
+        return "0"
+    return f"{len(facts.gpus)} of {', '.join(sorted({gpu.name for gpu in facts.gpus}))}"
+
+
+def _driver(facts: NodeFacts) -> str:
+    return "none" if isinstance(facts.gpus, Absent) or not facts.gpus else facts.gpus[0].driver
+
+
+def _settings(facts: NodeFacts) -> str:
+    shared = {s.name: s.value for s in facts.settings if s.value is not None and s.name not in _OF_ONE_NODE}
+    return " ".join(f"{name}={value}" for name, value in sorted(shared.items())) if shared else "none"
+
+
+def _text(value: str | Absent) -> str:
+    return value.reason if isinstance(value, Absent) else value

@@ -1,0 +1,78 @@
+"""What the nodes are held to: limits of the checks, and what the user or a recipe says there should be."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moerl.config.derive.gpu_map import num_gpus
+from moerl.config.rules.engine_rules import FAMILIES, interpreter
+from moerl.config.schema.run_config import NetworkConfig, RunConfig
+
+GIB = 2**30
+
+OPEN_FILES, FEWEST_OPEN_FILES = 65536, 4096
+"""ulimit -n. A rank holds sockets to every other rank, Ray's processes several for every worker."""
+SHM_BYTES, SHM_SHARE = GIB, 0.3
+"""/dev/shm: NCCL's and gloo's segments need about 1 GiB on a node; Ray's object store takes 0.3 of host memory there (ray_constants.py,
+DEFAULT_OBJECT_STORE_MEMORY_PROPORTION) and goes to a disk if it does not fit."""
+DISK_BYTES, LEAST_DISK_BYTES = 20 * GIB, GIB
+FREE_RAM_SHARE = 0.5
+"""Below it something else is at home on the node."""
+USED_GPU_MIB = 1024.0
+"""A GPU without processes holds up to about 600 MiB of its driver."""
+SKEW_SECONDS, MAX_SKEW_SECONDS = 0.1, 5.0
+"""Clocks: logs are merged by time, and the modification times that rendezvous and checkpoints over shared folders compare."""
+GOOD_SHARE, LEAST_SHARE = 0.7, 0.5
+"""Of the expected bandwidth: below the first a warning, below the second a failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectations:
+    nodes: int | None = None
+    """None: as many as there are."""
+    names: tuple[str, ...] = ()
+    """Of the nodes, in order; empty: not known."""
+    gpus_per_node: int | None = None
+    """None: as many as on the other nodes."""
+    ranks: int | None = None
+    """Of the trainer."""
+    server_gpus: int = 0
+    """Of rollout servers that have GPUs of their own."""
+    gb_per_second: float | None = None
+    """One way between two nodes. None: the sum of the rates of a node's InfiniBand ports."""
+    run_dir: Path = Path()
+    engines: dict[str, str] = field(default_factory=dict)
+    """Engine -> interpreter of its environment."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+
+
+def expected_of(
+    config: RunConfig | None,
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    gb_per_second: float | None = None,
+    run_dir: Path | None = None,
+    names: tuple[str, ...] = (),
+) -> Expectations:
+    """By what a run needs, if there is one, and what is said besides, which counts more."""
+    if config is None:
+        where = Path.cwd() if run_dir is None else run_dir
+        return Expectations(nodes=nodes, names=names, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=where.absolute())
+    placement, ranks, engine = config.placement, config.train.layout.ranks, config.rollout.engine
+    return Expectations(
+        nodes=placement.nodes if nodes is None else nodes,
+        names=names,
+        gpus_per_node=_gpus_per_node(config) if gpus_per_node is None else gpus_per_node,
+        ranks=ranks,
+        server_gpus=num_gpus(config) - ranks,
+        gb_per_second=gb_per_second,
+        run_dir=(config.run_dir if run_dir is None else run_dir).absolute(),
+        engines={engine: interpreter(config.rollout)} if engine in FAMILIES else {},
+        network=config.network,
+    )
+
+
+def _gpus_per_node(config: RunConfig) -> int | None:
+    """None if the recipe leaves it open, or counts processes: slurm.gpus_per_node=0 says that its nodes have no GPUs."""
+    placed = config.placement.gpus_per_node
+    return None if placed is None or config.slurm.gpus_per_node == 0 else placed

@@ -1,0 +1,188 @@
+"""Checks of a node's host: RDMA adapters, limits, memory, disks, names, versions."""
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import replace
+
+from moerl.doctor.checks.expected import (
+    DISK_BYTES,
+    FEWEST_OPEN_FILES,
+    FREE_RAM_SHARE,
+    GIB,
+    LEAST_DISK_BYTES,
+    OPEN_FILES,
+    SHM_BYTES,
+    SHM_SHARE,
+    Expectations,
+)
+from moerl.doctor.checks.findings import Finding, absent, fail, ok, skipped, warn
+from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
+from moerl.doctor.checks.versions import OPTIONAL, is_supported, supported
+from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.infiniband import Port
+from moerl.hardware.network_settings import fabric_ports
+
+
+def host_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
+    yield _infiniband(facts)
+    yield _gpudirect(facts)
+    yield _open_files(facts)
+    yield _locked_memory(facts)
+    yield _memory(facts)
+    yield from (_shm(disk, facts) if disk.purpose == "/dev/shm" else _disk(disk) for disk in facts.disks)
+    yield _own_name(facts)
+    yield _ray(facts)
+    yield from _versions(facts)
+    yield from _engines(facts)
+
+
+def _infiniband(facts: NodeFacts) -> Finding:
+    """A port that is down may have no cable, on this node as on all others: only compared with them is it a failure (fabric_checks)."""
+    ports = facts.ports
+    if isinstance(ports, Absent):
+        return absent("InfiniBand", ports, "ibv_devinfo")
+    if not ports:
+        return skipped("InfiniBand", "no RDMA adapter")
+    fabric = fabric_ports(ports, facts.topology)
+    down = [port.name for port in ports if port.link_layer == "InfiniBand" and not port.is_active]
+    rates = sorted({_rate(port) for port in fabric})
+    left_out = [
+        f"{port.name} at {_rate(port)}" for port in ports if port.is_active and port.link_layer == "InfiniBand" and port not in fabric
+    ]
+    found = f"{len(fabric)} ports at {', '.join(rates)}" if fabric else "no active port"
+    found += f"; left out: {', '.join(left_out)}" if left_out else ""
+    ethernet = [port.name for port in ports if port.is_active and port.link_layer != "InfiniBand"]
+    if down:
+        fix = f"ibstat {down[0].split(':')[0]}  # cable, switch port, or subnet manager"
+        is_failure = not fabric and not ethernet
+        return (fail if is_failure else warn)("InfiniBand", f"{found}; not active: {', '.join(down)}", "every port active", fix)
+    if not fabric:
+        return skipped("InfiniBand", f"RDMA over Ethernet only: {', '.join(ethernet)}" if ethernet else "no port is active")
+    return ok("InfiniBand", found, "every port active")
+
+
+def _rate(port: Port) -> str:
+    return "unknown rate" if port.gbit is None else f"{port.gbit:g} Gb/s"
+
+
+def _gpudirect(facts: NodeFacts) -> Finding:
+    if isinstance(facts.gpus, Absent) or not facts.gpus or not fabric_ports(facts.ports, facts.topology):
+        return skipped("GPUDirect RDMA", "needs GPUs and InfiniBand")
+    if isinstance(facts.gpudirect, Absent):
+        return fail("GPUDirect RDMA", facts.gpudirect.reason, "nvidia_peermem or dma-buf", "sudo modprobe nvidia-peermem")
+    return ok("GPUDirect RDMA", facts.gpudirect, "nvidia_peermem or dma-buf")
+
+
+def _open_files(facts: NodeFacts) -> Finding:
+    """A process may raise the soft limit to the hard one, as the node processes of moerl's jobs do."""
+    soft, hard = facts.open_files
+    found, expected = f"{_limit(soft)} (hard {_limit(hard)})", f"at least {OPEN_FILES}"
+    if soft == UNLIMITED or soft >= OPEN_FILES:
+        return ok("ulimit -n", found, expected)
+    if hard == UNLIMITED or hard >= OPEN_FILES:
+        fix = f"# ulimit -n {OPEN_FILES} where the job is submitted, or in the shell that runs ray start"
+        return warn("ulimit -n", found, expected, fix)
+    fix = "# the node's hard limit: nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd; Slurm takes that of sbatch's shell along"
+    return (fail if hard < FEWEST_OPEN_FILES else warn)("ulimit -n", found, expected, fix)
+
+
+def _locked_memory(facts: NodeFacts) -> Finding:
+    found = _limit(facts.locked_bytes)
+    if facts.locked_bytes == UNLIMITED:
+        return ok("ulimit -l", found, "unlimited")
+    if facts.locks_any_memory:
+        return ok("ulimit -l", f"{found}, which CAP_IPC_LOCK overrules", "unlimited")
+    if not fabric_ports(facts.ports, facts.topology):
+        return skipped("ulimit -l", f"{found}; only RDMA locks memory, and there is no InfiniBand")
+    fix = "# memlock unlimited in /etc/security/limits.conf, LimitMEMLOCK=infinity of slurmd, or PropagateResourceLimitsExcept=MEMLOCK"
+    return fail("ulimit -l", found, "unlimited, for RDMA buffers", fix)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == UNLIMITED else str(value)
+
+
+def _memory(facts: NodeFacts) -> Finding:
+    found = f"{facts.free_ram_bytes / GIB:,.0f} of {facts.ram_bytes / GIB:,.0f} GiB available"
+    expected = f"at least {FREE_RAM_SHARE:.0%} available"
+    if facts.free_ram_bytes < FREE_RAM_SHARE * facts.ram_bytes:
+        return warn("host memory", found, expected, "ps -eo rss,pid,user,args --sort=-rss | head")
+    return ok("host memory", found, expected)
+
+
+def _shm(disk: Disk, facts: NodeFacts) -> Finding:
+    used = disk.total_bytes - disk.free_bytes
+    found = f"{disk.total_bytes / GIB:.1f} GiB, {used / GIB:.1f} in use"
+    if disk.refusal:
+        return fail("/dev/shm", disk.refusal, "writable", "sudo chmod 1777 /dev/shm")
+    if disk.free_bytes < SHM_BYTES:
+        fix = "ls -lS /dev/shm  # or give the container more: --shm-size=64g, --ipc=host"
+        return fail("/dev/shm", found, f"{SHM_BYTES / GIB:g} GiB free", fix)
+    needed = SHM_SHARE * facts.ram_bytes
+    if disk.free_bytes < needed:
+        fix = f"sudo mount -o remount,size={needed / GIB:.0f}G /dev/shm"
+        return warn("/dev/shm", found, f"{needed / GIB:.0f} GiB free for Ray's object store", fix)
+    return ok("/dev/shm", found, f"{SHM_BYTES / GIB:g} GiB free")
+
+
+def _disk(disk: Disk) -> Finding:
+    found, expected = f"{disk.free_bytes / GIB:,.0f} GiB free in {disk.path}", f"{DISK_BYTES / GIB:g} GiB"
+    if disk.refusal:
+        return fail(disk.purpose, disk.refusal, "writable", f"ls -ld {disk.path}  # or another output_dir=")
+    if disk.free_bytes < LEAST_DISK_BYTES:
+        return fail(disk.purpose, found, expected, f"du -xh --max-depth=2 {disk.path} | sort -h | tail")
+    if disk.free_bytes < DISK_BYTES:
+        return warn(disk.purpose, found, expected, f"du -xh --max-depth=2 {disk.path} | sort -h | tail")
+    return ok(disk.purpose, found, expected)
+
+
+def _own_name(facts: NodeFacts) -> Finding:
+    """Whether another node reaches it under that name is tried out by the head."""
+    if isinstance(facts.own_addresses, Absent):
+        return fail(
+            "own name", facts.own_addresses.reason, "resolves to an address", f"# a line for {facts.hostname} in /etc/hosts, or in DNS"
+        )
+    return ok("own name", f"{facts.hostname} is {', '.join(facts.own_addresses)}", "resolves to an address")
+
+
+def is_loopback(facts: NodeFacts) -> bool:
+    """Every address of its own name is one that only the node itself reaches."""
+    addresses = facts.own_addresses
+    return not isinstance(addresses, Absent) and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in addresses)
+
+
+def _ray(facts: NodeFacts) -> Finding:
+    if facts.ray_processes:
+        fix = "ps -fp " + ",".join(process.split()[1] for process in facts.ray_processes)
+        return warn("other Ray", ", ".join(facts.ray_processes), "none, or one that shares the node on purpose", fix)
+    return ok("other Ray", "none", "none")
+
+
+def _versions(facts: NodeFacts) -> Iterator[Finding]:
+    has_gpus = not isinstance(facts.gpus, Absent) and len(facts.gpus) > 0
+    for name, version in facts.versions.items():
+        wanted = supported().get(name, "")
+        if not isinstance(version, Absent):
+            yield _version(name, version, f"pip install '{name}{wanted}'")
+        elif name in (*OPTIONAL, "CUDA", "NCCL"):
+            fix = f"pip install '{name}[pytorch]{wanted}'" if name in OPTIONAL else "make venv TORCH_INDEX=URL  # of a PyTorch for CUDA"
+            yield fail(name, version.reason, wanted, fix) if has_gpus else skipped(name, f"{version.reason}; needed on GPUs")
+        else:
+            yield fail(name, version.reason, wanted, f"pip install '{name}{wanted}'")
+
+
+def _version(name: str, version: str, fix: str) -> Finding:
+    wanted = supported().get(name, "")
+    return ok(name, version, wanted) if is_supported(name, version) else fail(name, version, wanted, fix)
+
+
+def _engines(facts: NodeFacts) -> Iterator[Finding]:
+    for engine, versions in facts.engines.items():
+        if isinstance(versions, Absent):
+            yield fail(engine, versions.reason, "an environment of its own", f"make engines ENGINES={engine}")
+        elif engine not in versions:
+            yield fail(engine, "not in its environment", supported().get(engine, ""), f"make engines ENGINES={engine}")
+        else:
+            others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != engine)
+            checked = _version(engine, versions[engine], f"make engines ENGINES={engine}")
+            yield replace(checked, found=f"{checked.found} ({others})")

@@ -1,0 +1,164 @@
+"""What one node is: gathered on the node, judged elsewhere. It crosses processes as JSON."""
+
+import os
+import re
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter
+
+from moerl.doctor.checks.expected import Expectations
+from moerl.doctor.checks.versions import engine_versions, libcuda_version, trainer_versions
+from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.hardware.nccl_files import read_nccl_files
+from moerl.hardware.network_settings import Hardware, Setting, find_interfaces, network_settings, variables
+from moerl.hardware.nvidia import NvidiaGPU, NVLinks, Topology, find_gpus, find_links, find_topology
+
+UNLIMITED = -1
+_CAP_IPC_LOCK = 14
+"""Its bit (linux/capability.h)."""
+_SESSION = re.compile(r"session_[0-9_-]+")
+"""Ray's name of a cluster, in the command line of each of its daemons."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    purpose: str
+    """run folder, temp, /dev/shm"""
+    path: str
+    total_bytes: int
+    free_bytes: int
+    refusal: str = ""
+    """Why nothing can be written there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    name: str
+    hostname: str
+    boot_id: str
+    """The same on two nodes that are one machine."""
+    gpus: tuple[NvidiaGPU, ...] | Absent
+    links: tuple[NVLinks, ...] | Absent
+    topology: Topology | Absent
+    ports: tuple[Port, ...] | Absent
+    gpudirect: GPUDirect | Absent
+    interfaces: Mapping[str, tuple[str, ...]]
+    own_addresses: tuple[str, ...] | Absent
+    """What the node's host name resolves to there."""
+    torch_gpus: int
+    libcuda: int | None
+    """Major version of CUDA that the libcuda found here runs, which may not be the driver's own; None: there is none."""
+    open_files: tuple[int, int]
+    """ulimit -n, soft and hard; -1: unlimited."""
+    locked_bytes: int
+    """ulimit -l in bytes, or -1."""
+    locks_any_memory: bool
+    """The process has CAP_IPC_LOCK, so that the kernel does not heed ulimit -l (capabilities(7))."""
+    disks: tuple[Disk, ...]
+    ram_bytes: int
+    free_ram_bytes: int
+    versions: Mapping[str, str | Absent]
+    engines: Mapping[str, Mapping[str, str] | Absent]
+    ray_processes: tuple[str, ...]
+    """Of a Ray that this process is no part of: "raylet 1234 of user"."""
+    gloo_interface: str
+    """Over which ranks on this node would meet; empty: where its host name leads."""
+    settings: tuple[Setting, ...]
+    """Network variables that train ranks on this node would get."""
+
+
+FACTS = TypeAdapter(NodeFacts)
+
+
+def gather(name: str, expected: Expectations, *, reached_at: str | None) -> NodeFacts:
+    """Of the node that this process runs on, which calls it `name`. Raises ConfigError for a network.interface that it does not have."""
+    import torch
+
+    gpus, topology, ports, gpudirect, interfaces = find_gpus(), find_topology(), find_ports(), find_gpudirect(), find_interfaces()
+    hardware = Hardware(gpus=gpus, topology=topology, ports=ports, gpudirect=gpudirect, interfaces=interfaces)
+    memory = psutil.virtual_memory()
+    files = read_nccl_files(os.environ)
+    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ, files=files)
+    limits = {which: tuple(map(_limit, resource.getrlimit(which))) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)}
+    return NodeFacts(
+        name=name,
+        hostname=socket.gethostname(),
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        gpus=gpus,
+        links=find_links(),
+        topology=topology,
+        ports=ports,
+        gpudirect=gpudirect,
+        interfaces=interfaces,
+        own_addresses=_own_addresses(),
+        torch_gpus=torch.cuda.device_count(),
+        libcuda=libcuda_version(),
+        open_files=(limits[resource.RLIMIT_NOFILE][0], limits[resource.RLIMIT_NOFILE][1]),
+        locked_bytes=limits[resource.RLIMIT_MEMLOCK][0],
+        locks_any_memory=locks_any_memory(Path("/proc/self/status").read_text()),
+        disks=tuple(_disk(*place) for place in _places(expected)),
+        ram_bytes=memory.total,
+        free_ram_bytes=memory.available,
+        versions=trainer_versions(),
+        engines={engine: engine_versions(python, (engine, "torch", "transformers")) for engine, python in expected.engines.items()},
+        ray_processes=tuple(_other_ray()),
+        gloo_interface={**os.environ, **variables(settings)}.get("GLOO_SOCKET_IFNAME", ""),
+        settings=settings,
+    )
+
+
+def locks_any_memory(status: str) -> bool:
+    """Of /proc/PID/status: whether its effective capabilities have CAP_IPC_LOCK."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, flags=re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _limit(value: int) -> int:
+    return UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _own_addresses() -> tuple[str, ...] | Absent:
+    name = socket.gethostname()
+    try:
+        return tuple(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None)))
+    except OSError as error:
+        return Absent(reason=f"{name}: {error}", is_fault=True)
+
+
+def _places(expected: Expectations) -> list[tuple[str, Path]]:
+    return [("run folder", expected.run_dir), ("temp", Path(tempfile.gettempdir())), ("/dev/shm", Path("/dev/shm"))]
+
+
+def _disk(purpose: str, path: Path) -> Disk:
+    """Of a folder that is not there yet: of the one in which it would be made."""
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    usage = shutil.disk_usage(there)
+    refusal = ""
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"moerl")
+    except OSError as error:
+        refusal = f"{there}: {error.strerror}"
+    return Disk(purpose=purpose, path=str(path), total_bytes=usage.total, free_bytes=usage.free, refusal=refusal)
+
+
+def _other_ray() -> list[str]:
+    """Of no cluster that this process belongs to: neither one that started it nor the one of RAY_ADDRESS."""
+    own = {name for parent in psutil.Process().parents() for name in _SESSION.findall(" ".join(parent.cmdline()))}
+    address = os.environ.get("RAY_ADDRESS", "")
+    found = []
+    for process in psutil.process_iter(["name", "username", "cmdline"]):
+        words = process.info["cmdline"]
+        if process.info["name"] not in ("raylet", "gcs_server") or not words:
+            continue
+        if own.isdisjoint(_SESSION.findall(" ".join(words))) and not (address and f"--gcs-address={address}" in words):
+            found.append(f"{process.info['name']} {process.pid} of {process.info['username']}")
+    return found

@@ -1,0 +1,165 @@
+"""The doctor on one node: gathers facts, answers the head's clock, tries a neighbour's name, starts the node's ranks.
+
+Everything goes through the head's store: facts/NODE, clock/NODE/ROUND, plan, reached/NODE, measured/RANK, failed/RANK, done/NODE.
+"""
+
+import ipaddress
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO
+
+from pydantic import TypeAdapter
+from torch.distributed import TCPStore
+
+from moerl.doctor.checks.expected import Expectations
+from moerl.doctor.checks.node_facts import NodeFacts, gather
+from moerl.doctor.measuring_rank import JOB, RankJob
+from moerl.hardware.nccl_files import read_nccl_files
+from moerl.hardware.network_settings import Setting, variables
+from moerl.types.errors import MoerlError
+
+CLOCK_ROUNDS = 5
+_CONNECT_SECONDS = 5.0
+_NET_CHANNELS = {"NCCL_NCHANNELS_PER_NET_PEER": "4"}
+"""Of the doctor's ranks, unless it is given. NCCL takes fewer the more ranks there are, as if each sent to all others at the same time
+(ncclTopoGetNchannels, src/graph/paths.cc); here each has one peer, and one channel does not fill its port."""
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankSeat:
+    """Where a node stands among the others."""
+
+    index: int
+    name: str
+    host: str
+    """Of the head's store."""
+    port: int
+    num_nodes: int
+    expected: Expectations
+    seconds: float
+    """How long one phase may take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    facts: NodeFacts
+    port: int
+    """On which the node listens, for others to try its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What the nodes do once all that came have said what they are."""
+
+    neighbours: dict[int, tuple[str, int]]
+    """Node -> (host name, port) of the one it tries to reach."""
+    ranks: tuple[tuple[int, ...], ...]
+    """Of every node that measures; empty: nothing is measured."""
+    on_gpus: bool
+    num_bytes: int
+
+
+SEAT, HELLO, PLAN = TypeAdapter(RankSeat), TypeAdapter(Hello), TypeAdapter(Measurement)
+
+
+def examine(seat: RankSeat) -> None:
+    """Returns when the head has all it needs of this node. RuntimeError if the head ends first."""
+    timeout = timedelta(seconds=seat.seconds)
+    store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+    with socket.create_server(("", 0)) as listener:
+        try:
+            facts = gather(seat.name, seat.expected, reached_at=_own_address(seat))
+        except MoerlError as error:
+            store.set(f"facts/{seat.index}", "!" + str(error))
+            return
+        store.set(f"facts/{seat.index}", HELLO.dump_json(Hello(facts=facts, port=listener.getsockname()[1])).decode())
+        _answer_clock(store, seat.index)
+        plan = PLAN.validate_json(store.get("plan"))
+        store.set(f"reached/{seat.index}", _try_name(*plan.neighbours[seat.index]) if seat.index in plan.neighbours else "")
+        with _ranks(seat, plan, rank_variables(facts.settings, os.environ)) as processes:
+            _wait_for_ranks(store, processes)
+            # Until then others may still try this node's name.
+            store.wait(["stop"], timeout)
+        store.set(f"done/{seat.index}", "")
+
+
+def _own_address(seat: RankSeat) -> str | None:
+    """By which the head, and so every node, sees this one; None where there is no other."""
+    with socket.create_connection((seat.host, seat.port), timeout=_CONNECT_SECONDS) as connection:
+        address = str(connection.getsockname()[0])
+        return None if seat.num_nodes == 1 or ipaddress.ip_address(address).is_loopback else address
+
+
+def _answer_clock(store: TCPStore, index: int) -> None:
+    for number in range(CLOCK_ROUNDS):
+        store.wait([f"clock/{index}/{number}/asked"])
+        store.set(f"clock/{index}/{number}", repr(time.time()))
+
+
+def _try_name(host: str, port: int) -> str:
+    """Why it cannot be reached; empty if it can."""
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
+            return ""
+    except OSError as error:
+        return f"{host}: {error}"
+
+
+def rank_variables(settings: tuple[Setting, ...], environment: Mapping[str, str]) -> dict[str, str]:
+    """What the doctor's ranks get besides the environment."""
+    given = {*environment, *read_nccl_files(environment)}
+    return {name: value for name, value in _NET_CHANNELS.items() if name not in given} | variables(settings)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+@contextmanager
+def _ranks(seat: RankSeat, plan: Measurement, environment: dict[str, str]) -> Iterator[dict[int, _Rank]]:
+    """The node's ranks, ended in any case."""
+    ranks: dict[int, _Rank] = {}
+    try:
+        for local, rank in enumerate(plan.ranks[seat.index] if plan.ranks else ()):
+            job = RankJob(
+                host=seat.host, port=seat.port, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
+                num_bytes=plan.num_bytes, seconds=seat.seconds, parent=os.getpid(),
+            )  # fmt: skip
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
+            command = [sys.executable, "-m", "moerl.doctor.measuring_rank", JOB.dump_json(job).decode()]
+            process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
+            ranks[rank] = _Rank(process=process, log=log)
+        yield ranks
+    finally:
+        for started in ranks.values():
+            started.process.kill()
+            started.process.wait()
+            started.log.close()
+
+
+def _wait_for_ranks(store: TCPStore, ranks: dict[int, _Rank]) -> None:
+    """Until each has ended, or the head wants no more. What a rank that failed said last is left for the head."""
+    while any(rank.process.poll() is None for rank in ranks.values()):
+        if store.check(["stop"]):
+            return
+        time.sleep(_POLL_SECONDS)
+    for number, rank in ranks.items():
+        if rank.process.returncode != 0 and not store.check([f"failed/{number}"]):
+            rank.log.seek(0)
+            last = rank.log.read().decode(errors="replace").splitlines()[-5:]
+            store.set(f"failed/{number}", "\n".join([f"it ended with code {rank.process.returncode}", *last]))
+
+
+if __name__ == "__main__":
+    examine(SEAT.validate_json(sys.argv[1]))

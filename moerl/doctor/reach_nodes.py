@@ -1,0 +1,191 @@
+"""How the doctor comes to every node: on this machine alone, by a Ray cluster's tasks, or because srun started it on each node.
+
+Each way yields a `Launched`: the seats of the nodes and what became of them. The head's store is open before any node is asked.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.doctor.checks.expected import Expectations
+from moerl.doctor.on_each_node import SEAT, RankSeat, examine
+from moerl.hardware.hardware_tools import Absent, run_tool
+from moerl.hardware.network_settings import find_interfaces
+from moerl.types.errors import ConfigError, MoerlError, problem
+
+_POLL_SECONDS = 0.1
+_END_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    names: tuple[str, ...]
+    """Of the nodes, by index."""
+    dead: Callable[[], Mapping[int, str]]
+    """Nodes whose process ended early so far, and why."""
+    hint: str = ""
+    """What may keep a node silent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """This process's place in a step that srun started with one task on each node."""
+
+    index: int
+    names: tuple[str, ...]
+    step: str
+    """Tells this step from every other one, also after a requeue."""
+
+
+def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
+    """None outside of a step of several tasks. ConfigError if the step has not one task per node."""
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment or tasks == 1:
+        return None
+    nodes = int(environment["SLURM_STEP_NUM_NODES"])
+    if tasks != nodes:
+        reason = "each task would measure the others as if they were nodes"
+        rule = f"must be one per node; the step has {tasks} tasks on {nodes} nodes"
+        raise ConfigError([problem("srun --ntasks-per-node", tasks / nodes, rule, reason, "srun --ntasks-per-node=1 moerl doctor")])
+    said = run_tool("scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"])
+    if isinstance(said, Absent):
+        raise MoerlError(f"names of the step's nodes, {environment['SLURM_STEP_NODELIST']}: {said.reason}")
+    step = "-".join(environment.get(f"SLURM_{part}", "0") for part in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
+    return Slurm(index=int(environment["SLURM_PROCID"]), names=tuple(said.split()), step=step)
+
+
+@contextmanager
+def on_this_machine(port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
+    """One node, this one."""
+    name = socket.gethostname()
+    seat = RankSeat(index=0, name=name, host="127.0.0.1", port=port, num_nodes=1, expected=expected, seconds=seconds)
+    with _own_node(seat) as dead:
+        yield Launched(names=(name,), dead=dead)
+
+
+@contextmanager
+def on_slurm(slurm: Slurm, port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
+    """The step's first task. The others find the store by a file in the run folder, which all nodes share."""
+    file = _meeting_file(slurm, expected.run_dir)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
+            written.write("\n".join([str(port), *_own_addresses()]))
+        os.replace(written.name, file)
+    except OSError as error:
+        raise MoerlError(f"{slurm.names[0]}: the run folder cannot be written: {error}; choose another output_dir=") from error
+    seat = RankSeat(
+        index=0, name=slurm.names[0], host=_own_addresses()[0], port=port, num_nodes=len(slurm.names), expected=expected, seconds=seconds
+    )
+    try:
+        with _own_node(seat) as dead:
+            yield Launched(names=slurm.names, dead=dead)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def join_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> None:
+    """A task of the step that is not the first: it does what the head asks. MoerlError if it finds no head."""
+    file = _meeting_file(slurm, expected.run_dir)
+    last = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > last:
+            raise MoerlError(f"{slurm.names[slurm.index]}: no {file} within {seconds:g} s; is the run folder shared with {slurm.names[0]}?")
+        time.sleep(_POLL_SECONDS)
+    port, *hosts = file.read_text().splitlines()
+    name = slurm.names[slurm.index]
+    host = _first_reachable(name, hosts, int(port))
+    seat = RankSeat(
+        index=slurm.index, name=name, host=host, port=int(port), num_nodes=len(slurm.names), expected=expected, seconds=seconds
+    )  # fmt: skip
+    examine(seat)
+
+
+@contextmanager
+def on_ray(address: str, port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
+    """A task on every node of the cluster at `address`, with all GPUs of the node."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.init(address, log_to_driver=False, logging_level="ERROR")
+    try:
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+        names = _names([node["NodeName"] for node in alive])
+        host = ray.util.get_node_ip_address()
+        task, running = ray.remote(max_retries=0)(examine), []
+        for index, (name, node) in enumerate(zip(names, alive, strict=True)):
+            seat = RankSeat(index=index, name=name, host=host, port=port, num_nodes=len(alive), expected=expected, seconds=seconds)
+            where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+            running.append(task.options(num_cpus=0, num_gpus=node["Resources"].get("GPU", 0), scheduling_strategy=where).remote(seat))
+
+        def dead() -> dict[int, str]:
+            ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
+            failed = {}
+            for reference in ended:
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    failed[running.index(reference)] = str(error).strip().splitlines()[-1]
+            return failed
+
+        yield Launched(names=names, dead=dead, hint="; all its GPUs must be free, and its Python must have moerl")
+        ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
+    finally:
+        ray.shutdown()
+
+
+def _names(given: list[str]) -> tuple[str, ...]:
+    """A node of Ray that was given no name has its address for one, which two nodes on one machine share."""
+    return tuple(name if given.count(name) == 1 else f"{name}#{index}" for index, name in enumerate(given))
+
+
+@contextmanager
+def _own_node(seat: RankSeat) -> Iterator[Callable[[], Mapping[int, str]]]:
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moerl.doctor.on_each_node", SEAT.dump_json(seat).decode()], stdout=log, stderr=log
+        )
+
+        def dead() -> dict[int, str]:
+            if not process.poll():
+                return {}
+            log.seek(0)
+            said = log.read().decode(errors="replace").splitlines()
+            return {seat.index: said[-1] if said else f"it ended with code {process.returncode}"}
+
+        try:
+            yield dead
+            with suppress(subprocess.TimeoutExpired):  # a slow command of its own; the head has its finding about it
+                process.wait(_END_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _meeting_file(slurm: Slurm, run_dir: Path) -> Path:
+    return run_dir / f".doctor-{slurm.step}"
+
+
+def _own_addresses() -> list[str]:
+    """Others first: addresses that other nodes may reach, then the host's name, then loopback, for nodes that share a machine."""
+    addresses = [address for found in find_interfaces().values() for address in found if ":" not in address]
+    return [*(a for a in addresses if not a.startswith("127.")), socket.gethostname(), "127.0.0.1"]
+
+
+def _first_reachable(name: str, hosts: list[str], port: int) -> str:
+    refusals = []
+    for host in hosts:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+            return host
+        except OSError as error:
+            refusals.append(f"{host}: {error}")
+    raise MoerlError(f"{name}: cannot reach the first node at port {port}: {'; '.join(refusals)}")

@@ -1,0 +1,99 @@
+"""What ibv_devinfo or the kernel says of RDMA adapters, and whether these read GPU memory without the host. Parsing is pure."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from moerl.hardware.hardware_tools import Absent, run_tool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Port:
+    adapter: str
+    """mlx5_0"""
+    number: int
+    state: str
+    """ACTIVE, DOWN, INIT, ARMED"""
+    link_layer: str
+    """InfiniBand or Ethernet"""
+    gbit: float | None
+    """Per second, one way: width times speed. None where the tool does not know the speed."""
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "ACTIVE"
+
+    @property
+    def name(self) -> str:
+        return f"{self.adapter}:{self.number}"
+
+
+def find_ports(root: Path = Path("/")) -> tuple[Port, ...] | Absent:
+    """By ibv_devinfo, or where a container lacks it, by the kernel. `root`: of the file system, for tests."""
+    said, adapters = run_tool("ibv_devinfo", "-v"), root / "sys/class/infiniband"
+    if not isinstance(said, Absent):
+        # An rdma-core older than the adapter does not know its speed; the kernel does.
+        rates = {port.name: port.gbit for port in read_ports(adapters)}
+        return tuple(replace(port, gbit=rates.get(port.name)) if port.gbit is None else port for port in parse_ports(said))
+    if "No IB devices found" in said.reason:
+        return ()
+    return read_ports(adapters) if not said.is_fault and adapters.is_dir() else said
+
+
+def read_ports(adapters: Path) -> tuple[Port, ...]:
+    """Of the kernel's folder of RDMA adapters (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
+    ports = []
+    for folder in sorted(adapters.glob("*/ports/*"), key=lambda folder: (folder.parts[-3], int(folder.name))):
+        state, rate, layer = ((folder / name).read_text().strip() for name in ("state", "rate", "link_layer"))
+        gbit = re.match(r"([\d.]+) Gb/sec", rate)
+        port = Port(
+            adapter=folder.parts[-3],
+            number=int(folder.name),
+            state=state.split(": ")[-1],
+            link_layer=layer,
+            gbit=float(gbit[1]) if gbit else None,
+        )
+        ports.append(port)
+    return tuple(ports)
+
+
+def parse_ports(text: str) -> tuple[Port, ...]:
+    """Of `ibv_devinfo -v`."""
+    ports = []
+    for adapter in re.split(r"^hca_id:", text, flags=re.MULTILINE)[1:]:
+        name = adapter.split(maxsplit=1)[0]
+        ports += [_port(name, part) for part in re.split(r"^\s*port:", adapter, flags=re.MULTILINE)[1:]]
+    return tuple(ports)
+
+
+def _port(adapter: str, text: str) -> Port:
+    values = dict(re.findall(r"^\s*(\w+):\s+(\S.*)$", text, flags=re.MULTILINE))
+    width = re.match(r"(\d+)X", values.get("active_width", ""))
+    speed = re.match(r"([\d.]+) Gbps", values.get("active_speed", ""))
+    return Port(
+        adapter=adapter,
+        number=int(text.split(maxsplit=1)[0]),
+        state=values["state"].split()[0].removeprefix("PORT_"),
+        link_layer=values["link_layer"].strip(),
+        gbit=int(width[1]) * float(speed[1]) if width and speed else None,
+    )
+
+
+GPUDirect = Literal["nvidia_peermem", "dma-buf"]
+
+
+def find_gpudirect(root: Path = Path("/")) -> GPUDirect | Absent:
+    """By which of its two ways the kernel lets adapters read GPU memory. `root`: of the file system, for tests.
+
+    dma-buf needs the open kernel modules of the driver and Linux 5.12 (NCCL's user guide, GPU Direct RDMA).
+    """
+    if (root / "sys/module/nvidia_peermem").exists():
+        return "nvidia_peermem"
+    driver = root / "proc/driver/nvidia/version"
+    if not driver.exists():
+        return Absent(reason="no NVIDIA kernel module is loaded")
+    release = re.match(r"(\d+)\.(\d+)", (root / "proc/sys/kernel/osrelease").read_text())
+    if "Open Kernel Module" in driver.read_text() and release and (int(release[1]), int(release[2])) >= (5, 12):
+        return "dma-buf"
+    return Absent(reason="nvidia_peermem is not loaded, and dma-buf needs the open kernel modules and Linux 5.12", is_fault=True)

@@ -1,0 +1,235 @@
+"""The variables by which NCCL and gloo are told of a node's links: from what was detected there, each with its reason.
+
+What is set in the environment or in NCCL's files wins over what was detected, and `network.interface` and `network.variables` over both.
+Values that belong to a fabric and not to its links (NCCL_IB_TC, NCCL_IB_SL, NCCL_IB_GID_INDEX) are never set. Names and values: NCCL's user
+guide, "Environment Variables".
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from moerl.config.schema.run_config import NetworkConfig
+from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
+from moerl.hardware.nccl_files import read_nccl_files
+from moerl.hardware.nvidia import DISTANCES, NvidiaGPU, Topology, find_gpus, find_topology
+from moerl.types.errors import ConfigError, problem
+
+Role = Literal["train", "rollout"]
+
+_FAST_GBIT = 200.0
+_QUEUE_PAIRS = 4
+"""Per connection over ports of _FAST_GBIT and more; public recipes take 2 to 8. NCCL's default of 1 follows one path of a routed fabric."""
+_IB_TIMEOUT = 22
+"""4.096 us * 2^22 = 17 s until a packet is sent again: a link that the subnet manager reroutes comes back within it. NCCL's own: 20."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What the links of one node are."""
+
+    gpus: tuple[NvidiaGPU, ...] | Absent
+    topology: Topology | Absent
+    ports: tuple[Port, ...] | Absent
+    gpudirect: GPUDirect | Absent
+    interfaces: Mapping[str, tuple[str, ...]]
+    """Name -> IP addresses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    name: str
+    value: str | None
+    """None: it is left as it is."""
+    reason: str
+
+
+def find_hardware() -> Hardware:
+    return Hardware(
+        gpus=find_gpus(), topology=find_topology(), ports=find_ports(), gpudirect=find_gpudirect(), interfaces=find_interfaces()
+    )
+
+
+def find_interfaces() -> dict[str, tuple[str, ...]]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {name: tuple(a.address for a in found if a.family in families) for name, found in psutil.net_if_addrs().items()}
+
+
+def network_settings(
+    hardware: Hardware,
+    config: NetworkConfig,
+    role: Role,
+    *,
+    reached_at: str | None,
+    environment: Mapping[str, str],
+    files: Mapping[str, Path],
+) -> tuple[Setting, ...]:
+    """`reached_at`: this node's address for other nodes; None where there are none. `environment`: of the process so far. `files`: which
+    of NCCL's files sets a variable.
+
+    Raises ConfigError for a network.interface that the node does not have.
+    """
+    detected: list[Setting] = []
+    if config.detect and _has_gpus(hardware):
+        detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware)]
+        detected += _megatron(hardware, role)
+    asked = {setting.name: setting for setting in _asked_interface(hardware, config)}
+    for name, value in sorted(config.variables.items()):
+        asked[name] = Setting(name=name, value=str(value), reason="network.variables says so")
+    kept = [_unless_given(setting, environment, files) for setting in detected if setting.name not in asked]
+    return (*kept, *asked.values())
+
+
+def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None) -> tuple[Setting, ...]:
+    """Of this node and process. Raises ConfigError like network_settings."""
+    files = read_nccl_files(os.environ)
+    return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ, files=files)
+
+
+def variables(settings: tuple[Setting, ...]) -> dict[str, str]:
+    """Those that are to be set."""
+    return {setting.name: setting.value for setting in settings if setting.value is not None}
+
+
+@contextmanager
+def applied(settings: tuple[Setting, ...]) -> Iterator[None]:
+    """For the block, they are in this process's environment and that of processes it starts."""
+    new = variables(settings)
+    before = {name: os.environ.get(name) for name in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _unless_given(setting: Setting, environment: Mapping[str, str], files: Mapping[str, Path]) -> Setting:
+    name = setting.name
+    if setting.value is None or name not in {*environment, *files}:
+        return setting
+    given = f"the environment has {name}={environment[name]}" if name in environment else f"{files[name]} sets it"
+    return Setting(name=name, value=None, reason=f"{given}, which is kept")
+
+
+def _has_gpus(hardware: Hardware) -> bool:
+    return not isinstance(hardware.gpus, Absent) and len(hardware.gpus) > 0
+
+
+def _asked_interface(hardware: Hardware, config: NetworkConfig) -> Iterator[Setting]:
+    name = config.interface
+    if name is None:
+        return
+    if name not in hardware.interfaces:
+        there = ", ".join(hardware.interfaces)
+        rule = f"is not an interface of {socket.gethostname()}"
+        raise ConfigError([problem("network.interface", name, rule, f"it has {there}", "one that every node has, or null")])
+    yield from _over(name, "network.interface says so")
+
+
+def _reached_interface(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:
+    name = next((name for name, addresses in hardware.interfaces.items() if reached_at in addresses), None)
+    if name is not None:
+        yield from _over(name, "it has the address by which other nodes reach this one")
+
+
+def _over(interface: str, reason: str) -> Iterator[Setting]:
+    yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={interface}", reason=reason)
+    yield Setting(name="GLOO_SOCKET_IFNAME", value=interface, reason=reason)
+
+
+def _infiniband(hardware: Hardware) -> Iterator[Setting]:
+    ports = fabric_ports(hardware.ports, hardware.topology)
+    if not ports:
+        yield Setting(name="NCCL_IB_HCA", value=None, reason=_without_infiniband(hardware.ports))
+        return
+    assert not isinstance(hardware.ports, Absent)
+    left_out = [port.name for port in hardware.ports if port not in ports]
+    gbit = max((port.gbit for port in ports if port.gbit is not None), default=None)
+    rate = f" at {gbit:g} Gb/s" if gbit is not None and all(port.gbit == gbit for port in ports) else ""
+    reason = f"active InfiniBand ports{rate}" + (f"; others are left out: {', '.join(left_out)}" if left_out else "")
+    yield Setting(name="NCCL_IB_HCA", value="=" + ",".join(port.name for port in ports), reason=reason)
+    reason = "17 s before a packet is sent again, so that a rerouted link does not end the run"
+    yield Setting(name="NCCL_IB_TIMEOUT", value=str(_IB_TIMEOUT), reason=reason)
+    if gbit is not None and gbit >= _FAST_GBIT:
+        reason = f"one queue pair follows one path of the fabric and rarely fills {gbit:g} Gb/s"
+        yield Setting(name="NCCL_IB_QPS_PER_CONNECTION", value=str(_QUEUE_PAIRS), reason=reason)
+
+
+def fabric_ports(ports: tuple[Port, ...] | Absent, topology: Topology | Absent) -> tuple[Port, ...]:
+    """The active InfiniBand ports that carry the compute network. Those of storage are slower, or farther from every GPU than another one;
+    a port of unknown rate, and every port where a distance is not known, gets the benefit of the doubt."""
+    if isinstance(ports, Absent):
+        return ()
+    active = [port for port in ports if port.is_active and port.link_layer == "InfiniBand"]
+    fastest = max((port.gbit for port in active if port.gbit is not None), default=None)
+    fast = [port for port in active if port.gbit is None or port.gbit == fastest]
+    near = frozenset() if isinstance(topology, Absent) else topology.nearest({port.adapter for port in fast})
+    return tuple(port for port in fast if not near or port.adapter in near)
+
+
+def _without_infiniband(ports: tuple[Port, ...] | Absent) -> str:
+    if isinstance(ports, Absent):
+        return ports.reason
+    if any(port.is_active for port in ports):
+        return "RDMA over Ethernet only: which ports carry the compute network cannot be seen here; set network.variables.NCCL_IB_HCA"
+    return "no RDMA port is active" if ports else "no RDMA adapter"
+
+
+def _gpudirect(hardware: Hardware) -> Iterator[Setting]:
+    name, topology = "NCCL_NET_GDR_LEVEL", hardware.topology
+    if not fabric_ports(hardware.ports, topology):
+        return
+    if isinstance(hardware.gpudirect, Absent):
+        yield Setting(name=name, value=None, reason=f"no GPUDirect RDMA: {hardware.gpudirect.reason}")
+        return
+    if isinstance(topology, Absent):
+        yield Setting(name=name, value=None, reason=f"distances of GPUs and adapters are not known: {topology.reason}")
+        return
+    nearest = [topology.to_adapter(gpu) for gpu in topology.gpus]
+    known = [kind for kind in nearest if kind is not None]
+    if not known or len(known) < len(nearest):
+        yield Setting(name=name, value=None, reason="distances of GPUs and adapters are not known: nvidia-smi topo lists no adapter")
+        return
+    farthest = max(known, key=DISTANCES.index)
+    if DISTANCES.index(farthest) > DISTANCES.index("PHB"):
+        reason = f"the nearest adapter of a GPU is at {farthest}, where going through host memory is as fast"
+        yield Setting(name=name, value=None, reason=reason)
+        return
+    reason = f"{hardware.gpudirect}; no GPU's nearest adapter is farther than {farthest}"
+    yield Setting(name=name, value="PHB" if farthest == "PHB" else "PXB", reason=reason)
+
+
+def _nvlink(hardware: Hardware) -> Iterator[Setting]:
+    """NCCL finds out by itself on NVSwitch machines; forced on where the fabric is not complete, it fails."""
+    name, gpus, topology = "NCCL_NVLS_ENABLE", hardware.gpus, hardware.topology
+    if isinstance(gpus, Absent) or isinstance(topology, Absent) or len(gpus) < 2:
+        return
+    if not topology.has_nvlink:
+        yield Setting(name=name, value="0", reason="not every two GPUs have an NVLink between them")
+    elif all(gpu.fabric == "Completed Success" for gpu in gpus):
+        yield Setting(name=name, value="1", reason="NVLink between every two GPUs, and the NVSwitch fabric is complete")
+    else:
+        yield Setting(name=name, value=None, reason="NVLinks without a fabric that says it is complete: NCCL decides")
+
+
+def _megatron(hardware: Hardware, role: Role) -> Iterator[Setting]:
+    if role != "train":
+        return
+    assert not isinstance(hardware.gpus, Absent)
+    name, compute = "CUDA_DEVICE_MAX_CONNECTIONS", hardware.gpus[0].compute
+    if compute is not None and compute < (10, 0):
+        reason = "Megatron relies on one queue to start communication before the computation that it is hidden behind"
+        yield Setting(name=name, value="1", reason=reason)
+    else:
+        yield Setting(name=name, value=None, reason="needed before Blackwell (compute capability 10) only")

@@ -1,0 +1,210 @@
+"""What nvidia-smi says of a node: GPUs, the links between them, and how far the network adapters are. Parsing is pure."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from moerl.hardware.hardware_tools import Absent, run_tool
+
+_FIELDS = (
+    "index", "name", "driver_version", "compute_cap", "memory.total", "memory.used", "temperature.gpu", "clocks.sm", "clocks.max.sm",
+    "ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
+)  # fmt: skip
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""One field under the name it has since driver 535, and before."""
+_FABRIC = ("fabric.state", "fabric.status")
+_REMAPPED = ("remapped_rows.pending", "remapped_rows.failure")
+
+DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""Between a GPU and an adapter, nearest first: one PCIe bridge, several, the host bridge, other host bridges, another socket."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvidiaGPU:
+    """A value that the driver does not give is None."""
+
+    index: int
+    name: str
+    driver: str
+    compute: tuple[int, int] | None
+    total_mib: float | None
+    used_mib: float | None
+    celsius: float | None
+    sm_mhz: float | None
+    max_sm_mhz: float | None
+    ecc: str | None
+    uncorrected: int | None
+    """ECC errors since the driver was loaded."""
+    mig: str | None
+    slowed_by: int | None
+    """Bits of nvmlClocksEventReasons."""
+    fabric: str = ""
+    """State and status of its NVSwitch fabric; empty where there is none or the driver does not say."""
+    remap_pending: bool | None = None
+    """A broken row of its memory is replaced at its next reset (NVIDIA's GPU memory error management, row remapping)."""
+    remap_failed: bool | None = None
+    """A broken row could not be replaced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NVLinks:
+    """Of one GPU."""
+
+    index: int
+    gb_per_second: tuple[float | None, ...]
+    """Of each link, one way; None: inactive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    between: Mapping[str, Mapping[str, str]]
+    """Device -> device -> NV18, PIX, ...; devices are GPU0 ... and adapters by the name of their driver (mlx5_0)."""
+
+    @property
+    def gpus(self) -> list[str]:
+        return [name for name in self.between if name.startswith("GPU")]
+
+    @property
+    def has_nvlink(self) -> bool:
+        """Between every two GPUs, of which there are at least two."""
+        pairs = [self.between[a][b] for a in self.gpus for b in self.gpus if a != b]
+        return bool(pairs) and all(kind.startswith("NV") for kind in pairs)
+
+    def to_adapter(self, gpu: str) -> str | None:
+        """The distance of the nearest adapter."""
+        kinds = [kind for name, kind in self.between[gpu].items() if not name.startswith("GPU") and kind in DISTANCES]
+        return min(kinds, key=DISTANCES.index, default=None)
+
+    def nearest(self, adapters: Collection[str]) -> frozenset[str]:
+        """Of these, the ones that no other is nearer to some GPU than; none where a distance is not known."""
+        found: set[str] = set()
+        for gpu in self.gpus:
+            distances = {name: self.between[gpu].get(name, "") for name in adapters}
+            if not distances or not all(kind in DISTANCES for kind in distances.values()):
+                return frozenset()
+            least = min(map(DISTANCES.index, distances.values()))
+            found |= {name for name, kind in distances.items() if DISTANCES.index(kind) == least}
+        return frozenset(found)
+
+
+def find_gpus() -> tuple[NvidiaGPU, ...] | Absent:
+    found = _query_gpus(_REASONS[0])
+    # Drivers before 535 know the field by its former name only.
+    is_old = isinstance(found, Absent) and "not a valid field" in found.reason
+    return _query_gpus(_REASONS[1]) if is_old else found
+
+
+def _query_gpus(reasons: str) -> tuple[NvidiaGPU, ...] | Absent:
+    said = run_tool("nvidia-smi", f"--query-gpu={','.join((*_FIELDS, reasons))}", "--format=csv,noheader,nounits")
+    if isinstance(said, Absent):
+        return () if "No devices were found" in said.reason else said
+    fabric = run_tool("nvidia-smi", f"--query-gpu={','.join(_FABRIC)}", "--format=csv,noheader,nounits")
+    remapped = run_tool("nvidia-smi", f"--query-remapped-rows={','.join(_REMAPPED)}", "--format=csv,noheader,nounits")
+    return parse_gpus(said, "" if isinstance(fabric, Absent) else fabric, "" if isinstance(remapped, Absent) else remapped)
+
+
+def find_links() -> tuple[NVLinks, ...] | Absent:
+    said = run_tool("nvidia-smi", "nvlink", "--status")
+    return said if isinstance(said, Absent) else parse_links(said)
+
+
+def find_topology() -> Topology | Absent:
+    said = run_tool("nvidia-smi", "topo", "--matrix")
+    return said if isinstance(said, Absent) else parse_topology(said)
+
+
+def parse_gpus(query: str, fabric: str = "", remapped: str = "") -> tuple[NvidiaGPU, ...]:
+    """`query`: nvidia-smi's rows of _FIELDS and the slowdown reasons, `fabric` and `remapped`: its rows of _FABRIC and _REMAPPED, or what
+    it says instead, which is no row for each GPU; without header, units."""
+    rows = _rows(query)
+    states, remaps = _rows(fabric), _rows(remapped)
+    if len(states) != len(rows):
+        states = [[]] * len(rows)
+    if len(remaps) != len(rows) or any(len(cells) != len(_REMAPPED) for cells in remaps):
+        remaps = [[""] * len(_REMAPPED)] * len(rows)
+    return tuple(
+        _gpu(dict(zip((*_FIELDS, "slowed_by", *_REMAPPED), [*row, *remap], strict=True)), _fabric(state))
+        for row, state, remap in zip(rows, states, remaps, strict=True)
+    )
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+
+
+def parse_links(text: str) -> tuple[NVLinks, ...]:
+    """Of `nvidia-smi nvlink --status`. A GPU without NVLinks is there with none."""
+    found: list[tuple[int, list[float | None]]] = []
+    for line in text.splitlines():
+        if gpu := re.match(r"\s*GPU (\d+):", line):
+            found.append((int(gpu[1]), []))
+        elif (link := re.match(r"\s*Link \d+: (?:([\d.]+) GB/s|<inactive>)", line)) and found:
+            found[-1][1].append(None if link[1] is None else float(link[1]))
+    return tuple(NVLinks(index=index, gb_per_second=tuple(links)) for index, links in found)
+
+
+def parse_topology(text: str) -> Topology:
+    """Of `nvidia-smi topo --matrix`, from drivers that name adapters in the matrix and from those that list them below it."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    names = {match[1]: match[2] for line in lines if (match := re.match(r"\s*(NIC\d+): (\S+)", line))}
+    head = next((line for line in lines if re.search(r"(^|\s)GPU0(\s|$)", line)), None)
+    if head is None:
+        return Topology(between={})
+    devices = re.split(r"\s{2,}|\t+", head.strip())
+    columns = [device for device in devices if "Affinity" not in device and "NUMA" not in device]
+    rows = {
+        cells[0]: cells[1 : len(columns) + 1] for line in lines[lines.index(head) + 1 :] if (cells := line.split()) and cells[0] in columns
+    }
+    return Topology(
+        between={
+            names.get(row, row): {names.get(column, column): kind for column, kind in zip(columns, kinds, strict=True)}
+            for row, kinds in rows.items()
+        }
+    )
+
+
+def _gpu(row: dict[str, str], fabric: str) -> NvidiaGPU:
+    capability = _known(row["compute_cap"])
+    return NvidiaGPU(
+        index=int(row["index"]),
+        name=row["name"],
+        driver=row["driver_version"],
+        compute=None if capability is None else (int(capability.split(".")[0]), int(capability.split(".")[1])),
+        total_mib=_number(row["memory.total"]),
+        used_mib=_number(row["memory.used"]),
+        celsius=_number(row["temperature.gpu"]),
+        sm_mhz=_number(row["clocks.sm"]),
+        max_sm_mhz=_number(row["clocks.max.sm"]),
+        ecc=_known(row["ecc.mode.current"]),
+        uncorrected=None if (count := _known(row["ecc.errors.uncorrected.volatile.total"])) is None else int(count),
+        mig=_known(row["mig.mode.current"]),
+        slowed_by=None if (bits := _known(row["slowed_by"])) is None else int(bits, 16),
+        fabric=fabric,
+        remap_pending=_truth(row["remapped_rows.pending"]),
+        remap_failed=_truth(row["remapped_rows.failure"]),
+    )
+
+
+def _fabric(cells: list[str]) -> str:
+    return " ".join(cell for cell in cells if _known(cell) is not None)
+
+
+def _truth(cell: str) -> bool | None:
+    """Drivers write Yes and No, or a number."""
+    return {"yes": True, "1": True, "no": False, "0": False}.get(cell.lower())
+
+
+def _known(cell: str) -> str | None:
+    """None for what nvidia-smi writes instead of a value: [N/A], [Not Supported], [Unknown Error], ..."""
+    return None if cell.startswith("[") or cell in ("", "N/A", "ERR!") else cell
+
+
+def _number(cell: str) -> float | None:
+    known = _known(cell)
+    return None if known is None else float(known)
+
+
+def slowdowns(bits: int) -> Iterator[str]:
+    """Names of what holds a GPU's clocks down although it could run faster (nvml.h, nvmlClocksEventReasons)."""
+    names = {0x8: "hardware slowdown", 0x20: "software thermal limit", 0x40: "hardware thermal limit", 0x80: "power brake"}
+    return (name for bit, name in names.items() if bits & bit)

@@ -1,0 +1,88 @@
+"""What the adapters of other packages' bridges share: names, checks before loading and what is exported beside their own tensors.
+
+A package maps the parameters that are built. Layers of multi-token prediction that are not leave as the native bridge lets them:
+copies of the embedding and the output layer follow the trained tensor, everything else keeps the checkpoint's.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moerl.models.bridge.native_bridge import Groups, check_copies, check_shape, copy_names, mtp_layers
+from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
+from moerl.models.families.family import Family, Sizes
+from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.models.shards import merge
+from moerl.types.errors import CheckpointError
+
+
+class AdapterNames:
+    def __init__(
+        self,
+        own: Sequence[str],
+        family: Family,
+        chunks: Sequence[nn.Module],
+        *,
+        groups: Groups,
+        sizes: Sizes,
+        tied: bool,
+        source: Path,
+    ):
+        """`own`: the Hugging Face names the package exports, in its order. The other arguments are those of `Bridge`."""
+        self._own, self._family, self._chunks, self._groups, self._sizes = list(own), family, list(chunks), groups, sizes
+        self._tied, self._source = tied, source
+        layers = mtp_layers(source, sizes.num_layers)
+        self._copies = {rule.hf[0]: copies for rule in family.rules if (copies := copy_names(rule, layers))}
+        copied = [name for names in self._copies.values() for name in names]
+        self._kept = sorted({name for names in layers.values() for name in names}.difference(own, copied))
+        self._float32 = tuple(hf.rpartition("}")[2] for rule in family.rules if rule.is_float32 for hf in rule.hf)  # ends of names
+
+    def all(self, *, with_mtp: bool) -> list[str]:
+        """In the order of `export`."""
+        if not with_mtp:
+            return self._own
+        return [each for name in self._own for each in (name, *self._copies.get(name, ()))] + self._kept
+
+    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if name.endswith(self._float32) else model_dtype
+
+    def check(self, checkpoint: HFCheckpoint) -> None:
+        """Raises CheckpointError for absent tensors, one of another shape on this rank, and a copy that is none."""
+        absent = sorted(set(self._own) - set(checkpoint.names()))
+        if absent:
+            raise CheckpointError(
+                f"{self._source}: no file of this checkpoint holds {', '.join(absent)}; is it complete, and of this model?"
+            )
+        for item in self._owned():
+            group = self._groups.expert_tensor if item.rule.is_expert else self._groups.tensor
+            whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
+            for name, expected in zip(self._hf_names(item), whole, strict=True):
+                check_shape(name, torch.empty(checkpoint.shape(name), device="meta"), expected)
+        for name, copies in self._copies.items():
+            check_copies(name, checkpoint.read(name), copies, checkpoint)
+
+    def export(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
+        """Of the package's whole `tensors`, which it yields on every rank, those that rank 0 exports, with copies and layers not built."""
+        remaining = dict.fromkeys(self._own)
+        for name, tensor in tensors:
+            if name in remaining and dist.get_rank() == 0:
+                del remaining[name]  # the output layer of a tied model comes as a second embedding
+                exported = tensor.detach().to(self.dtype(name, dtype))
+                yield from ((each, exported) for each in (name, *(self._copies.get(name, ()) if with_mtp else ())))
+        if with_mtp and self._kept and dist.get_rank() == 0:
+            with HFCheckpoint(self._source) as checkpoint:
+                yield from ((name, checkpoint.read(name)) for name in self._kept)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every parameter and every buffer that is part of the model's state, of this rank."""
+        return (item.tensor for item in self._owned())
+
+    def _owned(self) -> Iterator[RankParameter]:
+        for chunk in self._chunks:
+            yield from owned_by(chunk, self._family, expert_rank=self._groups.expert.rank())
+
+    def _hf_names(self, item: RankParameter) -> list[str]:
+        return hf_names(item.rule, item.numbers, num_layers=self._sizes.num_layers, tied=self._tied)

@@ -1,0 +1,143 @@
+"""Carry weights with Megatron-Bridge (github.com/NVIDIA-NeMo/Megatron-Bridge): its name maps, its scattering and gathering.
+
+Everything else is as with the native bridge: the model is Megatron's by the family's declaration, not by Megatron-Bridge's provider.
+Its mappings know no padded vocabulary: what they read is padded before, and what they export is cut to the vocabulary.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+import megatron_patches
+from moerl.models.bridge.adapter_names import AdapterNames
+from moerl.models.bridge.native_bridge import Groups
+from moerl.models.families.family import Family, Sizes
+from moerl.models.hf_checkpoint import HFCheckpoint
+
+_OVER_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+class MegatronBridge:
+    def __init__(
+        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path, dtype: torch.dtype
+    ):
+        """A collective. `chunks`: without layers of multi-token prediction. `dtype`: the model's. The others: those of `Bridge`."""
+        self._chunks, self._sizes, self._tied, self._dtype = list(chunks), sizes, tied, dtype
+        self._bridge, config = _find_bridge(family, source)
+        with HFCheckpoint(source) as checkpoint:
+            self._source = _Source(state=_State(checkpoint.names()), config=config)
+        self._tasks = self._bridge.build_conversion_tasks(self._source, self._chunks)
+        names = [name for task in self._tasks for name in self._hf_names(task.mapping)]
+        self._names = AdapterNames(names, family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
+
+    def tensors(self) -> Iterator[Tensor]:
+        return self._names.tensors()
+
+    def load(self, checkpoint: HFCheckpoint) -> None:
+        """A collective: every rank reads, tensor-parallel rank 0 scatters."""
+        self._names.check(checkpoint)
+        state = _State(checkpoint.names(), read=lambda name: self._read(checkpoint, name))
+        source = _Source(state=state, config=self._source.config)
+        # Not those of export: a mapping that has loaded on its owner would leave out a part of its first exchange with other stages.
+        tasks = self._bridge.build_conversion_tasks(source, self._chunks)
+        parameters = {(task.vp_stage, task.param_name): task.param_weight for task in tasks}
+        with torch.no_grad():
+            for name, shard, stage in self._bridge.stream_weights_hf_to_megatron(source, self._chunks, tasks):
+                parameters[stage, name].copy_(shard)
+            if self._tied:
+                self._share_embedding()
+
+    def names(self, *, with_mtp: bool = True) -> list[str]:
+        return self._names.all(with_mtp=with_mtp)
+
+    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
+        return self._names.dtype(name, model_dtype)
+
+    def owned(self) -> None:
+        """Megatron-Bridge gathers every tensor on every rank, and tells no owner."""
+
+    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Megatron-Bridge gathers on every rank, not on rank 0 alone."""
+        whole = self._bridge.stream_weights_megatron_to_hf(
+            self._chunks, self._source, cpu=False, show_progress=False, conversion_tasks=self._tasks, merge_adapter_weights=False
+        )
+        cut = ((name, tensor[: self._sizes.vocab_size] if name in _OVER_VOCABULARY else tensor) for name, tensor in whole)
+        return self._names.export(cut, dtype, with_mtp=with_mtp)
+
+    def _read(self, checkpoint: HFCheckpoint, name: str) -> Tensor:
+        """In the parameter's dtype, which scattering needs, with as many rows as Megatron pads the vocabulary to."""
+        tensor = checkpoint.read(name).to(self.dtype(name, self._dtype))
+        if name not in _OVER_VOCABULARY:
+            return tensor
+        return torch.nn.functional.pad(tensor, (0, 0, 0, self._sizes.padded_vocab_size - self._sizes.vocab_size))
+
+    def _share_embedding(self) -> None:
+        """With the last stage's output layer, which no mapping fills; Megatron-Bridge's own way knows no virtual stages."""
+        shared: list[Any] = [chunk for chunk in self._chunks if chunk.pre_process or chunk.post_process]
+        if shared and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            group = parallel_state.get_embedding_group()
+            dist.broadcast(shared[0].shared_embedding_or_output_weight(), dist.get_process_group_ranks(group)[0], group=group)
+
+    def _hf_names(self, mapping: Any) -> list[str]:
+        """Of an expert, those of every expert-parallel rank."""
+        names = [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
+        if not mapping.is_expert:
+            return names
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        num_local = self._chunks[0].config.num_moe_experts // ranks  # type: ignore[union-attr]
+        return [_of_rank(name, rank, num_local) for name in names for rank in range(ranks)]
+
+
+class _State(Mapping[str, Tensor]):
+    """The tensors of a checkpoint as Megatron-Bridge asks for them; `source` is asked for all names."""
+
+    def __init__(self, names: Sequence[str], *, read: Callable[[str], Tensor] | None = None):
+        self._names, self._read, self.source = dict.fromkeys(names), read, self
+
+    def get_all_keys(self) -> list[str]:
+        return list(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        assert self._read is not None, "only names are known when weights are not being loaded"
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What Megatron-Bridge takes for a pretrained model of transformers."""
+
+    state: _State
+    config: SimpleNamespace
+    """config.json, unchanged: transformers 5 would rename what the mappings read."""
+
+
+def _find_bridge(family: Family, source: Path) -> tuple[Any, SimpleNamespace]:
+    config = SimpleNamespace(**json.loads((source / "config.json").read_text()))
+    kind = config.model_type if family.served.computed_as is None else family.served.computed_as
+    model = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+    megatron_patches.activate()  # again: those of Megatron-Bridge are needed only now
+    bridge = model.get_model_bridge(transformers.AutoModelForCausalLM._model_mapping[type(transformers.AutoConfig.for_model(kind))])
+    bridge.hf_config = config
+    return bridge, config
+
+
+def _of_rank(name: str, rank: int, num_local: int) -> str:
+    """Of the expert that has on expert-parallel `rank` the place that the expert of `name` has on its own."""
+    return re.sub(r"experts\.(\d+)", lambda match: f"experts.{int(match[1]) % num_local + rank * num_local}", name)

@@ -1,0 +1,68 @@
+"""What carries weights between a Megatron model and Hugging Face names: the seam, and the one place that chooses who does it.
+
+The native bridge walks the family's rules. mbridge and Megatron-Bridge, optional packages, bring name maps and gathering
+of their own.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moerl.config.schema.train_config import TrainConfig
+from moerl.models.bridge.native_bridge import ExportPart, Groups, NativeBridge, Shard
+from moerl.models.families.family import Family, Sizes
+from moerl.models.hf_checkpoint import HFCheckpoint
+
+
+class OwnedTensors(Protocol):
+    """The tensors of `export(dtype, with_mtp=False)` where the ranks hold them: nothing is gathered."""
+
+    def parts(self, dtype: torch.dtype) -> list[ExportPart]:
+        """All of them, stacks in parts; the same on every rank."""
+
+    def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
+
+    def shard(self, name: str) -> Shard | None:
+        """Of one of the `parts`; None: this rank holds nothing of it."""
+
+
+class WeightBridge(Protocol):
+    """Every rank makes its bridge, loads and exports at the same time: `export` is a collective, and `load` may be one."""
+
+    def load(self, checkpoint: HFCheckpoint) -> None:
+        """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
+
+    def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) on rank 0; nothing, after the same communication, on the others."""
+
+    def names(self, *, with_mtp: bool = True) -> list[str]:
+        """Every Hugging Face name, in the order of `export`."""
+
+    def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
+        """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
+
+    def owned(self) -> OwnedTensors | None:
+        """What each rank holds, by Hugging Face names. None: only an export can tell."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every parameter and every buffer that is part of the model's state, of this rank."""
+
+
+def build_bridge(
+    train: TrainConfig, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path
+) -> WeightBridge:
+    """The one that train.bridge names; the arguments are those of `Bridge`."""
+    if train.bridge == "native":
+        return NativeBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
+    dtype = getattr(torch, train.dtype)
+    if train.bridge == "mbridge":
+        from moerl.models.bridge.mbridge_adapter import MBridge
+
+        return MBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)
+    from moerl.models.bridge.megatron_bridge_adapter import MegatronBridge
+
+    return MegatronBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)

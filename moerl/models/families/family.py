@@ -1,0 +1,128 @@
+"""What a model family declares: its Megatron configuration, what it refuses, and how every parameter maps to Hugging Face tensors.
+
+Data and functions of config.json alone: neither torch nor Megatron is imported, so that validation reads what the engine reads.
+One rule serves both directions (shards.py).
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from moerl.types.errors import CheckpointError
+
+Shard = Literal[
+    "replicated", "column", "row", "vocab", "qkv", "gate_up", "alternating", "alternating_columns", "transposed_row"
+]  # fmt: skip
+"""Over tensor parallel (expert tensor parallel for experts). column: rows of the [out, in] weight. row: its columns. vocab: column,
+after padding the vocabulary. qkv: column over query groups, each holding its queries, key and value. gate_up: both column.
+
+alternating: gate_up of one tensor whose rows alternate, gate, up, gate, up. alternating_columns: the same of a [in, out] weight.
+transposed_row: row of a [in, out] weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One parameter or buffer of Megatron, with {layer}, {expert} and {mtp} where its name counts them, all from 0 over the whole model.
+
+    {mtp} counts the layers of the multi-token prediction block; Hugging Face numbers them on from the last layer of the model.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    shard: Shard = "replicated"
+    copies: tuple[str, ...] = ()
+    """Names under which published checkpoints repeat the tensor, once for every {mtp}."""
+    is_float32: bool = False
+    """Kept and exported in float32 whatever the model's dtype."""
+
+    @property
+    def is_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+    @property
+    def is_mtp(self) -> bool:
+        return "{mtp}" in self.megatron
+
+
+class BrokenRule(NamedTuple):
+    """Why Megatron would not compute what a config.json says."""
+
+    rule: str
+    reason: str
+    fix: str
+    """What to write or use instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the hf engine must know of a family beside its rules: how transformers names what checkpoints name otherwise."""
+
+    computed_as: str | None = None
+    """model_type of the transformers class that computes it; None: its own."""
+    block: str = "mlp"
+    """What a layer's experts and router are called in checkpoints; transformers calls them mlp."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert, in checkpoints; transformers fuses them over all experts."""
+    router: str = "gate"
+    """What transformers calls it."""
+    has_stacks: bool = False
+    """Checkpoints hold the experts of a layer as transformers does, in stacks (stacks.py)."""
+    has_windows: bool = False
+    """Some layers see sliding_window positions only, by layer_types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    rules: tuple[Rule, ...]
+    transformer_config: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """From config.json to the keyword arguments of Megatron's TransformerConfig that describe the architecture (with
+    multi_latent_attention: of its MLATransformerConfig)."""
+    broken_rules: Callable[[Mapping[str, Any]], Iterator[BrokenRule]]
+    """Of a config.json: what it says that Megatron would compute otherwise."""
+    rotary: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """From config.json to the arguments of Megatron's GPTModel that describe its rotary embedding."""
+    served: Served = field(default_factory=Served)
+
+    def checked_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """`transformer_config`. Raises CheckpointError naming every rule that config.json breaks."""
+        if broken := list(self.broken_rules(hf)):
+            raise CheckpointError("config.json: " + "; ".join(f"{rule} ({reason})" for rule, reason, _ in broken))
+        return self.transformer_config(hf)
+
+    def find(self, name: str) -> tuple[Rule, dict[str, int]]:
+        """The rule of a parameter by its global Megatron name, and its {layer}, {expert} and {mtp}. KeyError if none matches."""
+        for rule in self.rules:
+            match = _pattern(rule.megatron).fullmatch(name)
+            if match:
+                return rule, {key: int(value) for key, value in match.groupdict().items()}
+        raise KeyError(f"no rule maps the Megatron parameter {name}; add one to its family in moerl/models")
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>\\d+)", re.escape(template)))
+
+
+def num_mtp_layers(hf: Mapping[str, Any]) -> int:
+    """Layers of the multi-token prediction block by config.json."""
+    number = hf.get("num_nextn_predict_layers")
+    return 0 if number is None else number
+
+
+def is_tied(hf: Mapping[str, Any]) -> bool:
+    """The output layer is the embedding. Not written in some published config.json files of models where it is not."""
+    return hf.get("tie_word_embeddings", False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What splitting and merging need to know beside the tensors."""
+
+    num_layers: int
+    """Without those of multi-token prediction."""
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int

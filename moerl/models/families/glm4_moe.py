@@ -1,0 +1,68 @@
+"""GLM-4.5, 4.6, 4.7 (355B-A32B) and GLM-4.5-Air (106B-A12B): routers and multi-token prediction of DeepSeek-V3, grouped-query attention.
+
+Half of a head's channels are rotary, queries, keys and values have biases, and all but Air norm queries and keys. Names: transformers,
+models/glm4_moe/modeling_glm4_moe.py; the layers of multi-token prediction are named as DeepSeek's.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moerl.models.families.family import BrokenRule, Family, Rule
+from moerl.models.families.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, plain_weights
+from moerl.models.families.layers import (
+    HF_LAYER,
+    HF_MTP,
+    LAYER,
+    MTP,
+    attention,
+    attention_fields,
+    biased_experts,
+    decoder_fields,
+    dense,
+    ends,
+    mtp_ends,
+    sigmoid_router_fields,
+)
+from moerl.models.families.rope import rope_rules, rotary
+
+
+def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
+    return (*attention(megatron, hf, has_bias=True, has_qk_norm=True), *dense(megatron, hf), *biased_experts(megatron, hf))
+
+
+def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    attends = attention_fields(hf, has_bias=hf.get("attention_bias", False), has_qk_norm=hf.get("use_qk_norm", False))
+    return decoder_fields(hf) | attends | sigmoid_router_fields(hf)
+
+
+def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers turns half of the channels unless config.json says otherwise."""
+    return rotary({"partial_rotary_factor": 0.5, **hf})
+
+
+_FIXED: Fixed = {
+    "norm_topk_prob": ((True, None), "Megatron normalises the weights of the chosen experts whenever scores are sigmoids"),
+    "tie_word_embeddings": ((False, None), "Megatron cannot save an output layer tied to an embedding that multi-token prediction shares"),
+    **SILU,
+}
+
+
+def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from fixed_values(hf, _FIXED)
+    yield from group_limit(hf)
+    yield from last_layer_has_experts(hf)
+    yield from rope_rules(hf)
+    yield from plain_weights(hf)
+
+
+GLM4_MOE = Family(
+    rules=(
+        *ends(repeated_by_mtp=True),
+        *_layer(LAYER, HF_LAYER),
+        *_layer(f"{MTP}.transformer_layer", HF_MTP),
+        *mtp_ends(),
+    ),
+    transformer_config=_config,
+    broken_rules=_broken_rules,
+    rotary=_rotary,
+)

@@ -1,0 +1,39 @@
+"""Mixtral (8x7B, 8x22B). Names: published checkpoints, which call a layer of experts block_sparse_moe; transformers 5 calls it mlp."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moerl.models.families.family import BrokenRule, Family, Served
+from moerl.models.families.family_checks import SILU, fixed_values, plain_weights
+from moerl.models.families.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts, softmax_router_fields
+from moerl.models.families.rope import rope_rules, rotary
+
+_SERVED = Served(block="block_sparse_moe", projections=("w1", "w3", "w2"))
+
+
+def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    router = softmax_router_fields(
+        num_experts=hf["num_local_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["intermediate_size"], normalised=True
+    )
+    return decoder_fields(hf) | attention_fields(hf) | router
+
+
+def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    jitter = {"router_jitter_noise": ((0.0, None), "log-probs of one sample must not differ from pass to pass")}
+    window = {"sliding_window": ((None,), "the hf engine keeps every position, and published Mixtral models have no window")}
+    yield from fixed_values(hf, {**SILU, **jitter, **window})
+    yield from rope_rules(hf)
+    yield from plain_weights(hf)
+
+
+MIXTRAL = Family(
+    rules=(
+        *ends(),
+        *attention(LAYER, HF_LAYER),
+        *experts(LAYER, HF_LAYER, block=_SERVED.block, projections=_SERVED.projections),
+    ),
+    transformer_config=_config,
+    broken_rules=_rules,
+    rotary=rotary,
+    served=_SERVED,
+)

@@ -1,0 +1,61 @@
+"""Qwen2 and Qwen2.5, dense (0.5B to 72B) and Qwen2-MoE (Qwen1.5-MoE-A2.7B, 57B-A14B): biases of queries, keys and values.
+
+Shared experts have a gate. Names: transformers, models/qwen2*/modeling_*.py.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moerl.models.families.family import BrokenRule, Family, Rule
+from moerl.models.families.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, plain_weights
+from moerl.models.families.layers import (
+    HF_LAYER,
+    LAYER,
+    attention,
+    attention_fields,
+    decoder_fields,
+    dense,
+    ends,
+    experts,
+    gated_mlp,
+    softmax_router_fields,
+)
+from moerl.models.families.rope import rope_rules, rotary
+
+_COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_bias=True))
+_SHARED = (
+    *gated_mlp(f"{LAYER}.mlp.shared_experts", f"{HF_LAYER}.mlp.shared_expert"),
+    Rule(megatron=f"{LAYER}.mlp.shared_experts.gate_weight", hf=(f"{HF_LAYER}.mlp.shared_expert_gate.weight",)),
+)
+
+
+def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return decoder_fields(hf) | attention_fields(hf, has_bias=True)
+
+
+def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    router = softmax_router_fields(
+        num_experts=hf["num_experts"],
+        top_k=hf["num_experts_per_tok"],
+        ffn_size=hf["moe_intermediate_size"],
+        normalised=hf.get("norm_topk_prob", False),
+    )
+    shared = {"moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"], "moe_shared_expert_gate": True}
+    return decoder_fields(hf) | attention_fields(hf, has_bias=hf.get("qkv_bias", True)) | router | shared
+
+
+def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from fixed_values(hf, {**SILU, **FULL_ATTENTION})
+    yield from rope_rules(hf)
+    yield from plain_weights(hf)
+
+
+def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from _dense_rules(hf)
+    yield from experts_in_every_layer(hf)
+
+
+QWEN2 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
+QWEN2_MOE = Family(
+    rules=_COMMON + experts(LAYER, HF_LAYER) + _SHARED, transformer_config=_moe_config, broken_rules=_moe_rules, rotary=rotary
+)

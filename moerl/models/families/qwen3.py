@@ -1,0 +1,49 @@
+"""Qwen3, dense and mixture of experts (0.6B to 235B-A22B). Names: transformers, models/qwen3*/modeling_*.py."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moerl.models.families.family import BrokenRule, Family
+from moerl.models.families.family_checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, plain_weights
+from moerl.models.families.layers import (
+    HF_LAYER,
+    LAYER,
+    attention,
+    attention_fields,
+    decoder_fields,
+    dense,
+    ends,
+    experts,
+    softmax_router_fields,
+)
+from moerl.models.families.rope import rope_rules, rotary
+
+_COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_qk_norm=True))
+
+
+def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return decoder_fields(hf) | attention_fields(hf, has_qk_norm=True)
+
+
+def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return _dense_config(hf) | softmax_router_fields(
+        num_experts=hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # the latter since transformers 5
+        top_k=hf["num_experts_per_tok"],
+        ffn_size=hf["moe_intermediate_size"],
+        normalised=hf["norm_topk_prob"],
+    )
+
+
+def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from fixed_values(hf, {**SILU, **NO_BIAS, **FULL_ATTENTION})
+    yield from rope_rules(hf)
+    yield from plain_weights(hf)
+
+
+def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from _dense_rules(hf)
+    yield from experts_in_every_layer(hf)
+
+
+QWEN3 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
+QWEN3_MOE = Family(rules=_COMMON + experts(LAYER, HF_LAYER), transformer_config=_moe_config, broken_rules=_moe_rules, rotary=rotary)

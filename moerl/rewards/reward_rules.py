@@ -1,0 +1,146 @@
+"""What can be known about the reward's settings before the run: runs nobody's code and imports neither torch nor a user's module."""
+
+import ast
+import math
+import re
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.rewards.function import ARGUMENTS, split_path
+from moerl.types.errors import Problem, can_be
+
+_FUNCTION = "path=rewards.py:score, or path=package.module:score"
+
+
+def check_reward(config: RewardConfig) -> Iterator[Problem]:
+    if not config.terms:
+        reason, fix = "the reward is the weighted sum of its terms", "reward.terms.NAME.kind=exact, or another kind"
+        yield Problem(path="reward.terms", value={}, rule="needs at least one term", reason=reason, fix=fix)
+    for name, term in config.terms.items():
+        path = f"reward.terms.{name}"
+        if not math.isfinite(term.weight):
+            yield Problem(
+                path=f"{path}.weight",
+                value=term.weight,
+                rule="must be finite",
+                reason="it multiplies the term's value",
+                fix=f"{path}.weight=1.0",
+            )
+        yield from _unused(path, term)
+        if term.kind == "format":
+            yield from _pattern(f"{path}.pattern", term.pattern)
+        if term.kind == "function":
+            yield from _function(f"{path}.path", term.path)
+
+
+def _unused(path: str, term: RewardTerm) -> Iterator[Problem]:
+    for field, kind in (("pattern", "format"), ("path", "function")):
+        value = getattr(term, field)
+        if value is not None and term.kind != kind:
+            fix = f"leave it out, or {path}.kind={kind}"
+            yield Problem(path=f"{path}.{field}", value=value, rule="has no effect", reason=f"it belongs to kind={kind}", fix=fix)
+
+
+def _pattern(path: str, pattern: str | None) -> Iterator[Problem]:
+    fix = f"{path}='(?s)<think>.*</think>.*'"
+    if pattern is None:
+        yield Problem(path=path, value=None, rule="must be given for kind=format", reason="it is matched against the response", fix=fix)
+        return
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        yield Problem(path=path, value=pattern, rule="must be a regular expression of Python's re", reason=str(error), fix=fix)
+
+
+def _function(path: str, value: str | None) -> Iterator[Problem]:
+    def problem(rule: str, reason: str, fix: str = _FUNCTION) -> Iterator[Problem]:
+        yield Problem(path=path, value=value, rule=rule, reason=reason, fix=fix)
+
+    if value is None:
+        yield from problem("must be given for kind=function", "it names the function to call")
+        return
+    try:
+        source, name = split_path(value)
+    except ValueError:
+        yield from problem("must be `file.py:name` or `package.module:name`", "the part after the colon is the function's name")
+        return
+    file = _source_file(source)
+    if file is None:
+        where = f"looked at {Path(source).absolute()}" if source.endswith(".py") else "it is not on sys.path"
+        yield from problem("names no module", where, "the path of the file, or an installed module")
+        return
+    if file.suffix != ".py":
+        return  # an extension module: nothing to read; a worker imports it when the run starts
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        yield from problem("must be a Python file", str(error), "correct the file")
+        return
+    broken = _broken_rule(tree, name)
+    if broken is not None:
+        yield from problem(*broken, f"def {name}({', '.join(ARGUMENTS)}) in {file}")
+
+
+def _source_file(source: str) -> Path | None:
+    """The file that holds the module; found without importing it or its parent packages."""
+    if source.endswith(".py"):
+        return Path(source) if can_be(Path(source)) and Path(source).is_file() else None
+    search: list[str] | None = sys.path
+    spec: ModuleSpec | None = None
+    package = ""
+    for part in source.split("."):
+        package = f"{package}.{part}" if package else part
+        spec = PathFinder.find_spec(package, search)
+        if spec is None:
+            return None
+        search = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def _broken_rule(tree: ast.Module, name: str) -> tuple[str, str] | None:
+    """The rule and the reason, if the module visibly does not define a callable `name` of verl's signature."""
+    found = [node for node in _top_level(tree.body) if name in _names(node)]
+    if not found:
+        stars = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in _top_level(tree.body))
+        return None if stars else ("names nothing", f"the module defines no {name} at its top level")
+    last = found[-1]
+    if isinstance(last, ast.AsyncFunctionDef):
+        return "must be a plain function", f"{name} is a coroutine function, and a worker awaits nothing"
+    return _broken_signature(last) if isinstance(last, ast.FunctionDef) else None
+
+
+def _broken_signature(function: ast.FunctionDef) -> tuple[str, str] | None:
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
+    absent = [name for name in ARGUMENTS if name not in names]
+    if absent and arguments.kwarg is None:
+        return "lacks arguments", f"{function.name} is called with {', '.join(ARGUMENTS)} by name and does not take {', '.join(absent)}"
+    num_required = len(arguments.args) - len(arguments.defaults)
+    required = [argument.arg for argument in arguments.args[:num_required]]
+    required += [a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    further = [name for name in required if name not in ARGUMENTS]
+    return ("needs further arguments", f"nothing passes {', '.join(further)}") if further else None
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run at import, those inside if, try and with included."""
+    for node in body:
+        yield node
+        for block in ("body", "orelse", "finalbody"):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                yield from _top_level(getattr(node, block, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _top_level(handler.body)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    """What `node` binds."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {alias.asname if alias.asname is not None else alias.name.partition(".")[0] for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}

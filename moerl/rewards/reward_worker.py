@@ -1,0 +1,138 @@
+"""The process that runs verifiers: reads pickled checks from its standard input, answers each term with a line of JSON.
+
+    pool                              worker
+      | Setup ------------------------> builds every verifier
+      | <------------------- {} or {"term", "error"}
+      | Check ------------------------> runs the terms in order
+      | <------------------- one {"value", "extra"} or {"kind", "error"} per term; nothing more after the first error
+
+It ends with the process that started it, even in the middle of a check.
+"""
+
+import ctypes
+import json
+import math
+import os
+import pickle
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+from moerl.config.schema.data_config import RewardTerm
+from moerl.rewards.table import VERIFIERS
+from moerl.rewards.verifier import Check, Verifier
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_MESSAGE = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    terms: dict[str, RewardTerm]
+    memory_bytes: int
+    """Address space that checks may take beyond what the verifiers need to exist."""
+
+
+def main() -> None:
+    """`sys.argv[-1]` is the process id of the pool."""
+    _end_with(int(sys.argv[-1]))
+    requests, replies = _take_over_pipes()
+    setup: Setup = pickle.load(requests)
+    verifiers = _build(setup.terms, replies)
+    if verifiers is None:
+        return
+    _limit_memory(setup.memory_bytes)
+    _reply(replies, {})
+    while True:
+        try:
+            check: Check = pickle.load(requests)
+        except EOFError:
+            return
+        _run(verifiers, check, replies)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel kills this process when the parent's thread that started it ends: a check busy in C code heeds nothing else."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the reward pool ended before its worker began")
+
+
+def _take_over_pipes() -> tuple[IO[bytes], IO[bytes]]:
+    """Requests and replies on private descriptors; what a user's function prints goes to standard error."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def _build(terms: Mapping[str, RewardTerm], replies: IO[bytes]) -> dict[str, Verifier] | None:
+    verifiers = {}
+    for name, term in terms.items():
+        try:
+            verifiers[name] = VERIFIERS[term.kind](term)
+        except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
+            _reply(replies, {"term": name, "error": _message(error)})
+            return None
+    return verifiers
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[0])
+    limit = pages * resource.getpagesize() + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _run(verifiers: Mapping[str, Verifier], check: Check, replies: IO[bytes]) -> None:
+    for verifier in verifiers.values():
+        try:
+            answer = _answer(verifier(check))
+        except (Exception, SystemExit) as error:  # whatever a verifier raises marks this sample only
+            answer = {"kind": "raised", "error": _message(error)}
+        _reply(replies, answer)
+        if "error" in answer:
+            return
+
+
+def _answer(verdict: Any) -> dict[str, Any]:
+    if not isinstance(verdict, Mapping):
+        score, extra = verdict, {}
+    elif "score" not in verdict:
+        return {"kind": "not_a_number", "error": f'returned a mapping without "score": {_short(repr(verdict))}'}
+    else:
+        score = verdict["score"]
+        extra = {str(key): _number(value) for key, value in verdict.items() if key != "score"}
+    value = _number(score)
+    if value is None:
+        return {"kind": "not_a_number", "error": f"returned {_short(repr(score))}, which is not a finite number"}
+    return {"value": value, "extra": {key: number for key, number in extra.items() if number is not None}}
+
+
+def _number(value: Any) -> float | None:
+    """Numbers of Python, and scalars of numpy and torch, if they are finite."""
+    scalar = value.item() if hasattr(value, "item") else value
+    if not isinstance(scalar, (int, float)):
+        return None
+    return float(scalar) if math.isfinite(scalar) else None
+
+
+def _message(error: BaseException) -> str:
+    """With the innermost place in code, which in a user's function is what it takes to mend it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    said = _short(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return f"{said} (at {place.filename}:{place.lineno} in {place.name}: {place.line})"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."
+
+
+def _reply(replies: IO[bytes], message: Mapping[str, Any]) -> None:
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()

@@ -1,0 +1,66 @@
+"""Procedural tasks of reasoning-gym. All `size` entries are made when the run starts: their lengths are checked then."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from moerl.config.schema.data_config import GymData
+from moerl.rollout.datasets.rows import Row
+from moerl.types.errors import Problem
+
+
+class GymDataset:
+    def __init__(self, config: GymData, seed: int):
+        """`args` may set its own seed; the run's is the default."""
+        import reasoning_gym
+
+        self._task, self._args = config.task, config.args
+        source = reasoning_gym.create_dataset(config.task, **{"seed": seed % 2**32} | config.args | {"size": config.size})
+        self._entries = [source[index] for index in range(config.size)]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> Row:
+        """The extra_info is what the reward of kind=gym reads."""
+        entry = self._entries[index]
+        # Some tasks have many right answers and name none; their scorer looks at the entry's metadata.
+        answer = entry["answer"] if entry["answer"] is not None else ""
+        message = {"role": "user", "content": entry["question"]}
+        extra_info = {"task": self._task, "args": self._args, "entry": entry}
+        return Row(messages=(message,), data_source=f"reasoning_gym/{self._task}", ground_truth=answer, extra_info=extra_info)
+
+    def name_of(self, index: int) -> str:
+        return f"reasoning-gym task {self._task}, row {index + 1}"
+
+
+def check(config: GymData) -> Iterator[Problem]:
+    from reasoning_gym.factory import DATASETS
+
+    if config.task not in DATASETS:
+        near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.4)
+        fix = f"one of {', '.join(near)}" if near else "a name from reasoning_gym.factory.DATASETS"
+        reason = f"the installed reasoning-gym has {len(DATASETS)} tasks, and none of that name"
+        yield Problem(path="data.task", value=config.task, rule="must be a reasoning-gym task", reason=reason, fix=fix)
+        return
+    yield from _check_args(config, DATASETS[config.task][1])
+
+
+def _check_args(config: GymData, config_class: Any) -> Iterator[Problem]:
+    names = [field.name for field in dataclasses.fields(config_class) if field.name != "size"]
+    unknown = [name for name in config.args if name not in names]
+    for name in unknown:
+        reason = "the number of rows is data.size" if name == "size" else f"settings of {config.task}: {', '.join(names)}"
+        near = difflib.get_close_matches(name, names, n=1)
+        fix = "data.size" if name == "size" else f"data.args.{near[0]}" if near else "leave it out"
+        yield Problem(path=f"data.args.{name}", value=config.args[name], rule="is no setting of this task", reason=reason, fix=fix)
+    if unknown:
+        return
+    try:
+        config_class(**config.args).validate()
+    except (AssertionError, ValueError, TypeError) as error:
+        yield Problem(
+            path="data.args", value=config.args, rule="must satisfy the task", reason=f"{type(error).__name__}: {error}",
+            fix=f"see reasoning-gym's {config_class.__name__}",
+        )  # fmt: skip

@@ -1,0 +1,100 @@
+"""rollout.engine_args against the engine's own argument parser."""
+
+import argparse
+import difflib
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from packaging.specifiers import SpecifierSet
+
+from moerl.types.errors import Problem
+
+PATH = "rollout.engine_args"
+
+
+def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
+    """`packages`: the names it is distributed under. `supported`: as in pyproject.toml, e.g. ">=0.32,<0.34"."""
+    found = next((version for package in packages if (version := _version(package)) is not None), None)
+    if found is not None and found in SpecifierSet(supported, prereleases=True):
+        return []
+    rule = f"needs {engine}{supported} in {sys.prefix}, which has {'none' if found is None else found}"
+    reason = "moerl starts it with its own functions, and those change between versions"
+    return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
+
+
+def installed_version(packages: Sequence[str]) -> str:
+    """Of the first of `packages` that is there; one must be."""
+    return next(version for package in packages if (version := _version(package)) is not None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class QuietParser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def argument_problems(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, Any], *, own: Mapping[str, str], engine: str
+) -> list[Problem]:
+    """`parser` is a QuietParser with the engine's options. `own`: options that moerl sets, and what to write instead."""
+    for action in parser._actions:
+        action.required = False  # each argument is parsed by itself
+    options = [[_name(option) for option in action.option_strings] for action in parser._actions]
+    known = _names(parser)
+    own = {**own, **{name: own[mine] for names in options for mine in own.keys() & set(names) for name in names}}
+    return [found for name, value in arguments.items() if (found := _problem(parser, name, value, known, own, engine)) is not None]
+
+
+def _name(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _problem(
+    parser: argparse.ArgumentParser, name: str, value: Any, known: set[str], own: Mapping[str, str], engine: str
+) -> Problem | None:
+    def problem(rule: str, reason: str, fix: str) -> Problem:
+        return Problem(path=f"{PATH}.{name}", value=value, rule=rule, reason=reason, fix=fix)
+
+    if name in own:
+        return problem("is set by moerl", "the server must agree with the rest of the run", own[name])
+    if name not in known:
+        nearest = difflib.get_close_matches(name, sorted(known), n=1)
+        fix = f"{PATH}.{nearest[0]}" if nearest else "leave it out"
+        return problem(f"is no argument of {engine}", "the names are those of its command line, with underscores", fix)
+    try:
+        parser.parse_args(as_command_line({name: value}, parser))
+    except ValueError as error:
+        return problem(f"is refused by {engine}", str(error), f"a value that {engine} takes for --{name.replace('_', '-')}")
+    return None
+
+
+def as_command_line(arguments: Mapping[str, Any], parser: argparse.ArgumentParser | None = None) -> list[str]:
+    """true: the option alone. null: none. false: its opposite if the engine has one (--no-OPTION), else none. A list: the option with
+    several values. A mapping: JSON. `parser`: the engine's; None: no option has an opposite."""
+    line: list[str] = []
+    known = set() if parser is None else _names(parser)
+    for name, value in arguments.items():
+        option = "--" + name.replace("_", "-")
+        if value is None or (value is False and f"no_{name}" not in known):
+            continue
+        line.append(option if value is not False else "--no-" + name.replace("_", "-"))
+        if isinstance(value, bool):
+            continue
+        values = value if isinstance(value, list | tuple) else [value]
+        line.extend(json.dumps(item) if isinstance(item, dict) else str(item) for item in values)
+    return line
+
+
+def _names(parser: argparse.ArgumentParser) -> set[str]:
+    return {_name(option) for action in parser._actions for option in action.option_strings}

@@ -1,0 +1,138 @@
+"""Forward passes over slots: prompts in chunks, then one token per row.
+
+deterministic: every pass of a kind has one fixed shape, whatever it carries, so that a row's result has the same bits in any company.
+Otherwise the shapes are the smallest powers of two that hold the rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from moerl.config.derive.model_shape import shape_of_config
+from moerl.models.families.family_table import FAMILIES
+from moerl.rollout.engines.hf.cache import Rows, SlotCache
+from moerl.rollout.engines.hf.route_recorder import RouteRecorder
+
+PREFILL_TOKENS = 512
+"""Of one prefill pass, over all its rows: enough to keep one CPU core's matrix units busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """What a pass over n rows found."""
+
+    logits: torch.Tensor  # [n, vocab], of the next token
+    routes: np.ndarray | None  # uint8 or uint16 [n, tokens, layers, top_k], if they were asked for; padding behind a row's tokens
+
+
+class Forward:
+    """The model with its cache."""
+
+    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_context: int, prefill_chunk: int, deterministic: bool):
+        config = model.config
+        self.cache = SlotCache(config, num_slots=num_slots, max_context=max_context, dtype=model.dtype)
+        self.prefill_chunk = prefill_chunk
+        self.prefill_rows = min(num_slots, max(1, PREFILL_TOKENS // prefill_chunk))
+        self.vocab_size: int = config.vocab_size
+        self._deterministic = deterministic
+        self._body, self._head = model.base_model, model.get_output_embeddings()
+        self._dtype = model.dtype
+        self._query_groups = config.num_attention_heads // config.num_key_value_heads
+        self._window: int | None = config.sliding_window if FAMILIES[config.model_type].served.has_windows else None
+        self.routes = shape_of_config(config.to_dict()).routes
+        self._recorder = RouteRecorder(model, self.routes)
+
+    @torch.inference_mode()
+    def prefill(self, slots: np.ndarray, chunks: Sequence[np.ndarray], starts: np.ndarray, *, with_routes: bool) -> Passed:
+        """After each chunk of at most prefill_chunk tokens; chunk i continues slots[i] at starts[i].
+
+        n is at most prefill_rows.
+        """
+        lengths = np.array([len(chunk) for chunk in chunks])
+        rows, columns = (
+            (self.prefill_rows, self.prefill_chunk)
+            if self._deterministic
+            else (_bucket(len(slots), self.prefill_rows), _bucket(int(lengths.max()), self.prefill_chunk))
+        )
+        ids, positions = np.zeros((2, rows, columns), dtype=np.int64)
+        used = np.arange(columns) < _padded(lengths, rows)[:, None]
+        ids[used] = np.concatenate(chunks)
+        positions[used] = (np.arange(columns) + _padded(starts, rows)[:, None])[used]
+        kv_length = self._kv_length(int((starts + lengths).max()))
+        hidden, routes = self._run(ids, positions, used, _padded(slots, rows), kv_length, with_routes)
+        last = torch.from_numpy(np.maximum(_padded(lengths, rows) - 1, 0))
+        logits = self._head(hidden[torch.arange(rows), last])[: len(slots)]
+        return Passed(logits=logits, routes=None if routes is None else routes[: len(slots)])
+
+    @torch.inference_mode()
+    def decode(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, *, with_routes: bool) -> Passed:
+        """After `tokens` [n], which stand at `positions` [n] of `slots` [n]."""
+        if self._deterministic:
+            rows, at = self.cache.num_slots, slots
+            row_slots = None
+        else:
+            rows, at = _bucket(len(slots), self.cache.num_slots), np.arange(len(slots))
+            row_slots = _padded(slots, rows)
+        ids, row_positions = np.zeros((2, rows, 1), dtype=np.int64)
+        used = np.zeros((rows, 1), dtype=bool)
+        ids[at, 0], row_positions[at, 0], used[at, 0] = tokens, positions, True
+        hidden, routes = self._run(ids, row_positions, used, row_slots, self._kv_length(int(positions.max()) + 1), with_routes)
+        logits = self._head(hidden[:, 0])[torch.from_numpy(at)]
+        return Passed(logits=logits, routes=None if routes is None else routes[at])
+
+    def _run(
+        self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int, with_routes: bool
+    ) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Hidden states [B, C, hidden] of ids [B, C], and where the tokens went. Where `used` is false, the token is padding."""
+        if not with_routes:
+            return self._hidden(ids, positions, used, slots, kv_length), None
+        with self._recorder.recording() as chosen:
+            hidden = self._hidden(ids, positions, used, slots, kv_length)
+        return hidden, self._recorder.table(chosen, len(ids))
+
+    def _hidden(self, ids: np.ndarray, positions: np.ndarray, used: np.ndarray, slots: np.ndarray | None, kv_length: int) -> torch.Tensor:
+        write_at = torch.from_numpy(np.where(used, positions, self.cache.scratch_column))
+        position_ids = torch.from_numpy(positions)
+        self.cache.rows = Rows(slots=None if slots is None else torch.from_numpy(slots), write_at=write_at, kv_length=kv_length)
+        return self._body(
+            input_ids=torch.from_numpy(ids),
+            position_ids=position_ids,
+            attention_mask=self._masks(position_ids, kv_length),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+
+    def _masks(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """By type of layer, if some layers have windows (transformers, config.layer_types)."""
+        full = self._mask(positions, kv_length, None)
+        if self._window is None:
+            return full
+        return {"full_attention": full, "sliding_attention": self._mask(positions, kv_length, self._window)}
+
+    def _mask(self, positions: torch.Tensor, kv_length: int, window: int | None) -> torch.Tensor:
+        """[B, 1, groups * C, kv_length], 0 where a query sees a key and -inf elsewhere; see `cache.attend` for the axis of groups.
+
+        `window`: positions that a query sees, its own among them.
+        """
+        distance = positions[..., None] - torch.arange(kv_length)
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return mask.repeat(1, self._query_groups, 1)[:, None]
+
+    def _kv_length(self, needed: int) -> int:
+        """The scratch column is never in it, so a pass reads finite numbers only."""
+        limit = self.cache.scratch_column
+        return limit if self._deterministic else _bucket(max(needed, 16), limit)
+
+
+def _bucket(number: int, limit: int) -> int:
+    """The smallest power of two that is at least `number`, or `limit`."""
+    return min(1 << (number - 1).bit_length(), limit)
+
+
+def _padded(values: np.ndarray, rows: int) -> np.ndarray:
+    """int64 [rows]: `values`, then zeros."""
+    return np.concatenate([values, np.zeros(rows - len(values), dtype=np.int64)]).astype(np.int64)

@@ -1,0 +1,43 @@
+"""Weights that come in blocks of FP8, for a model that computes in another dtype on CPU.
+
+The model gets what the pairs of values and scales stand for, so that what it installed cannot be compared with what was sent: a push's
+digests are those of the pairs as they were received, and the model's bytes are compared with what those pairs come to.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from moerl.models.fp8_blocks import SCALE_SUFFIX, dequantized
+from moerl.types.errors import WeightError
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.fp8_pairs import FP8_DTYPE
+from moerl.weights.verify.digest import tensor_digest
+
+
+class FP8Weights:
+    """`load` and `read` of a WeightSession. The pairs stay, for deltas on disk, and because in a push either half may come first."""
+
+    def __init__(self, views: Mapping[str, torch.Tensor], expected: Mapping[str, TensorSpec]):
+        """`views`: of the model, by the names of checkpoints. `expected`: the same with pairs for what comes in FP8."""
+        self._views, self._expected = views, expected
+        self._received: dict[str, torch.Tensor] = {}
+
+    def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        values = name.removesuffix(SCALE_SUFFIX)
+        if self._expected[values].dtype != FP8_DTYPE:
+            return self._views[name].copy_(tensor)
+        self._received[name] = tensor.clone()
+        # With one half of the push before it is overwritten when the other one comes.
+        if values in self._received and values + SCALE_SUFFIX in self._received:
+            self._install(values)
+        return self._received[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._received[name] if name in self._received else self._views[name]
+
+    def _install(self, name: str) -> None:
+        view = self._views[name]
+        value = torch.cat(list(dequantized(self._received[name], self._received[name + SCALE_SUFFIX], view.dtype)))
+        if tensor_digest(view.copy_(value)) != tensor_digest(value):
+            raise WeightError(f"tensor {name!r}: the model does not hold what its blocks of FP8 and their scales come to")

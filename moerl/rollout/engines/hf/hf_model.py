@@ -1,0 +1,112 @@
+"""The transformers model, and its parameters under the names a checkpoint uses.
+
+transformers 5 holds all experts of a layer in two parameters, gate_up_proj [E, 2 * ffn, hidden] and down_proj [E, hidden, ffn];
+checkpoints and weight pushes name each expert's matrices, which are views into those two.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moerl.models.families.family import Served
+from moerl.models.families.family_table import FAMILIES
+from moerl.models.transformers_config import read_transformers_config
+from moerl.rollout.engines.hf.cache import ATTENTION, attend
+from moerl.rollout.engines.hf.experts import EXPERTS, every_expert_on_every_row
+from moerl.types.errors import EngineError
+from moerl.types.push import TensorSpec
+
+_FLOAT32_BUFFER = ".e_score_correction_bias"
+"""Decides which experts are chosen; kept in float32 whatever the model's dtype (transformers does so only when it loads a file)."""
+
+
+def load_model(
+    model_dir: Path, *, dtype: torch.dtype, load: Literal["dummy", "checkpoint"], deterministic: bool, max_context: int
+) -> PreTrainedModel:
+    """dummy: random weights, to be replaced by a push. Raises EngineError for a model this engine cannot run."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS, every_expert_on_every_row)
+    config = _checked_config(model_dir, max_context)
+    options = {"dtype": dtype, "attn_implementation": ATTENTION}
+    if deterministic:
+        options["experts_implementation"] = EXPERTS
+    if load == "checkpoint":
+        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
+    else:
+        model = _random(config, **options)
+    return model.eval().requires_grad_(False)
+
+
+def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every tensor of the model's checkpoint by name, as a view of the memory the model computes with. A tied lm_head is not in it."""
+    views: dict[str, torch.Tensor] = {}
+    served = FAMILIES[model.config.model_type].served
+    state = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
+    for name, tensor in (*model.named_parameters(), *buffers):
+        if ".mlp.experts." in name and not served.has_stacks:
+            views |= _expert_views(name, tensor.data, served)
+        else:
+            views[name.replace(".mlp.gate.", f".{served.block}.gate.")] = tensor.data
+    return views
+
+
+def tensor_specs(views: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(name=name, shape=tuple(view.shape), dtype=str(view.dtype).removeprefix("torch.")) for name, view in views.items()
+    }
+
+
+def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """What a push to a model of `model_dir` must bring; allocates no weights."""
+    config = _checked_config(model_dir, max_context=1)
+    with torch.device("meta"):
+        return tensor_specs(checkpoint_views(_random(config, dtype=dtype)))
+
+
+def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_config(config, **options)
+    for name, buffer in model.named_buffers():
+        if name.endswith(_FLOAT32_BUFFER):
+            buffer.data = buffer.data.float()
+    return model
+
+
+def _expert_views(name: str, fused: torch.Tensor, served: Served) -> dict[str, torch.Tensor]:
+    """`fused`: gate_up_proj or down_proj of all experts of a layer."""
+    layer, projection = name.split(".mlp.experts.")
+    gate, up, down = served.projections
+    ffn = fused.shape[1] // 2
+    parts = {gate: slice(0, ffn), up: slice(ffn, None)} if projection == "gate_up_proj" else {down: slice(None)}
+    return {
+        f"{layer}.{served.block}.experts.{expert}.{part}.weight": fused[expert, rows]
+        for expert in range(len(fused))
+        for part, rows in parts.items()
+    }
+
+
+def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
+    kind = json.loads((model_dir / "config.json").read_text()).get("model_type")
+    if kind not in FAMILIES:
+        raise EngineError(
+            f"model_type = {kind!r} of {model_dir}: must be one of {', '.join(FAMILIES)}; the hf engine writes its own "
+            "attention masks and expert layout, known only for these. Use another rollout.engine"
+        )
+    config = read_transformers_config(model_dir)
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if (slides or getattr(config, "sliding_window", None) not in (None, 0)) and not FAMILIES[kind].served.has_windows:
+        raise EngineError(
+            f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine has no windows for this family. "
+            "Set it to null in config.json if max_context fits the window"
+        )
+    if max_context > config.max_position_embeddings:
+        raise EngineError(
+            f"model.max_context = {max_context}: must be at most {config.max_position_embeddings}, max_position_embeddings of {model_dir}; "
+            "the model knows no later positions. Lower model.max_context"
+        )
+    return config

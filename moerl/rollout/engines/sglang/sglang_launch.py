@@ -1,0 +1,127 @@
+"""SGLang's arguments and environment for one node of a server, from moerl's settings. Imports neither torch nor SGLang."""
+
+from typing import Any
+
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.engines.engine_names import FP8_BLOCKS, Names, names_of
+from moerl.rollout.server.server_options import Options
+
+SUPPORTED = ">=0.5.23,<0.6"
+TESTED = "0.5.23"
+"""What `moerl check` renders for, where no environment says which version it has."""
+
+NAMES: dict[str, Names] = {
+    SUPPORTED: {
+        "model.path": "model_path",
+        "model.max_context": "context_length",
+        "rollout.dtype": "dtype",
+        "rollout.max_running": "max_running_requests",
+        "rollout.prefill_chunk": "chunked_prefill_size",
+        "train.router_replay": "enable_return_routed_experts",
+        "rollout.layout.gpus": "tp_size",
+        "rollout.layout.gpus_per_node": "nnodes",
+        "rollout.layout.port": "dist_init_addr",
+        "rollout.layout.dp": "attn_dp_size",
+        "rollout.layout.ep": "ep_size",
+        "rollout.layout.all_to_all": "moe_a2a_backend",
+        "rollout.layout.redundant_experts": "ep_num_redundant_experts",
+        "rollout.layout.kv_cache": "kv_cache_dtype",
+        "rollout.layout.weights": "quantization",
+        "rollout.layout.memory_fraction": "mem_fraction_static",
+        "rollout.layout.mtp_tokens": "speculative_num_steps",
+        "rollout.layout.cuda_graph_requests": "cuda_graph_max_bs_decode",
+    }
+}
+"""By range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
+
+SPARE_POSITIONS = 8
+"""SGLang ends a request some tokens before its context_length."""
+
+_DEEPEP_MODES = {"deepep": "auto", "deepep_normal": "normal", "deepep_low_latency": "low_latency"}
+_DISPATCH_TOKENS = 128
+"""SGLang's own number for DeepEP's kernels for latency (environ.py)."""
+
+
+def arguments(options: Options, version: str) -> dict[str, Any]:
+    """By name, with underscores. EngineError for a version that is not in NAMES."""
+    names, layout = names_of("sglang", NAMES, version), options.layout
+    sizes = {
+        "model.path": options.model,
+        "model.max_context": options.max_context + SPARE_POSITIONS,
+        "rollout.dtype": options.dtype,
+        "rollout.max_running": options.max_running,
+        "rollout.prefill_chunk": options.prefill_chunk * layout.dp,
+        "train.router_replay": options.returns_routes,
+    }
+    fixed = {"load_format": "dummy", "skip_tokenizer_init": True, "skip_server_warmup": True, "sampling_backend": "pytorch"}
+    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
+
+
+def environment(options: Options) -> dict[str, str]:
+    """Of the server process, before SGLang is imported."""
+    layout, own = options.layout, {}
+    if layout.gpus > 1:
+        # Of no use but while it starts, and it would leave 25 MB in /dev/shm.
+        own["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
+    if layout.all_to_all in ("deepep", "deepep_low_latency"):
+        tokens = -(-options.max_running // layout.dp) * (layout.mtp_tokens + 1)
+        own["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] = str(max(_DISPATCH_TOKENS, tokens))
+    return own
+
+
+def _spread(layout: ServerLayout) -> dict[str, Any]:
+    """By setting, without those that are SGLang's defaults."""
+    values: dict[str, Any] = {}
+    for name in ("gpus", "dp", "ep"):
+        if getattr(layout, name) > 1:
+            values[name] = getattr(layout, name)
+    if layout.uses_deepep:
+        values["all_to_all"] = "deepep"
+    if layout.redundant_experts is not None:
+        values["redundant_experts"] = layout.redundant_experts
+    if layout.kv_cache == "fp8":
+        values["kv_cache"] = "fp8_e4m3"
+    if layout.weights == "fp8":
+        values["weights"] = "fp8"
+    if layout.memory_fraction is not None:
+        values["memory_fraction"] = layout.memory_fraction
+    if layout.mtp_tokens:
+        values["mtp_tokens"] = layout.mtp_tokens
+    if layout.cuda_graph_requests:
+        values["cuda_graph_requests"] = layout.cuda_graph_requests
+    return {f"rollout.layout.{name}": value for name, value in values.items()}
+
+
+def _modes(options: Options) -> dict[str, Any]:
+    """What goes with a setting and has none of its own."""
+    own: dict[str, Any] = {}
+    layout = options.layout
+    if layout.dp > 1:
+        # Neither the dense layers nor the output layer are then cut over GPUs that have other tokens.
+        own |= {"moe_dense_tp_size": 1, "enable_dp_lm_head": True}
+    if layout.uses_deepep:
+        own["deepep_mode"] = _DEEPEP_MODES[layout.all_to_all]
+    if layout.redundant_experts is not None:
+        own["enable_eplb"] = True
+    if layout.weights == "fp8":
+        own["json_model_override_args"] = {"quantization_config": FP8_BLOCKS}
+    if layout.mtp_tokens:
+        # A chain, not a tree, of drafts. Pushes do not bring the drafting layer: it is read from the checkpoint.
+        own |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": layout.mtp_tokens + 1}
+        own["speculative_draft_load_format"] = "auto"
+    if options.shares_gpus:
+        own |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+    if layout.cuda_graph_requests == 0:
+        own |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+    return own
+
+
+def _node(options: Options, names: Names) -> dict[str, Any]:
+    layout = options.layout
+    if layout.nodes == 1:
+        return {}
+    return {
+        names["rollout.layout.gpus_per_node"]: layout.nodes,
+        "node_rank": options.node_rank,
+        names["rollout.layout.port"]: f"{options.head}:{layout.port}",
+    }

@@ -1,0 +1,147 @@
+"""In the process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moerl.rollout.engines.expert_share import needs_of_processes
+from moerl.rollout.engines.hf.hf_model import checkpoint_specs
+from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
+from moerl.rollout.engines.push_steps import run_step
+from moerl.types.errors import WeightError
+from moerl.types.push import Needs
+from moerl.weights.receive import WeightSession
+
+logger = logging.getLogger(__name__)
+
+INSTALL_METHOD = "moerl_weights"
+"""The method this module adds to SGLang's scheduler; called by its collective_rpc."""
+
+_FUSED = "fused_qkv_a_proj_with_mqa.weight"
+_PARTS_OF_FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+"""In the order of its rows."""
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's run_scheduler_process, with what moerl adds."""
+    from moerl.rollout.engines.sglang import sglang_cpu
+
+    if server_args.device == "cpu":
+        sglang_cpu.prepare()
+        sglang_cpu.after_import()
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.models.deepseek_common import deepseek_weight_loader
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    setattr(Scheduler, INSTALL_METHOD, _weights)
+    SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
+    deepseek_weight_loader.should_async_load = _in_this_thread
+    logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
+    run_scheduler_process(server_args, *args, **kwargs)
+
+
+def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
+    """Of all processes of a server, from the `names` of its model's tensors."""
+    return needs_of_processes(names, num_processes=server_args.tp_size, expert_parallel=server_args.ep_size)
+
+
+def _has_no_body(record: logging.LogRecord) -> bool:
+    """SGLang logs the arguments of a call in full, here every tensor of a push."""
+    return not (record.funcName == "handle_rpc_request" and record.levelno == logging.INFO)
+
+
+def _in_this_thread(weight: torch.Tensor) -> bool:
+    """InstalledBytes notes the copies of its own thread."""
+    return False
+
+
+def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
+    """SGLang hands requests' seeds to its sampler in its deterministic mode only, which restricts the attention kernels and slows them."""
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    if info.sampling_seed is None and None not in seeds:
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+
+
+def _weights(scheduler: Any, step: str, body: str) -> None:
+    """One step of a push; `body` is the JSON of moerl.rollout.server.wire. What it raises, SGLang returns as text, of the first rank alone:
+    so every rank raises what any of them has found."""
+    group, reason = scheduler.tp_group, None
+    try:
+        _take_step(scheduler, step, body)
+    except Exception as error:
+        logger.exception("%s of a push failed", step)
+        reason = str(error)
+    reasons: list[str | None] = [reason] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(reasons, reason, group=group.cpu_group)
+    if any(found is not None for found in reasons):
+        raise WeightError(_explain(reasons))
+
+
+def _explain(reasons: list[str | None]) -> str:
+    """By rank; None: it has not failed."""
+    ranks: dict[str, list[str]] = {}
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            ranks.setdefault(reason, []).append(str(rank))
+    if len(ranks) == 1 and None not in reasons:
+        return next(iter(ranks))
+    return "; ".join(f"on rank {', '.join(which)} of the server's {len(reasons)}: {reason}" for reason, which in ranks.items())
+
+
+def _take_step(scheduler: Any, step: str, body: str) -> None:
+    model = getattr(scheduler, "moerl_model", None)
+    if model is None:
+        model = scheduler.moerl_model = _Model(scheduler)
+    if step == "begin":
+        model.installed.begin()
+    run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
+    if step == "finish":
+        model.installed.check_reached(model.parameters())
+
+
+def _with_parts_of_fused(model: Any) -> LoadWeights:
+    """The model's loader. Latent attention has one parameter for two tensors, which SGLang loads only when both come in one call."""
+    load: LoadWeights = model.load_weights
+    parameters = dict(model.named_parameters())
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            prefix, _, last = name.rpartition(".self_attn.")
+            fused = parameters.get(f"{prefix}.self_attn.{_FUSED}") if last in _PARTS_OF_FUSED else None
+            if fused is None:
+                load([(name, tensor)])
+            else:
+                rows = slice(0, len(tensor)) if last == _PARTS_OF_FUSED[0] else slice(len(fused) - len(tensor), None)
+                fused.data[rows].copy_(tensor)
+
+    return load_weights
+
+
+class _Model:
+    """SGLang's model, and how a push gets into it."""
+
+    def __init__(self, scheduler: Any):
+        scheduler.model_config.hf_eos_token_id = None  # requests name the tokens that stop them, all of them
+        runner = scheduler.tp_worker.model_runner
+        self._module: torch.nn.Module = runner.model
+        self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
+        self.installed = InstalledBytes(_with_parts_of_fused(runner.model))
+        specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
+        needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
+        self.session = WeightSession(specs, self._load, needs=needs, device=next(self._module.parameters()).device)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._module.named_parameters()
+
+    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
+        has_copy = name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters())
+        if has_copy and not torch.equal(self.installed(_OUTPUT, tensor), tensor):
+            raise WeightError(f"the engine's loader changed the bytes of {_OUTPUT}, which is tied to it")
+        return self.installed(name, tensor)

@@ -1,0 +1,22 @@
+"""The server process: `python -m moerl.rollout.engines.sglang.sglang_server --model DIR ...`, see moerl.rollout.server.gate_process.
+
+SGLang's own processes import this module before anything else, so the CPU's stand-ins are there when they come to sglang. It is not a
+__main__.py, which multiprocessing would not import.
+"""
+
+import os
+
+import torch
+
+from moerl.rollout.engines.sglang import sglang_cpu
+
+if not torch.cuda.is_available():
+    sglang_cpu.prepare()
+# moerl.max_context is the limit; the engine gets a few positions more than the model's configuration names.
+os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+
+from moerl.rollout.engines.sglang.sglang_core import find_problems, follow, start
+from moerl.rollout.server.gate_process import main  # after the stand-ins
+
+if __name__ == "__main__":
+    main("sglang", find_problems=find_problems, start=start, follow=follow)

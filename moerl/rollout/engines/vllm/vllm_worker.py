@@ -1,0 +1,129 @@
+"""In the process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from moerl.rollout.engines.hf.hf_model import checkpoint_specs
+from moerl.rollout.engines.push_steps import run_step
+from moerl.rollout.engines.vllm import vllm_sampling
+from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
+from moerl.rollout.engines.vllm.processes import FAILED, needs_of, process_number
+from moerl.rollout.engines.vllm.reload import begin_reload, check_reached, finish_reload
+from moerl.types.errors import WeightError
+from moerl.weights.receive import WeightSession
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "moerl"
+
+
+class WorkerExtension:
+    """vLLM makes it a base of every worker before it loads the model."""
+
+    weight_transfer_engine: "Receiver"
+
+    def check_push(self) -> None:
+        """WeightError for what the last step met in any worker. Raised by the last of them only: vLLM's executor reads their answers in
+        order and, after one that is an error, leaves the rest to be taken for answers of the next call (MultiprocExecutor)."""
+        failures = self.weight_transfer_engine.failures
+        if failures and get_tp_group().is_last_rank:
+            raise WeightError(FAILED + "; ".join(failures))
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    offer: str
+    """JSON of wire.OFFER."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """One of moerl.rollout.engines.push_steps."""
+
+    step: str
+    body: str
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Registered as BACKEND. Between vLLM's start and finish come "begin", "install", and "finish"; "begin" may come again.
+    Nothing is raised here, which would end vLLM's session in some workers only; after every step `check_push` is asked."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
+        super().__init__(config, vllm_config, device, model)
+        self._on_cpu = device.type == "cpu"
+        self._installed = LayerwiseBytes(model.load_weights)
+        expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
+        needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
+        self._session = WeightSession(expected, self._installed, needs=needs, device=device)
+        self.failures: tuple[str, ...] = ()
+        """Of the last step, of all workers."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self._together(partial(self._run_step, "connect", init_info.offer))
+
+    def start_weight_update(self) -> None:
+        """Nothing: the model is touched when a manifest was accepted."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self._together(partial(self._receive, update_info))
+
+    def finish_weight_update(self) -> None:
+        """Nothing: everything was checked by then."""
+
+    def shutdown(self) -> None:
+        self._session.close()
+
+    def _together(self, step: Callable[[], None]) -> None:
+        failure, group = "", get_tp_group()
+        try:
+            step()
+        except Exception as error:
+            logger.exception("a step of a push failed")
+            failure = f"{'' if isinstance(error, WeightError) else f'{type(error).__name__}: '}{error}"
+        found = [""] * group.world_size
+        torch.distributed.all_gather_object(found, failure, group=group.cpu_group)
+        self.failures = tuple(dict.fromkeys(filter(None, found)))
+
+    def _receive(self, update_info: UpdateInfo) -> None:
+        self._run_step(update_info.step, update_info.body)
+        if update_info.step == "begin":
+            self._installed.begin()
+            begin_reload(self.model, on_cpu=self._on_cpu)
+        elif update_info.step == "finish":
+            self._finish()
+
+    def _run_step(self, step: str, body: str) -> None:
+        run_step(self._session, step, body, process=process_number(self.parallel_config))
+
+    def _finish(self) -> None:
+        check_reached(self.model)
+        with self._installed.watching():
+            finish_reload(self.model, self.model_config, on_cpu=self._on_cpu)
+        self._installed.check()
+        if vllm_sampling.saw_nan.is_set():
+            self._clean_caches()
+            vllm_sampling.saw_nan.clear()
+
+    def _clean_caches(self) -> None:
+        """Attention on CPU multiplies what lies behind a sequence in its last block by 0, and 0 times NaN is NaN."""
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            cache = getattr(layer, "kv_cache", None)
+            if isinstance(cache, torch.Tensor) and cache.is_floating_point():
+                cache.nan_to_num_()
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
+vllm_sampling.activate()

@@ -1,0 +1,100 @@
+"""What is done with an engine's answer in the process that receives it, and who that process is.
+
+It is checked, joined with what earlier parts of the request brought, decoded, and put where the trainer will find it; the pool gets a few
+numbers.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moerl.rollout.fleet.completion_check import check_completion
+from moerl.rollout.fleet.partial import completed, joined, rest
+from moerl.rollout.fleet.route_check import check_routes
+from moerl.types.completion import Completion, SamplingParams
+from moerl.types.routes import RouteShape
+from moerl.types.stored import Payload, Stored, StoredCompletion
+
+Generate = Callable[[tuple[int, ...], SamplingParams, str], Awaitable[Completion]]
+Keep = Callable[[Payload], Stored[Payload]]
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that turns tokens into the text rewards see."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectRequest:
+    """A completion to be made, whole."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A completion, or what a push left of it: then its finish reason is "abort"."""
+
+    completion: StoredCompletion
+    text: str
+    """Empty while it is unfinished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """Pure but for `keep`; picklable, since collectors in other processes get it."""
+
+    vocab_size: int
+    decoder: Decoder
+    routes: RouteShape | None = None
+    """Of what completions that ask for routes bring."""
+
+    async def ask(
+        self, generate: Generate, request: CollectRequest, so_far: tuple[StoredCompletion, Payload] | None, *, server: str, keep: Keep
+    ) -> Answer:
+        """What is missing of `request`, from `server`. EngineError for an answer that cannot be right."""
+        before = None if so_far is None else so_far[0].whole(so_far[1])
+        prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
+        more = await generate(prompt_ids, sampling, request.request_id)
+        check_completion(more, sampling, request_id=request.request_id, vocab_size=self.vocab_size, server=server)
+        completion = completed(joined(before, more), request.sampling)
+        text = "" if completion.finish_reason == "abort" else await self._finished(request, completion)
+        payload = Payload.of(request.prompt_ids, completion, text)
+        return Answer(completion=StoredCompletion.of(completion, payload, keep(payload)), text=text)
+
+    async def _finished(self, request: CollectRequest, completion: Completion) -> str:
+        if self.routes is not None and request.sampling.returns_routes and completion.token_ids:
+            # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
+            await asyncio.to_thread(check_routes, completion, num_prompt=len(request.prompt_ids), shape=self.routes)
+        return self.decoder.decode(list(completion.token_ids), skip_special_tokens=True)
+
+
+class Collector(Protocol):
+    """Who receives completions. Implementations: LocalCollector, moerl.rollout.fleet.ray_collectors.RayCollectors."""
+
+    async def start(self) -> None: ...
+
+    async def ask(self, engine: Any, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
+        """From `engine`, a RolloutEngine; raises what its `generate` does, and EngineError for an answer that cannot be right."""
+
+    async def close(self) -> None: ...
+
+
+class LocalCollector:
+    """This process: for engines that live in it, whose answers are here anyway, and for tests."""
+
+    def __init__(self, intake: Intake, *, keep: Keep):
+        """`keep`: moerl.types.stored.Here, or its `keep` where train ranks fetch payloads."""
+        self._intake, self._keep = intake, keep
+
+    async def start(self) -> None: ...
+
+    async def ask(self, engine: Any, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
+        before = None if so_far is None else (so_far, so_far.payload.get())
+        return await self._intake.ask(engine.generate, request, before, server=engine.name, keep=self._keep)
+
+    async def close(self) -> None: ...

@@ -1,0 +1,257 @@
+"""The rollout servers and where each stands: a server that ends or does not answer is started anew, and serves again after a push.
+
+    healthy --> suspect --> dead --> restarting --> stale --> (verified push) --> healthy
+       ^-----------'  it answers again                ^-- every server begins here
+
+healthy: requests go to it. suspect: it missed a probe, or broke off a request; it keeps its requests and gets no new ones. dead: it
+ended, or missed NUM_PROBES in a row and is ended. One that ends more often than rollout.max_restarts stays dead; the run goes on with the
+others, and ends, with what killed the last of them, when there are none.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moerl.hangs.hang_reports import HangReports
+from moerl.rollout.server.contract import RolloutEngine
+from moerl.types.errors import EngineError, EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+NUM_PROBES = 3
+LOSS_SECONDS = 5.0
+"""How long after a failure its cause may take to show: the end of a server is seen by its owner a moment later than by its clients."""
+
+State = Literal["healthy", "suspect", "dead", "restarting", "stale"]
+_RUNNING: tuple[State, ...] = ("healthy", "suspect", "stale")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Member:
+    engine: RolloutEngine
+    state: State = "stale"
+    trusted: State = "stale"
+    """Its state before it became suspect."""
+    num_in_flight: int = 0
+    num_starts: int = 1
+    gone: EngineError | None = None
+    """Why it stays dead."""
+    is_lent: bool = False
+    """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
+    is_starting: bool = False
+    num_turns: int = 0
+    """How often it got weights, or its GPUs back."""
+
+
+class Fleet:
+    """Owned by one event loop."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, max_restarts: int, probe_seconds: float, hangs: HangReports | None = None):
+        """`max_restarts` of each server. `probe_seconds`: between two probes, and for one to be answered. `hangs`: where the stacks of a
+        server go before it is ended for its silence; None: nowhere."""
+        self._hangs = hangs
+        self.phase: Literal["rollout", "push"] = "rollout"
+        """What a server that hangs was to do."""
+        self.members = tuple(Member(engine=engine) for engine in engines)
+        self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
+        self._watches: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self._on_change: list[Callable[[], None]] = []
+
+    @property
+    def num_restarts(self) -> int:
+        """Of all servers, so far."""
+        return sum(member.num_starts - 1 for member in self.members)
+
+    def watch(self) -> None:
+        """From here on servers are probed and restarted. All of them must have started."""
+        self._watches = [asyncio.create_task(self._watch(member)) for member in self.members]
+        for watch in self._watches:
+            watch.add_done_callback(lambda _: self._tell())
+
+    async def close(self) -> None:
+        """Restarts nothing any more; the servers are the caller's to close."""
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """`call` after every change of a server's state."""
+        self._on_change.append(call)
+
+    def running(self) -> list[Member]:
+        """Those that answer, or should."""
+        return [member for member in self.members if member.state in _RUNNING]
+
+    def served(self, members: Collection[Member]) -> None:
+        """They have the present weights. Those that died meanwhile stay what they are."""
+        for member in members:
+            member.num_turns += 1
+            if member.state in ("stale", "suspect"):
+                self._enter(member, "healthy")
+
+    def refused(self, member: Member, *, turn: int) -> bool:
+        """It says that it may not serve, to a request of that `num_turns`: no more requests before the next push. False, and nothing, for
+        one that was on its way when the turn ended, as to a server that then slept."""
+        if member.is_lent or member.num_turns != turn:
+            return False
+        if member.state == "healthy":
+            self._enter(member, "stale")
+        return True
+
+    def broke_off(self, member: Member) -> None:
+        """A request failed without the server's word for it: no more requests before it ended, as mostly, or answers a probe."""
+        if member.state == "healthy":
+            self._suspect(member)
+
+    def healthy(self) -> list[Member]:
+        """Those that serve."""
+        return [member for member in self.members if member.state == "healthy" and not member.is_lent]
+
+    async def lend(self, members: Collection[Member]) -> None:
+        """Until `take_back` they get no requests, and one that ends is not started again. Returns when none is being started."""
+        for member in members:
+            member.is_lent = True
+        self._tell()
+        while any(member.is_starting for member in members):
+            await self._changed.wait()
+
+    def take_back(self, members: Collection[Member]) -> None:
+        for member in members:
+            member.is_lent = False
+            member.num_turns += 1
+        self._tell()
+
+    def check(self) -> None:
+        """EngineError if none will ever serve again."""
+        for watch in self._watches:
+            if watch.done() and not watch.cancelled():
+                watch.result()  # it ends by itself with a server that stays dead; anything else must reach the run
+        if (last := self._last_words()) is not None:
+            raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {last}") from last
+
+    def stale(self) -> list[Member]:
+        """Those that run and wait for weights."""
+        return [member for member in self.members if member.state == "stale"]
+
+    async def until_stale(self) -> None:
+        """Returns when one waits for weights."""
+        await self._until(lambda: bool(self.stale()))
+
+    async def lost(self, members: Mapping[Member, int]) -> bool:
+        """Whether one of them, with its num_starts at the time, has ended since; waits a moment for the news."""
+
+        def has_ended() -> bool:
+            return any(member.num_starts != starts or member.state not in _RUNNING for member, starts in members.items())
+
+        try:
+            async with asyncio.timeout(LOSS_SECONDS):
+                while not has_ended():
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- one server --------------------------------------------------------------------------------------------
+
+    async def _watch(self, member: Member) -> None:
+        while True:
+            error: EngineError | None = await self._end_of(member)
+            while error is not None:
+                self._enter(member, "dead")
+                if member.num_starts > self._max_restarts:
+                    logger.error("not restarted, rollout.max_restarts = %d: %s", self._max_restarts, error)
+                    member.gone = error
+                    self._tell()
+                    return
+                logger.warning("restart %d of %d: %s", member.num_starts, self._max_restarts, error)
+                error = await self._restart(member)
+
+    async def _end_of(self, member: Member) -> EngineError:
+        """Why it has ended, or must."""
+        ended, probed = asyncio.ensure_future(member.engine.ended()), asyncio.ensure_future(self._misses(member))
+        try:
+            done, _ = await asyncio.wait({ended, probed}, return_when=asyncio.FIRST_COMPLETED)
+            return (ended if ended in done else probed).result()
+        finally:
+            ended.cancel()
+            probed.cancel()
+
+    async def _misses(self, member: Member) -> EngineError:
+        num_missed = 0
+        while num_missed < NUM_PROBES:
+            await asyncio.sleep(self._probe_seconds)
+            if await self._answers(member):
+                if member.state == "suspect":
+                    self._enter(member, member.trusted)
+                num_missed = 0
+                continue
+            num_missed += 1
+            if member.state != "suspect":
+                self._suspect(member)
+        return await self._hung(member)
+
+    async def _hung(self, member: Member) -> EngineError:
+        error = EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+        if self._hangs is not None:
+            parties, deadline = member.engine.parties, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            hang = await self._hangs.report(self.phase, deadline, parties=parties, silent=[party.name for party in parties])
+            error = EngineUnavailable(f"{error}\n{hang}")
+            error.__cause__, error.origin = hang, hang.origin
+        member.engine.kill()  # it would hear no SIGTERM
+        return error
+
+    async def _answers(self, member: Member) -> bool:
+        try:
+            async with asyncio.timeout(self._probe_seconds):
+                await member.engine.health()
+        except (EngineError, TimeoutError):
+            return False
+        return True
+
+    async def _restart(self, member: Member) -> EngineError | None:
+        """Why it could not be started."""
+        self._enter(member, "restarting")
+        member.num_starts += 1
+        await member.engine.close()
+        while member.is_lent:  # a server takes its GPUs' memory when it starts
+            await self._changed.wait()
+        member.is_starting = True
+        try:
+            await member.engine.start()
+        except EngineError as error:
+            return error
+        finally:
+            member.is_starting = False
+            self._tell()
+        self._enter(member, "stale")
+        return None
+
+    # -- changes -----------------------------------------------------------------------------------------------
+
+    def _suspect(self, member: Member) -> None:
+        member.trusted = member.state
+        self._enter(member, "suspect")
+
+    def _enter(self, member: Member, state: State) -> None:
+        logger.info("%s: %s -> %s", member.engine.name, member.state, state)
+        member.state = state
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for call in self._on_change:
+            call()
+
+    async def _until(self, is_true: Callable[[], bool]) -> None:
+        while not is_true():
+            self.check()
+            await self._changed.wait()
+
+    def _last_words(self) -> EngineError | None:
+        """Of the server that was first in the configuration, when every one is gone."""
+        reasons = [member.gone for member in self.members if member.gone is not None]
+        return reasons[0] if len(reasons) == len(self.members) else None

@@ -1,0 +1,172 @@
+"""All rollout servers as one: a request goes to one that serves (moerl/rollout/fleet/request_queue.py says to which), a command to every
+one that runs. What comes back is received by a collector (moerl/rollout/fleet/collect.py), so that the pool holds references, not tokens.
+
+A request whose server ends is run again, with its seed, on another one, or on the same one once it is back. One that a server ends before
+its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/fleet/partial.py).
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TypeVar
+
+from moerl.hangs.hang_reports import HangReports
+from moerl.hangs.watched import ProcessId, WatchedProcess
+from moerl.rollout.fleet.collect import Answer, Collector, CollectRequest
+from moerl.rollout.fleet.fleet import Fleet, Member
+from moerl.rollout.fleet.request_queue import Claim, RequestQueue
+from moerl.rollout.server.contract import EngineHealth, EngineRefuses, MemoryPart, PauseMode, RolloutEngine
+from moerl.types.completion import SamplingParams
+from moerl.types.errors import EngineError, EngineUnavailable, HangError
+from moerl.types.stored import StoredCompletion
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_ATTEMPTS = 5
+"""Of one request: one that ends every server it comes to must not go on."""
+
+
+class RolloutPool:
+    """Owned by one event loop."""
+
+    def __init__(
+        self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, collector: Collector, request_seconds: float,
+        max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None, resumes: bool = True,
+    ):  # fmt: skip
+        """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
+        completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`.
+        `resumes`: a completion that was broken off goes on from its tokens; else it begins anew, with the bits of one never disturbed."""
+        if not engines:
+            raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
+        self.hangs = hangs
+        self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
+        self._places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued)
+        self._request_seconds, self._collector = request_seconds, collector
+        self._resumes, self._num_resumed = resumes, 0
+
+    @property
+    def num_resumed(self) -> int:
+        """How often a request went on elsewhere, or later, from the tokens it had; so far."""
+        return self._num_resumed
+
+    async def start(self) -> None:
+        """All servers at once; if one fails, the others are closed."""
+        try:
+            servers = self._all("start", lambda engine: engine.start(), self.fleet.members)
+            for outcome in await asyncio.gather(servers, self._collector.start(), return_exceptions=True):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:
+            await self.close()
+            raise
+        self.fleet.watch()
+
+    async def generate(
+        self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str, *, session: str | None = None
+    ) -> Answer:
+        """`session`: of requests whose prompts begin alike; None: of this one alone. EngineError if the server refuses it, if no server is
+        left, or at the deadline; the server then drops the request."""
+        claim = self._places.claim(request_id if session is None else session)
+        asked: list[Member] = []
+        try:
+            async with asyncio.timeout(self._request_seconds):
+                return await self._generate(
+                    CollectRequest(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked
+                )
+        except TimeoutError as error:
+            if not asked:
+                raise EngineError(
+                    f"{request_id} got no server within deadlines.completion_seconds = {self._request_seconds:g}; "
+                    f"{', '.join(f'{member.engine.name} is {member.state}' for member in self.fleet.members)}"
+                ) from error
+            hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
+            raise EngineError(
+                f"{asked[-1].engine.name}: {request_id} took longer than deadlines.completion_seconds = "
+                f"{self._request_seconds:g}; the server hangs, is paused, or has more requests than it can serve in time. Look at its log, "
+                "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
+            ) from (error if hang is None else hang)
+
+    async def hang(self, deadline: str, members: Collection[Member]) -> HangError | None:
+        """The report about a rollout that is late for the sake of `members`, or, without any, of the driver."""
+        if self.hangs is None:
+            return None
+        driver = WatchedProcess(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
+        parties = [*(party for member in self.fleet.members for party in member.engine.parties), driver]
+        silent = [party.name for member in members for party in member.engine.parties] if members else [driver.name]
+        return await self.hangs.report("rollout", deadline, parties=parties, silent=silent)
+
+    async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
+        """`members`: these servers only."""
+        await self._all("pause", lambda engine: engine.pause(mode), members)
+
+    async def resume(self, members: Collection[Member] | None = None) -> None:
+        """`members`: these servers only."""
+        await self._all("resume", lambda engine: engine.resume(), members)
+
+    async def abort(self, members: Collection[Member] | None = None) -> None:
+        """Every request on them returns what it has, and goes on when a server is free."""
+        await self._all("abort", lambda engine: engine.abort(), members)
+
+    async def sleep(self, parts: tuple[MemoryPart, ...], members: Collection[Member] | None = None) -> int:
+        """Bytes all of them gave back."""
+        return sum(await self._all("sleep", lambda engine: engine.sleep(parts), members))
+
+    async def wake(self, parts: tuple[MemoryPart, ...], members: Collection[Member] | None = None) -> int:
+        return sum(await self._all("wake", lambda engine: engine.wake(parts), members))
+
+    async def close(self) -> None:
+        await self.fleet.close()
+        try:
+            await self._all("close", lambda engine: engine.close(), self.fleet.members)
+        finally:
+            await self._collector.close()
+
+    async def healths(self) -> dict[str, EngineHealth]:
+        """Of those that run, by their names."""
+        members = self.fleet.running()
+        healths = await self._all("health", lambda engine: engine.health(), members)
+        return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
+
+    async def _generate(self, request: CollectRequest, claim: Claim, asked: list[Member]) -> Answer:
+        """`asked` gets the server while it is asked."""
+        so_far: StoredCompletion | None = None
+        num_lost = 0
+        while True:
+            asked.clear()
+            async with self._places.take(claim) as member:
+                asked.append(member)
+                turn = member.num_turns
+                try:
+                    answer = await self._collector.ask(member.engine, request, so_far)
+                except EngineUnavailable as error:
+                    num_lost += self._counts(error, member, turn)
+                    if num_lost == MAX_ATTEMPTS:
+                        raise
+                    logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
+                    continue
+            if answer.completion.finish_reason != "abort":
+                return answer
+            if self._resumes:
+                so_far = answer.completion
+                self._num_resumed += 1
+
+    def _counts(self, error: EngineUnavailable, member: Member, turn: int) -> bool:
+        """Tells the fleet. Whether the request, or the server, may be at fault, and not the moment."""
+        if isinstance(error, EngineRefuses):
+            return self.fleet.refused(member, turn=turn)
+        self.fleet.broke_off(member)
+        return True
+
+    async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
+        """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""
+        asked = {member: member.num_starts for member in (self.fleet.running() if members is None else members)}
+        outcomes = await asyncio.gather(*(call(member.engine) for member in asked), return_exceptions=True)
+        failures = {member: outcome for member, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, BaseException)}
+        if failures:
+            lines = [f"{action} failed on {len(failures)} of {len(asked)} servers"]
+            lines += [f"* {e}" if isinstance(e, EngineError) else f"* {member.engine.name}: {e!r}" for member, e in failures.items()]
+            raise EngineError("\n".join(lines)) from next(iter(failures.values()))
+        return outcomes  # type: ignore[return-value]

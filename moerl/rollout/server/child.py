@@ -1,0 +1,113 @@
+"""The child's side of moerl.rollout.server.server_process: a server that reports its port on stdout and ends with whoever started it."""
+
+import asyncio
+import errno
+import faulthandler
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+
+from moerl.hangs.python_stacks import answer_stack_requests
+from moerl.rollout.server import wire
+from moerl.types.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_SECONDS = 3
+"""For answers that are being written at SIGTERM."""
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections (15 s), so that none is closed just as it is used again."""
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class ChildServer(uvicorn.Server):
+    """Reports readiness when it accepts requests, and does not wait for held requests when it is told to end."""
+
+    def __init__(self, app: Starlette, worker: Closable, ready: Any):
+        """`worker` is closed, in a thread, before the connections are."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            )
+        )
+        self._worker, self._ready = worker, ready
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own would end the process by the signal once more, after it has shut down."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets is not None
+        port = sockets[0].getsockname()[1]
+        self._ready.write(wire.READY.dump_json(wire.ReadyLine(port=port)) + b"\n")
+        self._ready.close()
+        logger.info("serving on port %d", port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._worker.close)
+        await super().shutdown(sockets)
+
+
+def private_stdout() -> Any:
+    """The real stdout, for the ready line alone; whatever libraries print goes to stderr, and so do the stacks at a crash. To be called
+    first: the process also heeds the signals that Ray's processes in a Slurm job, and what they start, are kept from."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    faulthandler.enable()
+    answer_stack_requests()
+    ready = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    return ready
+
+
+def report_error(ready: Any, error: EngineError) -> None:
+    """Instead of a port."""
+    ready.write(wire.READY.dump_json(wire.ReadyLine(error=str(error))) + b"\n")
+
+
+def exit_with_owner() -> None:
+    """Blocks on stdin, whose other end the owner holds."""
+    while os.read(0, 4096):
+        pass
+    logger.warning("stdin ended: the owner of this server is gone")
+    os._exit(1)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Its connections inherit it. asyncio sets it only where the protocol is given by number; without it the second packet of every answer
+    # waits for the client's delayed acknowledgement, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise EngineError(f"rollout.host = {host!r}, rollout.port = {port}: cannot listen there: {error}") from error
+        raise EngineError(
+            f"rollout.port = {port}: port is in use on {host}; another program, or another run, listens there. Set rollout.port=0 to let "
+            "the system choose, or choose a free one"
+        ) from error
+    return listener

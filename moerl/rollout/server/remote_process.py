@@ -1,0 +1,191 @@
+"""A rollout server on another node of the Ray cluster: a small actor there owns its process.
+
+The actor ends with the driver's job, and the server with the actor, as if it were the driver.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from moerl.cluster.ray_address import reached_at
+from moerl.config.schema.run_config import NetworkConfig
+from moerl.hangs.watched import WatchedProcess
+from moerl.hardware.network_settings import find_settings, variables
+from moerl.rollout.server.server_process import ServerProcess
+from moerl.types.errors import EngineUnavailable, MoerlError
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessOwner:
+    """Runs as a Ray actor. Errors of the process are returned, not raised: Ray would wrap them in its own."""
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], network: NetworkConfig, **settings: Any):
+        self._environment, self._network = dict(environment), network
+        self._process = ServerProcess(command, environment=self._environment, **settings)
+
+    async def start(self) -> int | MoerlError:
+        try:
+            self._look_at_links()
+            return await self._process.start()
+        except MoerlError as error:
+            return error
+
+    async def launch(self, arguments: Sequence[str]) -> MoerlError | None:
+        try:
+            self._look_at_links()
+            await self._process.launch(arguments)
+        except MoerlError as error:
+            return error
+        return None
+
+    async def port(self) -> int | MoerlError:
+        try:
+            return await self._process.port()
+        except MoerlError as error:
+            return error
+
+    async def free_ports(self, count: int) -> int | MoerlError:
+        try:
+            return await self._process.free_ports(count)
+        except MoerlError as error:
+            return error
+
+    def _look_at_links(self) -> None:
+        """Of this node: they are not those of the driver's."""
+        self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
+
+    async def label(self, label: str) -> None:
+        self._process.label = label
+
+    async def death(self) -> EngineUnavailable:
+        return await self._process.death()
+
+    async def party(self) -> WatchedProcess:
+        return self._process.party
+
+    async def kill(self) -> None:
+        self._process.kill()
+
+    async def close(self) -> None:
+        await self._process.close()
+
+
+class RemoteProcess:
+    """The same calls as ServerProcess, on the node `node_id`."""
+
+    def __init__(
+        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, environment: Mapping[str, str],
+        network: NetworkConfig, node_id: str,
+    ):  # fmt: skip
+        self._label, self._node_id = label, node_id
+        self._settings: dict[str, Any] = {
+            "log_path": log_path, "start_seconds": start_seconds, "environment": environment, "network": network,
+        }  # fmt: skip
+        self._command = list(command)
+        self._owner: Any = None
+        self._started: WatchedProcess | None = None
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label = label
+        if self._owner is not None:
+            self._owner.label.remote(label)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self.party.process is None else self.party.process.pid
+
+    @property
+    def party(self) -> WatchedProcess:
+        name = f"server {self._label}"
+        if self._started is None:
+            return WatchedProcess(name=name, node=self._node_id, node_id=self._node_id)
+        return replace(self._started, name=name, node_id=self._node_id)
+
+    @property
+    def parties(self) -> tuple[WatchedProcess, ...]:
+        return (self.party,)
+
+    def kill(self) -> None:
+        """Soon: SIGKILL by the owner, which also ends a stopped process."""
+        if self._owner is not None:
+            self._owner.kill.remote()
+
+    async def start(self) -> int:
+        """Also where an earlier owner is gone; EngineError if the node is."""
+        self._own()
+        port = await self._done("start")
+        self._started = await self._ask("party")
+        assert isinstance(port, int)
+        return port
+
+    async def launch(self, arguments: Sequence[str]) -> None:
+        self._own()
+        await self._done("launch", list(arguments))
+        self._started = await self._ask("party")
+
+    async def port(self) -> int:
+        port = await self._done("port")
+        assert isinstance(port, int)
+        return port
+
+    async def free_ports(self, count: int) -> int:
+        self._own()
+        first = await self._done("free_ports", count)
+        assert isinstance(first, int)
+        return first
+
+    async def death(self) -> EngineUnavailable:
+        try:
+            death: EngineUnavailable = await self._ask("death")
+        except EngineUnavailable as error:
+            return error
+        return death
+
+    async def close(self) -> None:
+        if self._owner is None:
+            return
+        owner = self._owner
+        try:
+            await self._ask("close")
+        except EngineUnavailable as error:
+            logger.info("%s", error)
+        ray.kill(owner)
+        self._owner = None
+
+    def _own(self) -> None:
+        if self._owner is None:
+            strategy = NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False)
+            actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
+            self._owner = actor.remote(self._command, label=self._label, **self._settings)
+            self._settings["has_log"] = True
+
+    async def _done(self, verb: str, *arguments: Any) -> Any:
+        """What the owner returns; raises the error that it returns."""
+        found = await self._ask(verb, *arguments)
+        if isinstance(found, MoerlError):
+            raise found
+        return found
+
+    async def _ask(self, verb: str, *arguments: Any) -> Any:
+        owner = self._owner
+        if owner is None:
+            raise EngineUnavailable(f"{self._label}: the server was closed")
+        try:
+            return await getattr(owner, verb).remote(*arguments)
+        except RayError as error:
+            if self._owner is owner:  # not one that was started since
+                self._owner = None
+            first = str(error).splitlines()[0]
+            raise EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {first}") from error

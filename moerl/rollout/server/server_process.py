@@ -1,0 +1,170 @@
+"""A rollout server as a child process: started, watched, ended.
+
+The child reports readiness by one line on its stdout and logs to a file. Its stdin is a pipe nobody writes to: the pipe ends with this
+process, however that ends, and the child with the pipe.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+from pydantic import ValidationError
+
+from moerl.cluster.forks.fork_client import CannotForkError, ForkedChild, can_fork
+from moerl.cluster.free_ports import free_ports
+from moerl.hangs.watched import ProcessId, WatchedProcess
+from moerl.rollout.server import wire
+from moerl.types.errors import EngineError, EngineUnavailable, Origin
+
+logger = logging.getLogger(__name__)
+
+_NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
+LOG_LINES = 20
+"""Of the server's log, in an error."""
+
+
+class ServerProcess:
+    """One child at a time: `start`, `close`, and so on; close is safe at any time."""
+
+    def __init__(
+        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
+        environment: Mapping[str, str] = _NOTHING_MORE, has_log: bool = False,
+    ):  # fmt: skip
+        """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own.
+        `has_log`: of an earlier child of this run, whose owner is gone."""
+        self.label = label
+        self._command, self._environment = list(command), environment
+        self._log_path, self._has_log = log_path, has_log
+        self._start_seconds = start_seconds
+        self._close_seconds = close_seconds
+        self._process: asyncio.subprocess.Process | ForkedChild | None = None
+        self._ready = False
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def party(self) -> WatchedProcess:
+        pid = self.pid
+        process = None if pid is None or not psutil.pid_exists(pid) else ProcessId.of(pid)
+        return WatchedProcess(name=f"server {self.label}", node=socket.gethostname(), process=process, log=self._log_path)
+
+    @property
+    def parties(self) -> tuple[WatchedProcess, ...]:
+        return (self.party,)
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def start(self) -> int:
+        """The port it serves on. EngineError if it dies first, reports an error, or is silent for start_seconds; it is gone then."""
+        self._ready = False
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await self._spawn()
+                return await self._read_port()
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.label}: not ready after deadlines.start_seconds = {self._start_seconds:g}; loading may be slow. Raise it or "
+                f"see the log\n{self._log_tail()}"
+            ) from error
+        finally:
+            if not self._ready:
+                await self.close()
+
+    async def launch(self, arguments: Sequence[str]) -> None:
+        """One process of a server of several nodes, with more `arguments`: returns when it is about to meet the others. The first one's
+        `port` comes next; the deadline of both, and to close it, are the caller's. EngineError as from `start`."""
+        self._ready = False
+        await self._spawn(arguments)
+        line = await self._read_line()
+        if not line.arrived:
+            raise EngineError(f"{self.label}: {line.error}")
+
+    async def port(self) -> int:
+        """Of a process that was launched, and serves."""
+        return await self._read_port()
+
+    async def free_ports(self, count: int) -> int:
+        """The first of `count` ports in a row that nobody on this node listens on."""
+        return free_ports(count)
+
+    async def death(self) -> EngineUnavailable:
+        """Waits for the child's exit and describes it. Cancel it if the child turns out to live."""
+        assert self._process is not None
+        code = await self._process.wait()
+        ended = EngineUnavailable(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+        return ended.began_in(Origin(who=f"rollout server {self.label}", node=socket.gethostname(), doing="", log=str(self._log_path)))
+
+    async def close(self) -> None:
+        """SIGTERM, then SIGKILL; returns when the child is gone."""
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(self._close_seconds):
+                await self._process.wait()
+        except TimeoutError:
+            logger.warning("%s did not end within %g s of SIGTERM and is killed", self.label, self._close_seconds)
+            self._process.kill()
+            await self._process.wait()
+
+    async def _spawn(self, arguments: Sequence[str] = ()) -> None:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        # The log of a run begins with its first child; one that takes its place writes on.
+        with self._log_path.open("ab" if self._has_log else "wb") as log:
+            self._has_log = True
+            try:
+                self._process = await _start([*self._command, *arguments], {**os.environ, **self._environment}, log.fileno())
+            except OSError as error:
+                raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
+
+    async def _read_port(self) -> int:
+        ready = await self._read_line()
+        if ready.port is None:
+            raise EngineError(ready.error)
+        self._ready = True
+        return ready.port
+
+    async def _read_line(self) -> wire.ReadyLine:
+        assert self._process is not None and self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise await self.death()
+        try:
+            return wire.READY.validate_json(line)
+        except ValidationError as error:
+            raise EngineError(f"{self.label}: wrote {line!r} instead of its port; is rollout.python of the same moerl?") from error
+
+    def _log_tail(self) -> str:
+        if not self._log_path.exists():
+            return f"(no log at {self._log_path})"
+        with self._log_path.open(errors="replace") as log:
+            lines = deque(log, maxlen=LOG_LINES)
+        return f"last lines of {self._log_path}:\n" + "".join(f"    {line}" for line in lines)
+
+
+async def _start(command: Sequence[str], environment: Mapping[str, str], log: int) -> asyncio.subprocess.Process | ForkedChild:
+    """In a session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order."""
+    if can_fork(command):
+        try:
+            return await ForkedChild.start(command, stderr=log, environment=environment)
+        except CannotForkError as error:
+            logger.info("the server is executed: %s", error)
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, env=environment)
+
+
+def _describe_exit(code: int) -> str:
+    return f"with exit code {code}" if code >= 0 else f"by signal {-code} ({signal.strsignal(-code)})"

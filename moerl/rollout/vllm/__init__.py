@@ -1,1 +1,0 @@
-"""Rollout server that runs vLLM; `python -m moerl.rollout.vllm.server` in vLLM's environment."""

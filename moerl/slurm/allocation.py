@@ -1,0 +1,181 @@
+"""What Slurm gave the job: who this node is, what each node has, and whether that is what the run needs."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+
+import moerl
+from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.types.errors import MoerlError
+
+T = TypeVar("T")
+
+_QUERY_SECONDS = 60.0
+_RAY_DAEMONS = ("raylet", "gcs_server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlace:
+    """Of this process in its job. Two nodes may share a host, so that nothing follows from the host's name."""
+
+    job: str
+    """Job id and how often it was requeued, e.g. 1234-0."""
+    index: int
+    """0: the first node, which leads."""
+    names: tuple[str, ...]
+    """Of all nodes, by index."""
+
+    @property
+    def name(self) -> str:
+        return self.names[self.index]
+
+    @property
+    def is_first_try(self) -> bool:
+        """Of the job, which was not queued again yet."""
+        return self.job.endswith("-0")
+
+
+def place_of(environment: Mapping[str, str]) -> JobPlace:
+    """Raises MoerlError outside of a Slurm step."""
+    try:
+        job = f"{environment['SLURM_JOB_ID']}-{environment.get('SLURM_RESTART_COUNT', '0')}"
+        index, names = int(environment["SLURM_NODEID"]), tuple(expand(environment["SLURM_STEP_NODELIST"]))
+    except KeyError as error:
+        raise MoerlError(f"{error.args[0]} is not set: moerl node runs in a Slurm step, which the script of moerl launch makes") from error
+    if names[index] != environment["SLURMD_NODENAME"]:
+        raise MoerlError(f"Slurm calls this node {environment['SLURMD_NODENAME']}, and node {index} of {names} is {names[index]}")
+    return JobPlace(job=job, index=index, names=names)
+
+
+def expand(nodelist: str) -> Iterator[str]:
+    """The names of Slurm's short form: n[08-10],m -> n08, n09, n10, m."""
+    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        yield from _expand_item(item)
+
+
+def _expand_item(item: str) -> Iterator[str]:
+    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
+    if match is None:
+        yield item
+        return
+    prefix, ranges, rest = match.groups()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield from (f"{prefix}{number:0{len(first)}d}{suffix}" for suffix in _expand_item(rest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatedNode:
+    """What a node tells the first one before anything is started."""
+
+    index: int
+    name: str
+    gpus: tuple[str, ...]
+    """Model of each."""
+    num_cpus: int
+    versions: dict[str, str]
+    """Ray refuses or breaks where these differ between nodes."""
+    complaints: tuple[str, ...] = ()
+    """Why the job cannot use this node."""
+
+
+def node_facts(place: JobPlace, slurm: SlurmConfig, *, complaints: tuple[str, ...]) -> AllocatedNode:
+    """`complaints`: those that are known already."""
+    gpus, of_gpus = _gpus() if slurm.gpus_per_node else ((), ())
+    versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
+    return AllocatedNode(
+        index=place.index,
+        name=place.name,
+        gpus=gpus,
+        num_cpus=len(os.sched_getaffinity(0)),
+        versions={"python": platform.python_version(), "moerl": moerl.__version__, **versions},
+        complaints=(*complaints, *of_gpus),
+    )
+
+
+def _gpus() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(models, complaints)"""
+    try:
+        models = _nvidia_smi("--query-gpu=name")
+        used = _nvidia_smi("--query-compute-apps=pid,used_memory")
+    except FileNotFoundError:
+        return (), ("nvidia-smi is not installed",)
+    except subprocess.TimeoutExpired:
+        return (), (f"nvidia-smi does not answer within {_QUERY_SECONDS:g} s: the driver or a GPU hangs",)
+    except subprocess.CalledProcessError as error:
+        return (), (f"nvidia-smi failed: {' '.join((error.stdout + error.stderr).split())}",)
+    return tuple(models), tuple(f"GPU memory is in use by a process that is not of this job: pid {row}" for row in used)
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    command = ["nvidia-smi", query, "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_SECONDS)
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def foreign_rays() -> Iterator[str]:
+    """Ray daemons on this node, each for people. They do not disturb the job, which has ports, a token and directories of its own."""
+    for process in psutil.process_iter(["pid", "name", "username"]):
+        if process.info["name"] in _RAY_DAEMONS:
+            yield f"{process.info['name']} of {process.info['username']}, pid {process.info['pid']}"
+
+
+def too_few_nodes(place: JobPlace, slurm: SlurmConfig, needed: int) -> str | None:
+    """From Slurm's word alone, before any node was asked."""
+    have = len(place.names) * slurm.gpus_per_node
+    if not slurm.gpus_per_node or have >= needed:
+        return None
+    return f"the recipe needs {needed} GPUs, and the allocation has {have}: {_nodes(place.names)} of {slurm.gpus_per_node}"
+
+
+def check_allocation(nodes: Sequence[AllocatedNode], slurm: SlurmConfig, needed: int) -> list[str]:
+    """Every reason for which these nodes cannot run the job, each with the nodes it is about."""
+    return [*_complaints(nodes), *_gpu_problems(nodes, slurm, needed), *_version_problems(nodes)]
+
+
+def _complaints(nodes: Sequence[AllocatedNode]) -> Iterator[str]:
+    yield from (f"{node.name}: {complaint}" for node in nodes for complaint in node.complaints)
+
+
+def _gpu_problems(nodes: Sequence[AllocatedNode], slurm: SlurmConfig, needed: int) -> Iterator[str]:
+    wanted = slurm.gpus_per_node
+    if not wanted:
+        return
+    have = sum(len(node.gpus) for node in nodes)
+    if have < needed:
+        yield f"the recipe needs {needed} GPUs, and the allocation has {have} on {_nodes([n.name for n in nodes])}"
+    for count, names in sorted(_grouped((len(node.gpus), node.name) for node in nodes).items()):
+        if count != wanted:
+            yield f"slurm.gpus_per_node={wanted}, but {count} GPUs on {_nodes(names)}"
+    models = _grouped((model, node.name) for node in nodes for model in sorted(set(node.gpus)))
+    if len(models) > 1:
+        kinds = "; ".join(f"{model} on {_nodes(names)}" for model, names in sorted(models.items()))
+        yield f"GPUs of different models, all as slow as the slowest: {kinds}; slurm.constraint= or slurm.exclude= chooses"
+
+
+def _version_problems(nodes: Sequence[AllocatedNode]) -> Iterator[str]:
+    for package in nodes[0].versions:
+        found = _grouped((node.versions[package], node.name) for node in nodes)
+        if len(found) > 1:
+            yield f"{package} differs: " + "; ".join(f"{version} on {_nodes(names)}" for version, names in sorted(found.items()))
+
+
+def _grouped(pairs: Iterable[tuple[T, str]]) -> dict[T, list[str]]:
+    groups: dict[T, list[str]] = defaultdict(list)
+    for key, name in pairs:
+        groups[key].append(name)
+    return dict(groups)
+
+
+def _nodes(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{len(names)} node{'s' if len(names) > 1 else ''} ({shown})"

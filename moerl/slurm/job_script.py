@@ -1,0 +1,154 @@
+"""Job scripts for Slurm, rendered from a run's configuration: little shell, all of it quoted, no value of a secret."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jinja2
+
+from moerl.config.derive.gpu_map import num_gpus
+from moerl.config.rules.slurm_rules import size_problems
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.slurm_config import ContainerConfig, SlurmConfig
+from moerl.slurm.job_node import LAST_SECONDS, QUEUE_AGAIN
+from moerl.types.errors import ConfigError
+
+INHERITED = ("HOME", "USER", "LANG", "PATH")
+"""What a job takes over from the environment of its submission, beside Slurm's own variables and slurm.pass_environment."""
+
+_TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
+_HERE = '"$PWD"'
+"""The directory of submission: jobs start there, and relative paths of the configuration mean it."""
+_MARKS = '--marks="$marks"'
+
+
+def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
+    """The script of a training run. Every node composes the configuration from the same `overrides`. ConfigError: too few nodes."""
+    return _render_job(
+        config,
+        overrides,
+        config_dir,
+        title=config.name,
+        name=config.name,
+        arguments="key=value ...",
+        comment="One process per node. Together they make the job's Ray cluster; the first then trains, and its exit code is the job's.",
+        options=[],
+    )
+
+
+def render_eval(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None, checkpoint: Path | None = None) -> str:
+    """The script of an evaluation, on the nodes that a training run would have. `checkpoint`: see `moerl eval`."""
+    return _render_job(
+        config,
+        overrides,
+        config_dir,
+        title=f"evaluation of {config.name}",
+        name=f"eval-{config.name}",
+        arguments="--checkpoint=PATH key=value ...",
+        comment="One process per node. Together they make the job's Ray cluster; the first evaluates, and goes on where it was stopped.",
+        options=["--eval", *([] if checkpoint is None else [f"--checkpoint={shlex.quote(str(checkpoint))}"])],
+        mounts=[] if checkpoint is None else [checkpoint],
+    )
+
+
+def _render_job(
+    config: RunConfig, overrides: Sequence[str], config_dir: Path | None, *, title: str, name: str, arguments: str, comment: str,
+    options: Sequence[str], mounts: Sequence[Path] = (),
+) -> str:  # fmt: skip
+    """`options`: of moerl node. `mounts`: further directories that containers need."""
+    slurm, nodes = config.slurm, config.placement.nodes
+    if problems := list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config))):
+        raise ConfigError(problems)
+    each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
+    # A task that ends lets the others end in order; the first node's says how the job went.
+    step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={LAST_SECONDS:.0f}"]
+    options = [*options, *([] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir.resolve()))}"])]
+    paths = [path for path in (config_dir, Path(config.output_dir), *mounts) if path is not None and path.is_absolute()]
+    return _render(
+        slurm,
+        title=f"{title}: {nodes} nodes with {each}",
+        arguments=arguments,
+        comment=comment,
+        directives=[f"--job-name={name}", *_resources(slurm, nodes), *_requeue(slurm)],
+        requeue_code=QUEUE_AGAIN,
+        command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)],
+    )
+
+
+def render_convert(slurm: SlurmConfig) -> str:
+    """The script of a conversion: `sbatch SCRIPT SRC DST ...`, on one node."""
+    return _render(
+        slurm,
+        title="moerl convert, on one node without GPUs",
+        arguments="SRC DST [OPTION]...",
+        comment="It goes on where it was interrupted.",
+        directives=["--job-name=moerl-convert", "--nodes=1", "--ntasks=1", "--exclusive", "--mem=0", *_wishes(slurm), "--requeue"],
+        requeue_code=None,
+        command=["--export=ALL", "--cpu-bind=none", *_container(slurm, []), _python(slurm), "-m moerl convert"],
+    )
+
+
+def _render(slurm: SlurmConfig, *, directives: list[str], **words: object) -> str:
+    exported = f"--export={','.join([*INHERITED, *slurm.pass_environment])}"
+    exports = [f"{name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    template = environment.from_string(_TEMPLATE.read_text())
+    return template.render(directives=[*directives, exported, "--output=%x-%j.out"], exports=exports, **words)
+
+
+def _resources(slurm: SlurmConfig, nodes: int) -> Iterator[str]:
+    yield f"--nodes={nodes}"
+    yield "--ntasks-per-node=1"
+    yield "--exclusive"
+    yield "--mem=0"
+    if slurm.gpus_per_node:
+        yield f"--gpus-per-node={slurm.gpus_per_node}"
+    yield from _wishes(slurm)
+
+
+def _requeue(slurm: SlurmConfig) -> Iterator[str]:
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--signal=USR1@{slurm.end_seconds}"
+
+
+def _wishes(slurm: SlurmConfig) -> Iterator[str]:
+    for name in ("partition", "account", "qos", "time", "segment", "switches", "constraint", "exclude"):
+        value = getattr(slurm, name)
+        if value is not None:
+            yield f"--{name}={value}"
+
+
+def _python(slurm: SlurmConfig) -> str:
+    default = sys.executable if slurm.container is None else "python3"
+    return shlex.quote(slurm.python if slurm.python is not None else default)
+
+
+def _container(slurm: SlurmConfig, paths: Sequence[Path]) -> Iterator[str]:
+    """What goes between srun's options and the command."""
+    container = slurm.container
+    if container is None:
+        return
+    mounts = [*(f"{path}:{path}" for path in map(str, paths)), *container.mounts]
+    yield from _STARTED_BY[container.kind](slurm, container, mounts)
+
+
+def _pyxis(slurm: SlurmConfig, container: ContainerConfig, mounts: list[str]) -> Iterator[str]:
+    yield f"--container-image={shlex.quote(container.image)}"
+    yield f'--container-mounts="$PWD:$PWD"{"".join("," + shlex.quote(mount) for mount in mounts)}'
+    yield f"--container-workdir={_HERE}"
+    # The image's own values win otherwise.
+    if names := [*slurm.environment, *slurm.pass_environment]:
+        yield f"--container-env={','.join(names)}"
+
+
+def _apptainer(slurm: SlurmConfig, container: ContainerConfig, mounts: list[str]) -> Iterator[str]:
+    yield "apptainer exec" + (" --nv" if slurm.gpus_per_node else "")
+    yield f"--pwd={_HERE}"
+    yield f"--bind={_HERE}"
+    yield from (f"--bind={shlex.quote(mount)}" for mount in mounts)
+    yield shlex.quote(container.image)
+
+
+_STARTED_BY = {"pyxis": _pyxis, "apptainer": _apptainer}

@@ -1,0 +1,4 @@
+"""Checkpoints of a run: directories, shards, saving beside training.
+
+Conversions are in convert/.
+"""

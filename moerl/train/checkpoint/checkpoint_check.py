@@ -1,0 +1,114 @@
+"""Is a checkpoint what was written: a check of names and sizes that costs nothing, and one of every byte that the ranks share.
+
+An error names every damaged file, what it held, and the newest older checkpoint that is whole. moerl does not fall back to that one
+by itself: the run would silently repeat steps, and overwrite their metrics, because of a fault somebody should know of.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, FileDigests, complete, contents_digest, digest_of, version_of
+from moerl.types.errors import CheckpointError
+
+_METADATA = ".metadata"
+"""Of torch.distributed.checkpoint: which file holds which tensor. Pickled, so it is read only after its digest was checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointManifest:
+    model: Mapping[str, Any]
+    """config.json of the model that was trained."""
+    files: FileDigests
+
+
+def check(directory: Path) -> None:
+    """By names and sizes. Raises CheckpointError with every fault."""
+    if faults := _faults(directory):
+        raise damaged(directory, faults)
+
+
+def read_manifest(directory: Path) -> CheckpointManifest:
+    """Raises CheckpointError if it is missing or damaged."""
+    manifest = _manifest(directory)
+    if isinstance(manifest, str):
+        raise damaged(directory, [manifest])
+    return manifest
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """The driver's part. Raises CheckpointError with every fault that names and sizes show, and if this part is damaged."""
+    check(directory)
+    if faults := content_faults(directory, [STATE]):
+        raise damaged(directory, faults)
+    state: dict[str, Any] = json.loads((directory / STATE).read_text())
+    return state
+
+
+def faults_of_part(directory: Path, *, part: int, num_parts: int) -> list[str]:
+    """Compares every `num_parts`-th file with the manifest byte by byte, from `part` on; a line for each damaged one."""
+    return content_faults(directory, sorted(read_manifest(directory).files)[part::num_parts])
+
+
+def content_faults(directory: Path, names: Sequence[str]) -> list[str]:
+    files = read_manifest(directory).files
+    return [fault for name in names if (fault := _fault(directory, name, files, with_contents=True))]
+
+
+def damaged(directory: Path, faults: Sequence[str]) -> CheckpointError:
+    """The error that lists `faults` and what to do."""
+    older = [path for path in reversed(complete(directory.parent)) if version_of(path) < version_of(directory)]
+    whole = next((path for path in older if not _faults(path)), None)
+    doomed = [directory, *older[: older.index(whole) if whole is not None else None]]
+    then = f"continue from {whole.name}, which has every file in its full size" if whole is not None else "start the run again"
+    lines = [f"checkpoint {directory} is damaged; delete {' and '.join(map(str, doomed))} to {then}", *faults]
+    for path in doomed[1:]:
+        lines += [f"checkpoint {path} is damaged too", *_faults(path)]
+    return CheckpointError("\n".join(lines))
+
+
+def _faults(directory: Path) -> list[str]:
+    manifest = _manifest(directory)
+    if isinstance(manifest, str):
+        return [manifest]
+    return [fault for name in sorted(manifest.files) if (fault := _fault(directory, name, manifest.files, with_contents=False))]
+
+
+def _manifest(directory: Path) -> CheckpointManifest | str:
+    """It, or what is wrong with it."""
+    try:
+        entries = json.loads((directory / MANIFEST).read_text())
+        contents = entries["contents"]
+        if contents_digest(contents) != entries["digest"]:
+            return f"* {MANIFEST}: contents differ from what was written"
+        return CheckpointManifest(
+            model=contents["model"], files={name: (size, digest) for name, (size, digest) in contents["files"].items()}
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"* {MANIFEST}: cannot be read: {error!r}"
+
+
+def _fault(directory: Path, name: str, files: FileDigests, *, with_contents: bool) -> str:
+    """Empty if there is none."""
+    size, digest = files[name]
+    path = directory / name
+    if not path.exists():
+        return f"* {name}: missing{_tensors(directory, name, files)}"
+    if path.stat().st_size != size:
+        return f"* {name}: {path.stat().st_size} bytes, should be {size}{_tensors(directory, name, files)}"
+    if with_contents and digest_of(path) != digest:
+        return f"* {name}: contents differ from what was written{_tensors(directory, name, files)}"
+    return ""
+
+
+def _tensors(directory: Path, name: str, files: FileDigests) -> str:
+    """Which tensors a shard file holds, from the checkpoint's own metadata; empty if that is damaged too."""
+    if not name.endswith(".distcp") or _METADATA not in files or _fault(directory, _METADATA, files, with_contents=True):
+        return ""
+    from torch.distributed.checkpoint import FileSystemReader  # seconds, which only a damaged checkpoint is worth
+
+    stored = FileSystemReader(directory).read_metadata().storage_data or {}
+    held = sorted({str(index.fqn) for index, info in stored.items() if info.relative_path == name})
+    return f"; holds {', '.join(held[:3])}" + (f" and {len(held) - 3} more tensors" if len(held) > 3 else "")

@@ -1,0 +1,74 @@
+"""Save checkpoints beside training: the ranks stage their shards and train on, a thread of each writes them, the driver commits.
+
+save(version)   wait for the one before -> every rank stages            training stands still
+in a task       every rank writes -> rank 0 finishes -> commit          training goes on; the checkpoint becomes visible last
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.types.errors import CheckpointError, MoerlError
+from moerl.types.stats import SavedCheckpoint
+
+logger = logging.getLogger(__name__)
+
+OnRanks = Callable[..., Awaitable[list[Any]]]
+"""Calls a verb of TrainWorker; the answers by rank."""
+OnRank0 = Callable[..., Awaitable[Any]]
+
+
+class CheckpointSaver:
+    def __init__(self, root: Path, *, model: Mapping[str, Any], keep: int, in_background: bool, all_ranks: OnRanks, rank0: OnRank0):
+        """`model`: its config.json. `in_background`: `save` returns when the shards are staged, not when they are written."""
+        self._root, self._model, self._keep, self._in_background = root, model, keep, in_background
+        self._all_ranks, self._rank0 = all_ranks, rank0
+        self._in_flight: asyncio.Task[SavedCheckpoint] | None = None
+        self._saved: list[SavedCheckpoint] = []
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        """Returns when training may go on. At most one is in flight. Raises what this or the one before failed with."""
+        begun = time.perf_counter()
+        await self._finish()
+        temporary = await asyncio.to_thread(checkpoint_dirs.begin, self._root, version)
+        num_bytes = sum(await self._all_ranks("stage_checkpoint", self._in_background))
+        staged = time.perf_counter()
+        self._in_flight = asyncio.create_task(self._write(temporary, {"version": version, **state}, num_bytes, begun, staged))
+        if not self._in_background:
+            await self._finish()
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        """Those completed since the last call; with `wait` also the one in flight. Raises what one failed with, once."""
+        if wait or (self._in_flight is not None and self._in_flight.done()):
+            await self._finish()
+        saved, self._saved = self._saved, []
+        return saved
+
+    def close(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.cancel()
+
+    async def _finish(self) -> None:
+        if self._in_flight is None:
+            return
+        await asyncio.wait([self._in_flight])  # unlike `await`, this leaves it running when the caller is cancelled
+        task, self._in_flight = self._in_flight, None
+        self._saved.append(task.result())
+
+    async def _write(self, temporary: Path, state: Mapping[str, Any], num_bytes: int, begun: float, staged: float) -> SavedCheckpoint:
+        try:
+            written: list[checkpoint_dirs.WrittenShards] = await self._all_ranks("write_checkpoint", temporary)
+            common = await self._rank0("finish_checkpoint", temporary, [share.index for share in written])
+            files = {name: entry for share in (*(each.files for each in written), common) for name, entry in share.items()}
+            await asyncio.to_thread(checkpoint_dirs.commit, temporary, files, state, self._model, keep=self._keep)
+        except (MoerlError, OSError) as error:
+            before = checkpoint_dirs.newest(self._root)
+            left = f"the newest complete one is {before}" if before is not None else "there is no complete one"
+            raise CheckpointError(f"checkpoint {temporary.with_suffix('')} could not be written; {left}\n{error}") from error
+        end = time.perf_counter()
+        blocked = (staged if self._in_background else end) - begun
+        return SavedCheckpoint(version=state["version"], num_bytes=num_bytes, seconds=end - begun, blocked_seconds=blocked)

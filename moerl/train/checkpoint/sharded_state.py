@@ -1,0 +1,181 @@
+"""What a checkpoint holds of a training rank, as Megatron's sharded tensors: every one a view, nothing gathered or copied.
+
+    decoder.layers.7.mlp.experts...            weights and buffers, under global layer numbers, whatever the pipeline split
+    optimizer.state.exp_avg.<weight>           of every weight, in the weight's own shape; exp_avg_sq likewise
+    optimizer.state.param.<weight>             float32 master weights of a bfloat16 run; in full precision the weights are the masters
+    rng/shard_<rank>_<ranks>                   random streams of each rank
+    common.pt                                  optimizer steps taken, layout and dtype
+
+Megatron's own formats of the distributed optimizer either gather its state over data parallel to save it (fully_reshardable) or are
+tied to the layout (dp_reshardable). Here each rank's range of a parameter becomes boxes of that parameter (boxes.py), which a
+checkpoint can store and cut differently when it is read. The names are those of fully_reshardable.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from torch import Tensor, nn
+
+from moerl.train.checkpoint.boxes import boxes_of_range
+
+_STATE, _MASTER = "optimizer.state", "optimizer.state.param"
+
+
+def model_state(chunks: Iterable[nn.Module]) -> dict[str, Any]:
+    """Of every chunk. The chunks' keys differ because layers are numbered globally."""
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "non_homogeneous_layers": True,  # a key per layer: no layout decides how layers are stacked
+    }
+    return {f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}  # type: ignore[operator]
+
+
+def read_from_masters(model: dict[str, Any], parameters: set[Tensor]) -> None:
+    """In place: weights come from the float32 masters that the checkpoint of a bfloat16 run holds, buffers from where they are."""
+
+    def renamed(entry: Any) -> Any:
+        is_weight = isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data in parameters
+        return replace(entry, key=f"{_MASTER}.{entry.key}") if is_weight else entry
+
+    dict_list_map_inplace(renamed, model)
+
+
+def drop_extra_state(model: dict[str, Any]) -> None:
+    """In place: leave out what Transformer Engine keeps beside weights (histories of FP8), which begins anew."""
+    for chunk in model.values():
+        for name in [name for name in chunk if "._extra_state" in name]:
+            del chunk[name]
+
+
+# -- optimizer -------------------------------------------------------------------------------------------------
+
+
+def num_optimizer_steps(optimizer: Any) -> int:
+    steps = {
+        group["step"] for each in _distributed(optimizer) for group in each.state_dict()["optimizer"]["param_groups"] if "step" in group
+    }
+    assert len(steps) == 1, f"one count of optimizer steps, not {sorted(steps)}"
+    return int(steps.pop())
+
+
+def allocate_optimizer_state(optimizer: Any, num_steps: int) -> None:
+    """Make the tensors that `optimizer_state` then fills, and set the count of steps."""
+    for each in _distributed(optimizer):
+        state = each.state_dict()
+        for group in state["optimizer"]["param_groups"]:
+            group["step"] = num_steps
+        each.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerShards:
+    shards: dict[str, ShardedTensor]
+    """This rank's ranges of moments and, in mixed precision, master weights."""
+    owned: list[tuple[Any, Tensor, dict[str, Tensor]]]
+    """(optimizer, weight, the tensors that the shards are views of)."""
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """After loading: give the tensors back to optimizers that keep theirs in another form; the others own them already."""
+        for optimizer, weight, tensors in self.owned:
+            optimizer._set_main_param_and_optimizer_states(weight, tensors)
+
+
+def optimizer_state(optimizer: Any, model: dict[str, Any], *, masters_are_weights: bool = False) -> OptimizerShards:
+    """`masters_are_weights`: the masters are read from the weights of a checkpoint that has no masters of its own."""
+    entries = {entry.data: entry for entry in nested_values(model) if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
+    shards, owned = {}, []
+    for each in _distributed(optimizer):
+        for weight, (start, stop) in _owned_ranges(each):
+            tensors = each._get_main_param_and_optimizer_states(weight)
+            assert "exp_avg" in tensors, "an optimizer that has taken no step has nothing to save"
+            owned.append((each, weight, tensors))
+            for name in _stored(tensors, has_masters=each.config.bf16):
+                prefix = "" if name == "param" and masters_are_weights else f"{_STATE}.{name}."
+                for shard in _shards(entries[weight], tensors[name], start, stop, prefix):
+                    shards[f"{name}.{shard.key}{list(shard.global_offset)}"] = shard
+    return OptimizerShards(shards, owned)
+
+
+def _stored(tensors: Iterable[str], *, has_masters: bool) -> list[str]:
+    """Not the count of steps, which is one for all, and not the masters where the weights themselves are the masters."""
+    return [name for name in tensors if name != "step" and (name != "param" or has_masters)]
+
+
+def _distributed(optimizer: Any) -> list[Any]:
+    """Megatron's DistributedOptimizers: of dense and of expert parameters."""
+    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
+
+
+def _owned_ranges(optimizer: Any) -> Iterator[tuple[Tensor, tuple[int, int]]]:
+    """(parameter, the range of its flattened elements that this data-parallel rank updates)."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for weight, ranges in bucket["param_map"].items():
+                    yield weight, (ranges["param"].start, ranges["param"].end)
+
+
+def _shards(entry: ShardedTensor | ShardedTensorFactory, owned: Tensor, start: int, stop: int, prefix: str) -> Iterator[ShardedTensor]:
+    """`owned` holds elements [start, stop) of the flattened weight of `entry`."""
+    for piece, begin in _pieces(entry):
+        numel = piece.data.numel()
+        inside = max(start - begin, 0), min(stop - begin, numel)
+        if inside[0] >= inside[1]:
+            continue
+        leading, at = piece.prepend_axis_num, inside[0] + begin - start
+        for box in boxes_of_range(tuple(piece.local_shape), *inside):
+            shape = (1,) * leading + box.shape
+            size = torch.Size(shape).numel()
+            offset = (0,) * leading + box.offset
+            yield ShardedTensor(
+                key=prefix + piece.key,
+                data=owned[at : at + size].view(shape),
+                dtype=owned.dtype,
+                local_shape=shape,
+                global_shape=tuple(piece.global_shape),
+                global_offset=tuple(a + b for a, b in zip(piece.global_offset, offset, strict=True)),
+                axis_fragmentations=None,  # not a regular grid
+                # The ranges of data-parallel ranks are disjoint: only replicas over other axes remain.
+                replica_id=(*piece.replica_id[:2], 0),
+                allow_shape_mismatch=piece.allow_shape_mismatch,
+            )
+            at += size
+
+
+def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
+    """(part of the weight with a key and an offset of its own, where it begins in the flattened weight): gate and up of an MLP."""
+    plain = replace(entry, data=torch.empty(entry.data.shape, device="meta", dtype=entry.data.dtype))
+    built = [plain] if isinstance(plain, ShardedTensor) else nested_values(plain.build())
+    for piece in built:
+        assert piece.data.is_contiguous(), f"{piece.key}: Megatron splits this weight across its rows"
+        yield piece, piece.data.storage_offset()
+
+
+# -- random streams --------------------------------------------------------------------------------------------
+
+
+def rng_state(rank: int, num_ranks: int) -> ShardedObject:
+    """What draws random numbers in training: PyTorch's streams and Megatron's, per rank.
+
+    Without dropout nothing does, except router jitter (train.megatron.moe_input_jitter_eps) and forced load balancing. Sampling
+    seeds and the data order are functions of the run's seed and have no state.
+    """
+    states = {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "megatron": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    return ShardedObject("rng", states, (num_ranks,), (rank,))
+
+
+def set_rng_state(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    torch.cuda.set_rng_state(states["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])

@@ -1,0 +1,23 @@
+"""What a training rank needs of the run's configuration. Apart from the engine, so that the driver can build it without Megatron."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moerl.config.schema.train_config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a rank needs of the run's configuration."""
+
+    train: TrainConfig
+    model_dir: Path
+    max_context: int
+    temperature: float
+    uses_reference: bool
+    export_dtype: str
+    """Of the tensors that leave for the rollout servers."""
+    push_fp8: bool = False
+    """Those that published checkpoints quantize leave in blocks of FP8 instead."""
+    trains: bool = True
+    """False: a rank that scores and sends. It has no optimizer, and of a checkpoint it loads the weights alone."""

@@ -1,0 +1,108 @@
+"""A trainer without a model: it counts versions, answers uniform log-probs, and pushes tensors whose values are the version.
+
+For tests of everything around the trainer; checkpoints hold the driver's state only.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moerl.algorithms.objective import Objective
+from moerl.hangs.watched import WatchedProcess
+from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.checkpoint.checkpoint_check import read_state
+from moerl.train.memory.memory_states import MemoryStates
+from moerl.types.batch import TrainBatch
+from moerl.types.push import TensorSpec
+from moerl.types.stats import SavedCheckpoint, StepStats
+from moerl.types.stored import Here, Stored
+from moerl.types.stored_batch import Batch
+from moerl.weights.local_source import LocalSource
+
+
+class FakeTrainGroup:
+    def __init__(self, *, vocab_size: int, tensors: tuple[TensorSpec, ...], checkpoint_dir: Path, keep: int = 2):
+        self._logprob = -float(np.log(vocab_size))
+        self._tensors, self._checkpoint_dir, self._keep = tensors, checkpoint_dir, keep
+        self.weight_source = LocalSource(self._export, bucket_bytes=2**20)
+        self._residency = MemoryStates("none", move=lambda before, after: None, measure=dict)
+        self.version = 0
+        self.batches: list[TrainBatch] = []
+        self._saved: list[SavedCheckpoint] = []
+
+    async def start(self) -> None: ...
+
+    async def wake(self) -> int:
+        return self._residency.wake()
+
+    async def shed(self) -> int:
+        return self._residency.shed()
+
+    async def sleep(self) -> int:
+        return self._residency.sleep()
+
+    async def load(self) -> tuple[int, dict[str, Any]]:
+        directory = checkpoint_dirs.newest(self._checkpoint_dir)
+        if directory is None:
+            return 0, {}
+        with self._residency.running("load"):
+            state = read_state(directory)
+            self.version = state["version"]
+        return self.version, state
+
+    async def save(self, version: int, state: Mapping[str, Any]) -> None:
+        with self._residency.running("save"):
+            weights = self.version
+        self._write(version, weights, state)
+
+    def _write(self, version: int, weights: int, state: Mapping[str, Any]) -> None:
+        temporary = checkpoint_dirs.begin(self._checkpoint_dir, version)
+        (temporary / "weights.json").write_text(json.dumps(weights))
+        files = checkpoint_dirs.digest_files(temporary, ["weights.json"])
+        checkpoint_dirs.commit(temporary, files, {"version": version, **state}, {}, keep=self._keep)
+        self._saved.append(SavedCheckpoint(version=version, num_bytes=0, seconds=0.0, blocked_seconds=0.0))
+
+    async def saved(self, *, wait: bool = False) -> list[SavedCheckpoint]:
+        saved, self._saved = self._saved, []
+        return saved
+
+    async def logprobs(self, batch: Batch, *, records_routes: bool = False) -> Stored[np.ndarray]:
+        with self._residency.running("logprobs"):
+            return Here(np.full(int(batch.offsets[-1]), self._logprob, dtype=np.float32))
+
+    async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
+        return await self.logprobs(batch)
+
+    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
+        with self._residency.running("update"):
+            self.version += 1
+            whole = batch.laid_out(np.arange(batch.num_sequences))
+            self.batches.append(whole)
+        mismatch_T = np.abs(self._logprob - whole.rollout_logprobs_T[whole.response_mask_T])
+        return StepStats(
+            loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(whole.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
+            kl_reference=None, clip_fraction=0.0, mismatch_mean=float(mismatch_T.mean()), mismatch_max=float(mismatch_T.max()),
+            mismatch_kl=0.0, padding_fraction=0.0, rank_imbalance=1.0, round_imbalance=1.0,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        self.weight_source.close()
+
+    async def hosts(self) -> list[str]:
+        return ["localhost"]
+
+    @property
+    def parties(self) -> list[WatchedProcess]:
+        return []
+
+    def _export(self) -> dict[str, torch.Tensor]:
+        with self._residency.running("export"):
+            return dict(self._tensors_of_version())
+
+    def _tensors_of_version(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in self._tensors:
+            yield spec.name, torch.full(spec.shape, float(self.version), dtype=getattr(torch, spec.dtype))

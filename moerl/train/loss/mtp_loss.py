@@ -1,0 +1,57 @@
+"""The loss of multi-token prediction: at depth k, position t predicts the token k places after its label.
+
+Scaled like every other loss: the cross-entropy of a depth is summed over micro-batches, ranks and slices of a sequence and divided by
+the number of its targets in the whole mini-batch. DeepSeek-V3 (arXiv:2412.19437, equation 25): the mean over the depths, times a weight.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moerl.types.batch import TrainBatch
+from moerl.types.stored_batch import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPTargets:
+    """What each depth predicts in a mini-batch: the response tokens that have enough tokens before them."""
+
+    batch: TrainBatch
+    """The sequences of this rank."""
+    counts: tuple[int, ...]
+    """Targets of depth 1, 2, ... in the whole mini-batch."""
+
+    @classmethod
+    def of(cls, batch: TrainBatch, num_depths: int, *, whole: Batch) -> "MTPTargets":
+        """`batch`: the share of `whole`, a mini-batch, that this rank has."""
+        return cls(batch=batch, counts=tuple(whole.num_responses_from(k + 1) for k in range(1, num_depths + 1)))
+
+    def columns(self, label_index_T: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [T] targets and bool [T] where there is one. `label_index_T`: places of the labels in the batch, -1 where none is."""
+        batch = self.batch
+        ends = batch.offsets[1:][np.searchsorted(batch.offsets, np.maximum(label_index_T, 0), side="right") - 1]
+        has_target_T = (label_index_T >= 0) & (label_index_T + depth < ends)
+        target_T = np.where(has_target_T, label_index_T + depth, 0)
+        return batch.token_ids_T[target_T], has_target_T & batch.response_mask_T[target_T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPLoss:
+    """The loss of one mini-batch, micro-batch by micro-batch."""
+
+    targets: MTPTargets
+    coefficient: float
+    logprobs: Callable[[Tensor, np.ndarray], tuple[Tensor, Tensor]]
+    """From logits [1, T, V / tp] and targets [T] to their log-probs [T] and entropies."""
+
+    def of(self, logits: Sequence[Tensor], label_index_T: np.ndarray) -> Tensor:
+        """This micro-batch's share, with gradient, before the coefficient. `logits`: of depth 1, 2, ..."""
+        shares = []
+        for depth, (depth_logits, count) in enumerate(zip(logits, self.targets.counts, strict=True), start=1):
+            target_T, mask_T = self.targets.columns(label_index_T, depth)
+            logp_T, _ = self.logprobs(depth_logits, target_T)
+            shares.append(torch.where(torch.from_numpy(mask_T).to(logp_T.device), -logp_T, 0.0).sum() / max(count, 1))
+        return torch.stack(shares).mean()

@@ -1,0 +1,238 @@
+"""Build this rank's part of the model: process groups, Megatron's GPTModel on its Transformer Engine specs, data-parallel wrapper.
+
+Call only after megatron_patches.activate().
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import nn
+
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.train_config import TrainConfig
+from moerl.models.bridge.native_bridge import Groups
+from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
+from moerl.models.families.family import Family, Sizes, is_tied, num_mtp_layers
+from moerl.models.unknown import find_family
+from moerl.train.megatron import fp8_fields
+from moerl.train.megatron.expert_routing import Routing
+from moerl.train.megatron.mtp_model import MTPModel
+from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
+from moerl.train.megatron.recompute import recompute_fields
+from moerl.train.megatron.reloadable_groups import ReloadableGroups
+from moerl.train.megatron.routers import Routers
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+"""By the names that families give."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a rank holds before it is wrapped for training."""
+
+    family: Family
+    config: TransformerConfig
+    chunks: list[nn.Module]
+    """GPTModel."""
+    sizes: Sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    config: TransformerConfig
+    chunks: list[nn.Module]
+    """GPTModel."""
+    wrapped: list[nn.Module]
+    """The same in DistributedDataParallel: what runs."""
+    bridge: WeightBridge
+    routers: Routers
+    routing: Routing
+    vocab_size: int
+    """Rows of the logits above it are padding."""
+
+
+def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 1800, reloadable: bool = False) -> ReloadableGroups | None:
+    """Megatron's process groups over the default group, and its RNG streams. `timeout_seconds`: of their collectives, rounded up to
+    minutes. `reloadable`: the groups can be ended and made again."""
+    groups = ReloadableGroups() if reloadable else None
+    with groups.recording() if groups is not None else nullcontext():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return groups
+
+
+def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
+    hf = json.loads((model_dir / "config.json").read_text())
+    built = build_chunks(hf, train, max_context=max_context)
+    config, chunks = built.config, built.chunks
+    wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
+    reduce_after_last_micro_batch(config, wrapped)
+    return Model(
+        config=config,
+        chunks=chunks,
+        wrapped=wrapped,
+        bridge=build_bridge(train, built.family, chunks, groups=_bridge_groups(), sizes=built.sizes, tied=is_tied(hf), source=model_dir),
+        routers=Routers(config, chunks, train.layout),
+        routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
+        vocab_size=built.sizes.vocab_size,
+    )
+
+
+def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int) -> Built:
+    """This rank's part of the model that a config.json describes, for the process groups that exist. Without weights of a checkpoint.
+
+    Raises CheckpointError if no family fits, or naming what Megatron would compute otherwise.
+    """
+    family = find_family(hf)
+    config = _transformer_config(family, hf, train)
+    padded_vocab_size = -(-hf["vocab_size"] // train.layout.tp) * train.layout.tp
+    stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
+    chunks = [_chunk(config, family, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
+    for chunk in chunks:
+        _reduce_replicated_experts(chunk, train.layout)
+        _count_in_norm(chunk)
+    sizes = Sizes(
+        num_layers=config.num_layers,
+        num_query_groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab_size=hf["vocab_size"],
+        padded_vocab_size=padded_vocab_size,
+    )
+    return Built(family=family, config=config, chunks=chunks, sizes=sizes)
+
+
+def _chunk(
+    config: TransformerConfig, family: Family, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int
+) -> GPTModel:
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    has_mtp = config.mtp_num_layers is not None
+    return (MTPModel if has_mtp else GPTModel)(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=padded_vocab_size,
+        max_sequence_length=max_context,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=is_tied(hf),
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=True, vp_stage=vp_stage) if has_mtp else None,
+        vp_stage=vp_stage,
+        **family.rotary(hf),
+    )
+
+
+def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfig) -> TransformerConfig:
+    layout, dtype = train.layout, getattr(torch, train.dtype)
+    described = family.checked_config(hf) | _router_dtype(dtype)
+    # GPTModel reads what describes YaRN outside of latent attention from attributes that TransformerConfig has no fields for.
+    yarn = {name: described.pop(name) for name in list(described) if name.startswith("yarn_")}
+    chosen: dict[str, Any] = dict(
+        activation_func=_ACTIVATIONS[described.pop("activation_func", "silu")],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        # Without overlap the interleaved schedule sends an activation and a gradient at once. At pp=2 both go to one peer, which
+        # takes them for each other: silently wrong gradients. With overlap it sends them one after the other.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        account_for_embedding_in_pipeline_split=layout.embedding_as_layer,
+        account_for_loss_in_pipeline_split=layout.loss_as_layer,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the others refuse variable lengths, for dense models too
+        # The loss is scaled once, in moerl/train/loss/batch_loss.py: Megatron must neither average over micro-batches nor over ranks.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        mtp_num_layers=num_mtp_layers(hf) if train.mtp_loss > 0 else None,
+        **fp8_fields.megatron_fields(train.fp8),
+    )
+    kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
+    config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
+    config.finalize_model_grads_func = sum_gradients
+    for name, value in yarn.items():
+        setattr(config, name, value)
+    return config
+
+
+def _router_dtype(dtype: torch.dtype) -> dict[str, str]:
+    """Megatron casts what the router computes to its own dtype, which must not be the narrower one."""
+    return {"moe_router_dtype": "fp64"} if dtype == torch.float64 else {}
+
+
+def sum_gradients(model: list[nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron would divide by `num_tokens`; the loss already is."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _reduce_replicated_experts(chunk: nn.Module, layout: Layout) -> None:
+    """Experts that tensor-parallel ranks replicate see different tokens there, so their gradients are summed over expert data parallel.
+
+    Megatron 0.16 marks expert parameters for that only when ep > 1 (extensions/transformer_engine.py, TEGroupedLinear); with ep = 1 and
+    etp < tp their gradients would silently stay partial.
+    """
+    if layout.ep == 1 and layout.etp != layout.tp:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def _count_in_norm(chunk: nn.Module) -> None:
+    """The norm of gradients counts what is not marked as cut over tensor parallelism on the first rank alone.
+
+    Transformer Engine cuts the sinks of attention and does not mark them. It marks the weights of experts, which ranks share out, and
+    not their biases (pytorch/module/grouped_linear.py, reset_parameters).
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset") or (".experts." in name and ".bias" in name):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
+    module = Float16Module(config, chunk) if config.bf16 else chunk
+    for name, buffer in chunk.named_buffers():
+        # Rounded to bfloat16 by Float16Module; Megatron widens it again only in the first forward pass, after the weights were loaded.
+        if name.endswith(".expert_bias"):
+            buffer.data = buffer.data.float()
+    # The gradients of the other chunks are complete only when those of the first are: their buckets would hide nothing.
+    return DistributedDataParallel(config, data_parallel_config(train), module, disable_bucketing=not is_first)
+
+
+def _bridge_groups() -> Groups:
+    return Groups(
+        tensor=parallel_state.get_tensor_model_parallel_group(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_group(),
+    )

@@ -1,0 +1,85 @@
+"""Builds what ranks of a large run hold, without memory: torch's fake process group and meta tensors.
+
+The code that runs is that of a training rank (initialize_groups, build_chunks); only the group and the device are not real.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.train_config import TrainConfig
+from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
+from moerl.models.families.family import is_tied
+from moerl.models.shards import cut_dim, merge
+from moerl.train.megatron.megatron_model import Built, build_chunks, initialize_groups
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.transfer_plan import PlannedTensor
+
+
+@contextmanager
+def as_rank(rank: int, layout: Layout) -> Iterator[None]:
+    """Inside, this process is a rank of `layout` whose collectives do nothing, and the current device is meta."""
+    with _no_memory():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.ranks)
+        try:
+            initialize_groups(layout, 1)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def build_on_meta(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, expert_rank: int) -> tuple[Built, list[RankParameter]]:
+    """The chunks of the rank this process is, and what they hold."""
+    with torch.device("meta"):
+        built = build_chunks(hf, train, max_context=max_context)
+    return built, [item for chunk in built.chunks for item in owned_by(chunk, built.family, expert_rank=expert_rank)]
+
+
+def tensors_to_push(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, dtype: str) -> list[PlannedTensor]:
+    """Every tensor of a push, without those of multi-token prediction, by the pipeline stage of train.layout that holds it.
+
+    `dtype`: of the rollout. No default process group may exist.
+    """
+    whole = replace(train.layout, ranks=train.layout.pp, tp=1, cp=1, ep=1, etp=1)
+    train = replace(train, layout=whole, mtp_loss=0.0)
+    found: dict[str, PlannedTensor] = {}
+    for stage in range(whole.pp):
+        with as_rank(stage, whole):
+            built, owned = build_on_meta(hf, train, max_context=max_context, expert_rank=0)
+        for item in owned:
+            names = hf_names(item.rule, item.numbers, num_layers=built.sizes.num_layers, tied=is_tied(hf))
+            for name, tensor in zip(names, merge(item.rule, [item.tensor], sizes=built.sizes), strict=True):
+                planned = PlannedTensor(
+                    spec=TensorSpec(name=name, shape=tuple(tensor.shape), dtype="float32" if item.rule.is_float32 else dtype),
+                    stage=stage,
+                    expert=item.numbers.get("expert"),
+                    cut_dim=cut_dim(item.rule),
+                )
+                found.setdefault(name, planned)  # a tied embedding is on the first and on the last stage
+    return list(found.values())
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    device, new_group = torch.cuda.current_device, dist.new_group
+
+    def new_fake_group(ranks: Any = None, *args: Any, backend: str | None = None, pg_options: Any = None, **kwargs: Any) -> Any:
+        # Every rank tells torch of every group. Those of others, hundreds to a group of its own, would take most of the time.
+        if ranks is not None and dist.get_rank() not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return new_group(ranks, *args, **kwargs)
+
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
+    dist.new_group = new_fake_group
+    try:
+        yield
+    finally:
+        torch.cuda.current_device, dist.new_group = device, new_group

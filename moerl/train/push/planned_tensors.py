@@ -1,0 +1,21 @@
+"""The tensors of a run's pushes, for whoever plans them: builds the model on meta tensors, in a process where no Megatron runs yet."""
+
+import warnings
+
+import megatron_patches
+from moerl.config.derive.hf_config import model_config
+from moerl.config.schema.run_config import RunConfig
+from moerl.weights.plan.fp8_pairs import with_scales
+from moerl.weights.plan.transfer_plan import PlannedTensor
+
+
+def push_tensors(config: RunConfig) -> list[PlannedTensor]:
+    """See `moerl.train.megatron.on_meta.tensors_to_push`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron says what this machine lacks; a plan needs none of it
+        megatron_patches.activate()
+        from moerl.train.megatron.on_meta import tensors_to_push
+
+        hf = model_config(config.model)
+        tensors = tensors_to_push(hf, config.train, max_context=config.model.max_context, dtype=config.rollout_dtype)
+        return with_scales(tensors) if config.rollout.layout.weights == "fp8" else tensors

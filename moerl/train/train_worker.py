@@ -1,0 +1,230 @@
+"""One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
+
+Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
+controller calls it on all.
+"""
+
+import logging
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+from moerl.algorithms.objective import Objective
+from moerl.cluster.process_log import write_to
+from moerl.cluster.ray_address import reached_at
+from moerl.config.schema.rollout_config import WeightsConfig
+from moerl.config.schema.run_config import NetworkConfig
+from moerl.hangs.examine import memory_counter, memory_kills
+from moerl.hangs.python_stacks import answer_stack_requests
+from moerl.hangs.watched import ProcessId
+from moerl.hardware.network_settings import find_settings, variables
+from moerl.train import rank_imports
+from moerl.train.batching.balance import Planner
+from moerl.train.checkpoint.checkpoint_check import faults_of_part
+from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
+from moerl.train.rank_calls import RankPlace
+from moerl.train.rank_progress import keep_record, open_record
+from moerl.types.push import Transport
+from moerl.types.stats import StepStats
+from moerl.types.stored import InStore, keep
+from moerl.types.stored_batch import Batch
+from moerl.weights.plan.buckets import Job
+from moerl.weights.plan.run_plan import Outline
+from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.send import WeightSender
+
+if TYPE_CHECKING:
+    from moerl.train.megatron_engine import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+SAVE_THREAD = "save"
+"""Ray's concurrency group of what runs beside training: the verbs of the thread that writes checkpoints."""
+
+
+@keep_record(beside=SAVE_THREAD)
+class TrainWorker:
+    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
+        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._store: dist.TCPStore | None = None
+        self._sender: WeightSender | None = None
+        torch.set_num_threads(1)
+
+    def place(self, log_dir: Path) -> RankPlace:
+        """From here on the process can be looked at from outside, and what it writes goes to a log of its own."""
+        answer_stack_requests()
+        open_record()
+        log = write_to(log_dir / f"rank-{self._rank}.log")
+        host, node_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
+        logger.info("rank %d of %d on %s, process %d", self._rank, self._num_ranks, host, os.getpid())
+        counter = memory_counter()
+        return RankPlace(
+            host=host,
+            node_id=node_id,
+            process=ProcessId.of(os.getpid()),
+            log=log,
+            memory_counter=counter,
+            memory_kills=None if counter is None else memory_kills(counter),
+        )
+
+    def address(self) -> str:
+        """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
+        return ray.util.get_node_ip_address()
+
+    def use_network(self, network: NetworkConfig) -> dict[str, str]:
+        """Set what libraries are told of this node's links, before one of them asks; returns it."""
+        found = variables(find_settings(network, "train", reached_at=reached_at()))
+        os.environ.update(found)
+        return found
+
+    def open_store(self) -> int:
+        """Rank 0: the port of the store at which the ranks meet. Bound here, so that nobody can take it in between."""
+        self._store = dist.TCPStore("0.0.0.0", 0, self._num_ranks, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
+        """Join the others and build the engine; returns the names of the active patches."""
+        began = time.monotonic()
+        rank_imports.load()
+        from moerl.train.megatron.megatron_model import initialize_groups
+        from moerl.train.megatron_engine import MegatronEngine
+
+        logger.info("importing Megatron took %.1f s", time.monotonic() - began)
+        timeout = timedelta(seconds=timeout_seconds)
+        store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
+        groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
+        self._engine = MegatronEngine(settings, groups)
+        megatron_patches.assert_active()
+        return megatron_patches.active_names()
+
+    def wake(self) -> int:
+        return self._engine.wake()
+
+    def shed(self) -> int:
+        return self._engine.shed()
+
+    def sleep(self) -> int:
+        return self._engine.sleep()
+
+    def data_rank(self) -> int:
+        """Which of the shares of a batch this rank gets."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_data_parallel_rank()
+
+    def planner(self) -> Planner:
+        return self._engine.planner
+
+    def logprobs(self, batch: Batch, records_routes: bool) -> InStore[np.ndarray] | None:
+        """From rank 0: all have the same."""
+        return self._stored(self._engine.logprobs(batch, records_routes=records_routes))
+
+    def reference_logprobs(self, batch: Batch) -> InStore[np.ndarray] | None:
+        return self._stored(self._engine.reference_logprobs(batch))
+
+    def update(self, batch: Batch, objective: Objective, lr: float, num_updates: int) -> StepStats:
+        return self._engine.update(batch, objective, lr=lr, num_updates=num_updates)
+
+    def _stored(self, values_T: np.ndarray) -> InStore[np.ndarray] | None:
+        return keep(values_T) if self._rank == 0 else None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def stage_checkpoint(self, copies: bool) -> int:
+        """Fix what the rank will write; returns its bytes. With `copies` training may go on before it is written."""
+        return self._engine.stage(copies=copies)
+
+    @ray.method(concurrency_group=SAVE_THREAD)
+    def write_checkpoint(self, directory: Path) -> WrittenShards:
+        """Not collective."""
+        return self._engine.shards.write(directory)
+
+    @ray.method(concurrency_group=SAVE_THREAD)
+    def finish_checkpoint(self, directory: Path, indices: list[bytes]) -> FileDigests:
+        """Rank 0, when every rank has written."""
+        return self._engine.shards.finish(directory, indices)
+
+    def faults_of_checkpoint(self, directory: Path) -> list[str]:
+        """In this rank's share of the files."""
+        return faults_of_part(directory, part=self._rank, num_parts=self._num_ranks)
+
+    def load(self, directory: Path) -> None:
+        self._engine.load(directory)
+
+    def export_hf(self, directory: Path, shard_bytes: int) -> None:
+        """Rank 0 writes the weights as Hugging Face safetensors."""
+        from moerl.models.hf_checkpoint import write_shards
+
+        tensors = self._engine.export()
+        if self._rank == 0:
+            write_shards(tensors, directory, shard_bytes=shard_bytes)
+        for _ in tensors:
+            raise AssertionError("only rank 0 receives exported tensors, and it has read them all")
+
+    # -- weight push -------------------------------------------------------------------------------------------
+
+    def outline_push(self, bucket_bytes: int) -> Outline:
+        """Not collective."""
+        return self._engine.pushed.outline(bucket_bytes)
+
+    def listen(
+        self, transport: Transport, job: Job, senders: list[int], seconds: float, weights: WeightsConfig, directory: Path, on_gpu: bool
+    ) -> str:
+        """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
+
+        `seconds`: how long a call may wait for receivers. `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay
+        there, if there is one. Not collective, as all below but `digest_push`.
+        """
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self._senders = None, senders
+        if not job:
+            return ""
+        self._sender = WeightSender(
+            transport,
+            job,
+            self._engine.pushed.read,
+            seconds=seconds,
+            device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
+            host=self.address(),
+            directory=directory / f"rank-{self._rank}",
+            delta=weights.disk_delta,
+        )
+        return self._sender.listen(is_first=self._rank == senders[0])
+
+    def connect(self, address: str, world_size: int) -> None:
+        if self._sender is not None:
+            place = self._senders.index(self._rank)
+            self._sender.connect(address, place=place, world_size=world_size, num_senders=len(self._senders))
+
+    def digest_push(self) -> list[str]:
+        """Begins a push of the present weights. Collective."""
+        with self._engine.pushing(begins=True):
+            return [] if self._sender is None else self._sender.digests()
+
+    def send_push(self) -> int:
+        """Everything that this rank sends, until it was read; bytes written (weights.transport=disk)."""
+        with self._engine.pushing():
+            return 0 if self._sender is None else self._sender.send()
+
+    def finish_push(self) -> None:
+        if self._sender is not None:
+            self._sender.finish()
+        self._engine.pushed.release()
+
+    def process_id(self) -> int:
+        return os.getpid()

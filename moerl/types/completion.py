@@ -1,0 +1,52 @@
+"""One request to a rollout server and its completion, as they cross processes."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is drawn. Log-probs are always those of softmax(logits / temperature), before top-k and top-p."""
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    """0 means greedy; its log-probs are reported at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Sampling one of these ends the completion; the token itself is part of it."""
+    num_drawn: int = 0
+    """How many tokens at the end of the prompt this completion drew before it was ended: the random numbers that follow are used."""
+    returns_routes: bool = False
+    """The completion brings the experts its tokens went to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """`num_tokens` consecutive tokens that were sampled with weights `version`."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returns: `token_ids` and `logprobs` have the same length, and so have the spans in total.
+
+    Example: token_ids (17, 4, 1), logprobs (-0.2, -1.1, -0.01), spans (VersionSpan(version=3, num_tokens=3),).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    routes: np.ndarray | None = field(default=None, compare=False)
+    """uint8 or uint16 [prompt + response tokens - 1, layers, top_k], see RouteShape: the last token was sampled, not computed. None if
+    they were not asked for or nothing was sampled."""

@@ -1,0 +1,163 @@
+"""Errors that moerl raises for people, and the `Problem`s that some of them hold. All picklable, one tree; neither numpy nor torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+KILLED = 76
+"""Exit code of a run one of whose processes was killed or crashed: the same command goes on from the newest checkpoint."""
+
+
+# -- errors: all picklable, one tree ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with a configuration, said so that it can be mended."""
+
+    path: str
+    value: object
+    rule: str
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        text = f"{self.path} = {self.value!r}: {self.rule}\n    why: {self.reason}\n    fix: {self.fix}"
+        return text.encode(errors="backslashreplace").decode()  # a name may be no UTF-8, which no terminal takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The process in which a failure began."""
+
+    who: str
+    """"rank 1 of 8", "rollout server 127.0.0.1:4000", "reward worker", "driver"."""
+    node: str
+    doing: str
+    """Its phase, or the call that failed."""
+    log: str = ""
+    """The file to open; empty if it has none."""
+    details: str = ""
+    """For the failure report alone: the whole traceback, and what failed after it."""
+
+
+class MoerlError(Exception):
+    """Base of everything moerl raises for people."""
+
+    origin: Origin | None = None
+    """None: this process, where it was raised."""
+    exit_code: int = 1
+    """Of a run that ends with it."""
+
+    def began_in(self, origin: Origin) -> Self:
+        """Sets `origin`; for `raise Error(...).began_in(...)`."""
+        self.origin = origin
+        return self
+
+
+class ConfigError(MoerlError, ValueError):
+    """The configuration cannot run. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: "list[Problem]"):
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        return f"{count} problem{'s' if count > 1 else ''} in the configuration\n" + "\n".join(f"* {p}" for p in self.problems)
+
+
+class ConvertError(MoerlError, ValueError):
+    """Checkpoints that cannot be converted, inspected or compared. Holds every problem found, not only the first."""
+
+    def __init__(self, problems: "list[Problem]"):
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        return f"{count} problem{'s' if count > 1 else ''} with the checkpoint\n" + "\n".join(f"* {p}" for p in self.problems)
+
+
+class DataError(MoerlError, ValueError):
+    """A dataset row cannot be used; names the file and the row."""
+
+
+class TrainError(MoerlError, RuntimeError):
+    """A train rank failed; carries that rank's traceback."""
+
+
+class HangError(MoerlError, RuntimeError):
+    """A phase missed its deadline. Names the processes that did not arrive, and the report with the stacks of all."""
+
+    names: tuple[str, ...] = ()
+    """Of the processes."""
+
+
+class ResidencyError(TrainError):
+    """A call that the trainer's state does not allow (it sleeps, or another call is running), or a move between states of shared GPUs that
+    do not follow each other."""
+
+
+class EngineError(MoerlError, RuntimeError):
+    """A rollout server could not start, died, or refused a request."""
+
+
+class EngineUnavailable(EngineError):
+    """The server is gone, or may not serve now; another one can take the request, or the same one later."""
+
+
+class StoreError(MoerlError, RuntimeError):
+    """Ray's object store cannot hold, or has lost, what samples consist of."""
+
+
+class WeightError(MoerlError, RuntimeError):
+    """Trainer and engine do not hold the same weights."""
+
+
+class CheckpointError(MoerlError, RuntimeError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class DynamicSamplingError(MoerlError, RuntimeError):
+    """Dynamic sampling dropped every group it was allowed to draw; explains the reward distribution."""
+
+
+class GuardError(MoerlError, AssertionError):
+    """A run-time check of the trainer against the engine failed."""
+
+
+class RunStopped(MoerlError):
+    """A run that was asked to end did, with its last step saved: nothing failed."""
+
+    def __init__(self, reason: str, exit_code: int):
+        super().__init__(f"stopped: {reason}; the same command continues the run")
+        self.exit_code = exit_code
+
+
+class ReportError(MoerlError, RuntimeError):
+    """A run directory holds no metrics, or damaged ones."""
+
+
+class _NotSet:
+    def __repr__(self) -> str:
+        return "(not set)"
+
+    def __reduce__(self) -> str:
+        return "NOT_SET"
+
+
+NOT_SET = _NotSet()
+
+
+def problem(path: str, value: object, rule: str, reason: str, fix: str) -> Problem:
+    return Problem(path=path, value=value, rule=rule, reason=reason, fix=fix)
+
+
+def can_be(path: Path) -> bool:
+    """Whether there could be such a file: names of more than 255 bytes have none, and Python's own questions end with OSError."""
+    try:
+        path.exists()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""Prompts, and the scored samples of each."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from moerl.types.stored import StoredCompletion
+
+
+# -- rollout ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task to be sampled `group_size` times."""
+
+    index: int
+    """Position in the run's draw order, unique over all epochs. Sampling seeds derive from it."""
+    token_ids: tuple[int, ...]
+    """The rendered chat template, ready for an engine."""
+    text: str
+    """The same, as text: for dumps and people."""
+    data_source: str
+    ground_truth: str
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward and what it was made of."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Each term's unweighted value, by the name of the term."""
+    error: str | None = None
+    """Why this sample could not be scored; its reward is then 0 and it is left out of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One scored completion. Its tokens, routes and text are in `completion.payload`."""
+
+    completion: "StoredCompletion"
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt. `samples` holds only those that could be scored; `errors` the reasons of the others."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+    errors: tuple[str, ...] = ()
+
+    @property
+    def rewards_G(self) -> np.ndarray:
+        return np.array([sample.score.reward for sample in self.samples], dtype=np.float64)
+
+    @property
+    def lengths_G(self) -> np.ndarray:
+        return np.array([sample.completion.num_tokens for sample in self.samples], dtype=np.int64)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for sample in self.samples for span in sample.completion.spans)

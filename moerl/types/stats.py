@@ -1,0 +1,94 @@
+"""Numbers that a trainer reports: of an update, of memory, of routes, of a checkpoint."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryStats:
+    """Where a trainer's memory was; of the rank that holds most. Kinds and states are those of moerl/train/memory/memory_states.py."""
+
+    device_bytes: dict[str, dict[str, int]]
+    """state -> kind -> bytes on the device when the trainer was last in that state."""
+    host_bytes: dict[str, int]
+    """kind -> bytes of copies in host memory."""
+    transition_seconds: dict[str, float]
+    """"asleep_to_scoring" and so on -> seconds since the update before this one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Of memory to or from GPUs that trainer and servers share; what several moves took, where they have one name."""
+
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingStats:
+    """Where an update's tokens went, padding left out; the tuples have an entry per layer with experts."""
+
+    layers: tuple[int, ...]
+    """Their numbers in the model, from 0."""
+    load_max: tuple[float, ...]
+    """Of the busiest expert: its share of the layer's routes * experts - 1."""
+    load_min: tuple[float, ...]
+    """The same of the idlest; -1: it got no token."""
+    load_mean: tuple[float, ...]
+    """Mean over experts of the absolute value (the mean itself is always 0)."""
+    dead_experts: tuple[int, ...]
+    """Experts without a token."""
+    replayed: float | None = None
+    """Share of the routes that were replayed; None without replay."""
+    overlap: tuple[float, ...] | None = None
+    """Share of the replayed routes whose set of experts the router would have chosen itself, given what came before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What one `TrainGroup.update` measured, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    """Response tokens trained on."""
+    entropy: float
+    """Mean over response tokens, in nats."""
+    kl_old: float
+    """k3 estimate of KL(policy || old policy) at the first mini-batch; exactly 0 when the old log-probs are the trainer's own."""
+    kl_reference: float | None
+    """k3 estimate of KL(policy || reference); None without a reference."""
+    clip_fraction: float
+    mismatch_mean: float
+    """mean |d|"""
+    mismatch_max: float
+    """max |d|"""
+    mismatch_kl: float
+    """k3 estimate of KL(rollout || trainer): mean(exp(d) - d - 1)"""
+    padding_fraction: float
+    """Share of the micro-batch tokens that are padding."""
+    rank_imbalance: float
+    """Work of the busiest data-parallel rank divided by the mean over ranks; attention's quadratic cost included."""
+    round_imbalance: float
+    """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
+    mtp_loss: float | None = None
+    """Mean cross-entropy of multi-token prediction over depths and response tokens, in nats; None if it is not trained."""
+    routing: RoutingStats | None = None
+    """None for a dense model, and where there is no model."""
+    memory: MemoryStats | None = field(default=None, compare=False)
+    """None where there is no model."""
+    skipped_updates: tuple[str, ...] = ()
+    """Where loss or gradient was not finite, for each mini-batch in which one was: it changed no weight and is in no statistic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that became visible."""
+
+    version: int
+    num_bytes: int
+    """Tensors of all ranks."""
+    seconds: float
+    """From the request to the rename."""
+    blocked_seconds: float
+    """During which training stood still."""

@@ -1,0 +1,156 @@
+"""What a completion holds for every token, and where it is: in this process, or in Ray's object store.
+
+The driver keeps `StoredCompletion`s: a few numbers and a reference. Who needs tokens, log-probs, routes or text fetches the payload.
+Ray is imported where it is used: validation and unit tests run without.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from moerl.types.completion import Completion, FinishReason, VersionSpan
+from moerl.types.errors import KILLED, StoreError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """Everything of a completion that grows with its length; arrays that came out of the store are read-only."""
+
+    prompt_ids: np.ndarray  # int32
+    token_ids: np.ndarray  # int32, of the response
+    logprobs: np.ndarray  # float32, one for each of token_ids
+    routes: np.ndarray | None  # see Completion.routes
+    text: str
+    """Of the response; empty while it is unfinished."""
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], completion: Completion, text: str) -> "Payload":
+        return cls(
+            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            token_ids=np.array(completion.token_ids, dtype=np.int32),
+            logprobs=np.array(completion.logprobs, dtype=np.float32),
+            routes=completion.routes,
+            text=text,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self.prompt_ids, self.token_ids, self.logprobs, self.routes)
+        return sum(array.nbytes for array in arrays if array is not None) + len(self.text)
+
+
+@runtime_checkable
+class Stored(Protocol[T_co]):
+    """A value somewhere. Implementations: Here, InStore."""
+
+    def get(self) -> T_co:
+        """Waits until it is in this process, or on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here(Generic[T]):
+    """In this process; travels with whoever holds it."""
+
+    value: T = field(repr=False)
+
+    def get(self) -> T:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class InStore(Generic[T]):
+    """In Ray's object store, until the last one who holds this lets go of it or the process that put it there ends."""
+
+    reference: Any
+    """ray.ObjectRef of T."""
+
+    def get(self) -> T:
+        value: T = _get([self.reference])[0]
+        return value
+
+
+def keep(value: T) -> InStore[T]:
+    """Into the object store. StoreError if neither its memory nor the disk it spills to has room."""
+    import ray
+
+    try:
+        return InStore(ray.put(value))
+    except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+        raise StoreError(
+            f"Ray's object store is full, and so is the disk it spills to: {error}\nIt holds the tokens and routes of every sample that is "
+            "not trained yet; moerl check prints how much that can be. Start Ray with a larger --object-store-memory, free the disk "
+            "under its --temp-dir, or lower groups_per_step, max_staleness or rollout.max_response_tokens"
+        ) from error
+
+
+def fetch(stored: Sequence[Stored[T]]) -> list[T]:
+    """In order; what is on other machines is fetched at the same time."""
+    references = [each.reference for each in stored if isinstance(each, InStore)]
+    fetched = iter(_get(references))
+    return [next(fetched) if isinstance(each, InStore) else each.get() for each in stored]
+
+
+def _get(references: Sequence[Any]) -> list[Any]:
+    if not references:
+        return []
+    import ray
+
+    try:
+        return list(ray.get(references))
+    except ray.exceptions.ObjectLostError as error:
+        lost = StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes")
+        if isinstance(error, ray.exceptions.OwnerDiedError):
+            lost.exit_code = KILLED
+        raise lost from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCompletion:
+    """What the driver knows of a completion."""
+
+    request_id: str
+    num_tokens: int
+    """Of the response."""
+    num_prompt: int
+    spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    routes_bytes: int
+    """0: it has none."""
+    num_bytes: int
+    """Of the payload."""
+    payload: Stored[Payload] = field(compare=False)
+
+    @classmethod
+    def of(cls, completion: Completion, payload: Payload, stored: Stored[Payload]) -> "StoredCompletion":
+        return cls(
+            request_id=completion.request_id,
+            num_tokens=len(payload.token_ids),
+            num_prompt=len(payload.prompt_ids),
+            spans=completion.spans,
+            finish_reason=completion.finish_reason,
+            routes_bytes=0 if payload.routes is None else payload.routes.nbytes,
+            num_bytes=payload.num_bytes,
+            payload=stored,
+        )
+
+    def whole(self, payload: Payload) -> Completion:
+        """As the engine returned it, but for the precision of log-probs: float32."""
+        return Completion(
+            request_id=self.request_id,
+            token_ids=tuple(payload.token_ids.tolist()),
+            logprobs=tuple(payload.logprobs.tolist()),
+            spans=self.spans,
+            finish_reason=self.finish_reason,
+            routes=payload.routes,
+        )
+
+
+def stored_here(prompt_ids: Sequence[int], completion: Completion, text: str = "") -> StoredCompletion:
+    """A completion whose payload stays in this process."""
+    payload = Payload.of(prompt_ids, completion, text)
+    return StoredCompletion.of(completion, payload, Here(payload))

@@ -1,0 +1,143 @@
+"""A step's sequences by reference: small columns, and where the payloads are. Each rank lays out the sequences its micro-batches need."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal, Protocol, Self
+
+import numpy as np
+
+from moerl.types.batch import TrainBatch
+from moerl.types.routes import RouteShape, unknown_route
+from moerl.types.stored import Payload, Stored, fetch
+
+
+class Batch(Protocol):
+    """What the trainer asks of a batch. Implementations: StoredBatch; TrainBatch, which is laid out as a whole."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [num_sequences], prompt and response"""
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64 [num_sequences + 1], where sequences stand in log-probs [T] of the batch"""
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """int64 [num_sequences]"""
+
+    def num_responses_from(self, position: int) -> int:
+        """Response tokens with at least `position` tokens of their sequence before them."""
+
+    @property
+    def routes_shape(self) -> tuple[int, int] | None:
+        """(layers, top_k); None without routes"""
+
+    def without_routes(self) -> Self: ...
+
+    def select(self, sequences: "np.ndarray | list[int]") -> Self:
+        """The named sequences, in that order."""
+
+    def laid_out(self, sequences: "np.ndarray | list[int]") -> TrainBatch:
+        """The same, as arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBatch:
+    """Sequence i is a sample's prompt and response. Only a rank's own share has payloads on that rank."""
+
+    payloads: tuple[Stored[Payload] | None, ...]
+    prompt_lengths: np.ndarray  # int64 [num_sequences]
+    response_lengths: np.ndarray  # int64 [num_sequences]
+    advantages: np.ndarray  # float32 [num_sequences], of all response tokens
+    starts: np.ndarray  # int64 [num_sequences], where the sequence begins in the log-probs below
+    routes: RouteShape | None = None
+    """Of the model, where payloads bring routes that are used."""
+    old_logprobs: Stored[np.ndarray] | Literal["rollout"] | None = None
+    """float32 [T] of the whole step, from the trainer before the update; "rollout": those of the payloads."""
+    reference_logprobs: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, from the frozen initial model."""
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.payloads)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def offsets(self) -> np.ndarray:
+        return _offsets(self.lengths)
+
+    def num_responses_from(self, position: int) -> int:
+        return int(np.maximum(self.lengths - np.maximum(self.prompt_lengths, position), 0).sum())
+
+    @property
+    def routes_shape(self) -> tuple[int, int] | None:
+        return None if self.routes is None else (self.routes.num_layers, self.routes.top_k)
+
+    def without_routes(self) -> "StoredBatch":
+        return replace(self, routes=None)
+
+    def select(self, sequences: "np.ndarray | list[int]") -> "StoredBatch":
+        chosen = np.asarray(sequences, dtype=np.int64)
+        columns = {name: getattr(self, name)[chosen] for name in ("prompt_lengths", "response_lengths", "advantages", "starts")}
+        return replace(self, payloads=tuple(self.payloads[i] for i in chosen), **columns)
+
+    def share(self, sequences: Collection[int]) -> "StoredBatch":
+        """With the payloads of these sequences alone."""
+        return replace(self, payloads=tuple(payload if i in sequences else None for i, payload in enumerate(self.payloads)))
+
+    def laid_out(self, sequences: "np.ndarray | list[int]") -> TrainBatch:
+        """Waits for the payloads."""
+        chosen = self.select(sequences)
+        wanted = [payload for payload in chosen.payloads if payload is not None]
+        assert len(wanted) == chosen.num_sequences, "a sequence of another data-parallel rank: the plans of driver and rank differ"
+        return chosen._filled(fetch(wanted))
+
+    def _filled(self, payloads: Sequence[Payload]) -> TrainBatch:
+        offsets = self.offsets
+        num_tokens = int(offsets[-1])
+        token_ids_T, response_mask_T = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=bool)
+        rollout_logprobs_T, advantages_T = np.zeros(num_tokens, dtype=np.float32), np.zeros(num_tokens, dtype=np.float32)
+        routes_T = None if self.routes is None else no_routes(num_tokens, self.routes)
+        for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
+            response = slice(start + len(payload.prompt_ids), end)
+            token_ids_T[start : response.start] = payload.prompt_ids
+            token_ids_T[response] = payload.token_ids
+            response_mask_T[response] = True
+            rollout_logprobs_T[response] = payload.logprobs
+            advantages_T[response] = self.advantages[index]
+            if routes_T is not None and payload.routes is not None:
+                routes_T[start : end - 1] = payload.routes
+        old = rollout_logprobs_T if self.old_logprobs == "rollout" else self._column(self.old_logprobs)
+        return TrainBatch(
+            token_ids_T=token_ids_T,
+            response_mask_T=response_mask_T,
+            rollout_logprobs_T=rollout_logprobs_T,
+            advantages_T=advantages_T,
+            offsets=offsets,
+            old_logprobs_T=old,
+            reference_logprobs_T=self._column(self.reference_logprobs),
+            routes_T=routes_T,
+        )
+
+    def _column(self, stored: Stored[np.ndarray] | None) -> np.ndarray | None:
+        if stored is None:
+            return None
+        whole_T = stored.get()
+        pieces = [whole_T[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
+        return np.concatenate(pieces or [whole_T[:0]])
+
+
+def no_routes(num_tokens: int, shape: RouteShape) -> np.ndarray:
+    return np.full((num_tokens, shape.num_layers, shape.top_k), unknown_route(shape.dtype), dtype=shape.dtype)
+
+
+def _offsets(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,112 @@
+"""The plan that a run executes: from what the trainer says it holds and the rollout servers say they need. Pure.
+
+It is the plan that `moerl plan` prints for the same layouts; what it assumes of a server's processes is compared with what they say.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from moerl.config.schema.layout import Layout
+from moerl.models.expert_stacks import stored_name
+from moerl.types.errors import WeightError
+from moerl.types.push import Needs
+from moerl.weights.plan.buckets import Deliveries, deliveries
+from moerl.weights.plan.plan_faults import faults
+from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.tensor_specs import expert_of, first_few
+from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, RolloutLayout, TransferPlan, readers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What a trainer has to push."""
+
+    tensors: Sequence[PlannedTensor]
+    layout: Layout
+    bucket_bytes: int
+
+    @property
+    def num_experts(self) -> int:
+        """0: none."""
+        return 1 + max((tensor.expert for tensor in self.tensors if tensor.expert is not None), default=-1)
+
+
+Nodes = Mapping[str, Sequence[str]]
+"""By server: the nodes over which its model processes are spread, equally and in order. Any names, the same for the same node."""
+
+
+def plan_deliveries(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> Deliveries:
+    """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write.
+
+    WeightError if the plan has a fault or is not what the servers need.
+    """
+    plan = plan_of_run(outline, needs, nodes)
+    if wrong := [*_misread(plan, outline.num_experts, needs), *faults(plan, outline.num_experts)]:
+        raise WeightError(f"the plan of the push is wrong, nothing was sent: {'; '.join(wrong)}")
+    return deliveries(plan, bucket_bytes=outline.bucket_bytes, relays=nodes is not None)
+
+
+def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> TransferPlan:
+    return plan_transfers(
+        outline.tensors,
+        outline.layout,
+        _rollout(outline.num_experts, needs, nodes),
+        num_experts=outline.num_experts,
+        part_bytes=part_bytes(outline.bucket_bytes),
+    )
+
+
+def part_bytes(bucket_bytes: int) -> int:
+    """A large tensor is cut, so that it fits into a bucket."""
+    return min(PART_BYTES, bucket_bytes)
+
+
+def _rollout(num_experts: int, needs: Mapping[str, Needs], nodes: Nodes | None) -> RolloutLayout:
+    sizes = {name: len(processes) for name, processes in needs.items()}
+    if len(set(sizes.values())) != 1:
+        rule = f"servers of one rollout must have equally many model processes, and have {sizes}"
+        raise WeightError(f"{rule}; give all the same engine arguments")
+    (size,) = set(sizes.values())
+    shares = max(len({_experts(names) for names in processes}) for processes in needs.values())
+    if num_experts and (num_experts % shares or size % shares):
+        rule = f"{num_experts} experts on {size} processes of a server in {shares} different shares"
+        raise WeightError(f"{rule}: shares must be equal; balance experts with whole copies of a server, not within one")
+    node_of = None if nodes is None else _node_of(size, [nodes[name] for name in needs])
+    largest = size * len(needs) if node_of is None else max(Counter(node_of).values())
+    return RolloutLayout(num_servers=len(needs), gpus_per_server=size, gpus_per_node=largest, expert_parallel=shares, node_of=node_of)
+
+
+def _node_of(size: int, nodes: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Of every process of servers of `size` processes each."""
+    numbers: dict[str, int] = {}
+    found = []
+    for names in nodes:
+        if size % len(names):
+            raise WeightError(f"{size} model processes of a server on {len(names)} nodes: every node of a server must have equally many")
+        found += [numbers.setdefault(names[process * len(names) // size], len(numbers)) for process in range(size)]
+    return tuple(found)
+
+
+def _experts(names: Sequence[str]) -> frozenset[str]:
+    return frozenset(name for name in names if expert_of(name) is not None)
+
+
+def _misread(plan: TransferPlan, num_experts: int, needs: Mapping[str, Needs]) -> list[str]:
+    """Tensors that the plan brings to a process that does not need them, but another of its server, and the other way round.
+
+    What a whole server needs and the trainer has not, or the other way round, servers find themselves when a push begins.
+    """
+    planned: list[set[str]] = [set() for _ in range(plan.rollout.num_gpus)]
+    for tensor in plan.tensors:
+        for gpu in readers(tensor, plan.rollout, num_experts):
+            planned[gpu].add(stored_name(tensor.name))
+    offered, found = {stored_name(tensor.name) for tensor in plan.tensors}, []
+    places = iter(planned)
+    for server, processes in needs.items():
+        known = offered & {name for names in processes for name in names}
+        for index, names in enumerate(processes):
+            wanted, mine = known.intersection(names), known & next(places)
+            kinds = {"needs and would not get": wanted - mine, "does not need and would get": mine - wanted}
+            found += [f"{server}, process {index}, {what} {first_few(sorted(tensors))}" for what, tensors in kinds.items() if tensors]
+    return found

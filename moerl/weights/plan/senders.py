@@ -1,0 +1,130 @@
+"""Which rank sends each part of a push to which GPUs. Pure."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle
+
+import numpy as np
+
+from moerl.config.schema.layout import Layout
+from moerl.weights.plan.parts import parts_of
+from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, RolloutLayout, TransferPlan, Transfers, holders, readers
+
+_Row = tuple[int, int, int]
+"""source, target, part"""
+
+
+def plan_transfers(
+    tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, num_experts: int, part_bytes: int
+) -> TransferPlan:
+    """`part_bytes`: largest part, of one row at least, of a tensor that every GPU reads; smaller parts spread a node's load more evenly.
+
+    `layout` must be without problems, and `num_experts` a multiple of rollout.expert_shares. The order of `tensors` does not matter.
+    """
+    tensors = sorted(tensors, key=lambda tensor: tensor.name)
+    parts = parts_of(tensors, layout, rollout, part_bytes=part_bytes)
+    routes = _Routes(tensors, parts, layout, rollout, num_experts)
+    for batch in _in_batches(tensors, parts, of_experts=True):
+        routes.add_experts(batch)
+    for batch in _in_batches(tensors, parts, of_experts=False):
+        routes.add_others(batch)
+    network, within = (_with_followers(_transfers(rows), parts) for rows in (routes.network, routes.within))
+    return TransferPlan(tensors=tuple(tensors), parts=parts, network=network, spread=within, layout=layout, rollout=rollout)
+
+
+class _Routes:
+    def __init__(self, tensors: Sequence[PlannedTensor], parts: Parts, layout: Layout, rollout: RolloutLayout, num_experts: int):
+        self._tensors, self._parts, self._sizes = tensors, parts, parts.unit_bytes().tolist()
+        self._layout, self._rollout, self._num_experts = layout, rollout, num_experts
+        self._sent, self._received = [0] * layout.ranks, [0] * rollout.num_gpus
+        self._nodes = self._by_node(range(rollout.num_gpus))
+        self._nodes_of: dict[int | None, list[list[int]]] = {}
+        self.network: list[_Row] = []
+        self.within: list[_Row] = []
+
+    def add_experts(self, batch: Sequence[int]) -> None:
+        """Within a node go those of which it holds copies: of several servers, or of groups of GPUs that share experts."""
+        senders: dict[tuple[int, range], int] = {}
+        for part in batch:
+            tensor, having = self._tensors[self._parts.tensor[part]], self._having(part)
+            if (groups := self._nodes_of.get(tensor.expert)) is None:
+                groups = self._nodes_of[tensor.expert] = self._by_node(readers(tensor, self._rollout, self._num_experts))
+            for group in groups:
+                target = min(group, key=self._received.__getitem__)
+                if (source := senders.get((target, having))) is None:
+                    source = senders[target, having] = min(having, key=self._sent.__getitem__)
+                self._add(part, source, target, group)
+
+    def add_others(self, batch: Sequence[int]) -> None:
+        """Every node gets all, in chunks for its GPUs, which as many ranks send at once; others of a stage can then serve another node."""
+        lanes = list(_lanes(batch, self._tensors, self._parts))
+        for node in self._nodes:
+            for lane in lanes:
+                chunks = self._chunks(lane, max(1, round(len(node) / len(lanes))))
+                having = self._having(lane[0])
+                blocks = [having[first : first + len(chunks)] for first in range(0, len(having), len(chunks))]
+                block = min(blocks, key=lambda ranks: sum(self._sent[rank] for rank in ranks) / len(ranks))
+                ranks = sorted(block, key=self._sent.__getitem__)
+                for chunk, source in zip(chunks, cycle(ranks)):
+                    target = min(node, key=self._received.__getitem__)
+                    for part in chunk:
+                        self._add(part, source, target, node)
+
+    def _add(self, part: int, source: int, target: int, group: Sequence[int]) -> None:
+        self._sent[source] += self._sizes[part]
+        self._received[target] += self._sizes[part]
+        self.network.append((source, target, part))
+        self.within += [(target, gpu, part) for gpu in group if gpu != target]
+
+    def _having(self, part: int) -> range:
+        return holders(self._tensors[self._parts.tensor[part]], int(self._parts.shard[part]), self._layout, self._num_experts)
+
+    def _chunks(self, lane: Sequence[int], count: int) -> list[list[int]]:
+        """At most `count`, of about one size, the largest first."""
+        sizes = np.array([self._sizes[part] for part in lane])
+        ends = np.cumsum(sizes)
+        numbers = (ends - sizes / 2) * count // max(ends[-1], 1)
+        chunks = [[lane[index] for index in np.flatnonzero(numbers == number).tolist()] for number in np.unique(numbers)]
+        return sorted(chunks, key=lambda chunk: -sum(self._sizes[part] for part in chunk))
+
+    def _by_node(self, gpus: Sequence[int]) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for gpu, node in zip(gpus, self._rollout.node_numbers()[gpus].tolist(), strict=True):
+            found.setdefault(node, []).append(gpu)
+        return list(found.values())
+
+
+def _in_batches(tensors: Sequence[PlannedTensor], parts: Parts, *, of_experts: bool) -> Iterator[list[int]]:
+    """The leading parts, first batches of all stages first."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for part in np.flatnonzero(~parts.follows).tolist():
+        tensor = tensors[parts.tensor[part]]
+        if (tensor.expert is not None) == of_experts:
+            found.setdefault((int(parts.batch[part]), tensor.stage), []).append(part)
+    return (found[key] for key in sorted(found))
+
+
+def _lanes(batch: Sequence[int], tensors: Sequence[PlannedTensor], parts: Parts) -> Iterator[list[int]]:
+    """Parts by shard, which no rank has two of; what every rank has goes to the shards with the fewest bytes. Each begins with a part of
+    the shard, if there is one."""
+    is_cut = [tensors[parts.tensor[part]].cut_dim is not None for part in batch]
+    shards = sorted({int(parts.shard[part]) for part, cut in zip(batch, is_cut, strict=True) if cut}) or [0]
+    lanes: dict[int, list[int]] = {shard: [] for shard in shards}
+    filled = dict.fromkeys(shards, 0)
+    for part, cut in sorted(zip(batch, is_cut, strict=True), key=lambda each: not each[1]):
+        shard = int(parts.shard[part]) if cut else min(shards, key=filled.__getitem__)
+        lanes[shard].append(part)
+        filled[shard] += int(parts.num_bytes[part])
+    return (lane for lane in lanes.values() if lane)
+
+
+def _transfers(rows: Iterable[_Row]) -> Transfers:
+    columns = np.array(list(rows), dtype=np.int32).reshape(-1, 3).T
+    return Transfers(source=columns[0], target=columns[1], part=columns[2])
+
+
+def _with_followers(transfers: Transfers, parts: Parts) -> Transfers:
+    """The same with the scales of what is transferred."""
+    has_scales = np.append(parts.follows[1:], False)[transfers.part]
+    source, target, part = (np.concatenate([column, column[has_scales]]) for column in (transfers.source, transfers.target, transfers.part))
+    part[len(transfers) :] += 1
+    return Transfers(source=source, target=target, part=part)

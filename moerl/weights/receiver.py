@@ -1,0 +1,24 @@
+"""Server's side of a weight push, as the driver calls it."""
+
+from typing import Protocol
+
+from moerl.types.push import Manifest, Needs, TransportOffer
+
+
+class WeightReceiver(Protocol):
+    """The engine's side of a weight push. Every method raises WeightError with the engine's own reason; the engine is then STALE."""
+
+    async def needs(self) -> Needs:
+        """What a push must bring to each of its model processes: all but the experts that others of them have."""
+
+    async def connect(self, offer: TransportOffer) -> None: ...
+
+    async def begin(self, manifest: Manifest) -> None:
+        """Refuses a manifest that does not name exactly the model's tensors, shapes and dtypes. From here on the engine is STALE."""
+
+    async def install(self) -> None:
+        """Returns when its processes have fetched the buckets of the offer, copied them into the model, and compared digests of the
+        *installed* bytes."""
+
+    async def finish(self, version: int) -> None:
+        """Every tensor that a process needs must have been installed once; then the engine serves `version`."""

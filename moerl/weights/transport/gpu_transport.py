@@ -1,0 +1,118 @@
+"""What a push does with buckets that stay on a GPU: memory shared by CUDA IPC, and a group over NCCL. Not run so far (tests/gpu).
+
+Everything else of the transports is the same code on CPU, where memory is a memfd (shm.py) and the group gloo's (network.py).
+"""
+
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moerl.cluster.echoes import LATE
+from moerl.types.errors import WeightError
+from moerl.weights.transport.rendezvous import Deadline
+
+ON_GPU = "cuda:"
+"""Begins the `source` of memory on a GPU."""
+
+
+class DeviceBuffer:
+    """As shm.SharedBuffer, on a GPU. It only grows; its source is another one then."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.source = ""
+
+    def reserve(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [at least num_bytes]"""
+        if num_bytes > len(self._memory):
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            # Once for each allocation: torch keeps a count of what was shared, and many processes may map one handle.
+            self.source = _source_of(self._memory)
+        return self._memory
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self.source, self._memory = "", torch.empty(0, dtype=torch.uint8)
+
+
+def map_device(source: str) -> torch.Tensor:
+    """All of a DeviceBuffer in another process of this host."""
+    *shared, uuid = json.loads(source.removeprefix(ON_GPU))
+    device = _device_of(uuid)
+    torch.cuda.init()
+    arguments = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared]
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *arguments)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _source_of(memory: torch.Tensor) -> str:
+    _, *shared = memory.untyped_storage()._share_cuda_()
+    values = [value.hex() if isinstance(value, bytes) else value for value in shared]
+    return ON_GPU + json.dumps([*values, str(torch.cuda.get_device_properties(memory.device).uuid)])
+
+
+def _device_of(uuid: str) -> torch.device:
+    """Processes number the GPUs that they see, each in its own way."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return torch.device("cuda", index)
+    raise WeightError(f"GPU {uuid} has the bucket, and this process does not see it (CUDA_VISIBLE_DEVICES); set weights.transport=nccl")
+
+
+def finished(device: torch.device) -> None:
+    """Returns when what this thread has queued on the GPU is done, before another process reads or overwrites it. It must not wait for
+    other streams: NCCL's has sends and receives whose other side may wait for this one."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+class NcclGroup:
+    """Buckets between any two ranks over one communicator of all: NCCL runs its operations in order, which must be that of the rounds."""
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, device: torch.device, deadline: Deadline, seconds: float):
+        """Until all have joined, at the `deadline`; but NCCL's own start has none. `seconds` of a push bound every bucket."""
+        kind: Any = dist.ProcessGroupNCCL  # absent from builds for CPU
+        options = kind.Options()
+        options._timeout = timedelta(seconds=2 * seconds)  # torch then ends the process; `wait` gives up before
+        torch.cuda.set_device(device)
+        self._only = kind(dist.PrefixStore("moerl/weights", store), rank, world_size, options)
+        # All make the communicator here. Otherwise the first bucket of any two would, and wait in it for all others.
+        try:
+            self.wait(self._only.allreduce([torch.zeros(1, device=device)]), deadline)
+        except Exception:
+            self.close()
+            raise
+
+    def send(self, data: torch.Tensor, rank: int, tag: int) -> Any:
+        """Work that has begun; NCCL knows no tags."""
+        return self._coalesced("send", data, rank, tag)
+
+    def receive(self, data: torch.Tensor, rank: int, tag: int) -> Any:
+        """Work that has begun."""
+        return self._coalesced("recv", data, rank, tag)
+
+    def wait(self, work: Any, deadline: Deadline, check: Callable[[], None] | None = None) -> None:
+        """Returns when the GPU has done it. `check` raises when a side is gone, which NCCL would not tell."""
+        while not work.is_completed():
+            if deadline.has_passed():
+                raise WeightError(f"a bucket {LATE} {deadline} over NCCL")
+            if check is not None:
+                check()
+            time.sleep(0.0005)  # wait() would return when the GPU has queued the work, not when it is done
+        work.wait()
+
+    def close(self) -> None:
+        self._only.abort()
+        del self._only
+
+    def _coalesced(self, verb: str, data: torch.Tensor, rank: int, tag: int) -> Any:
+        """A batch of one: outside of batches torch makes a communicator for every two ranks."""
+        self._only._start_coalescing()
+        getattr(self._only, verb)([data], rank, tag)
+        return self._only._end_coalescing()

@@ -1,0 +1,88 @@
+"""Where the sides of a push find each other: a TCPStore in the process of the first sender, whose address the driver tells to all."""
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from moerl.types.errors import WeightError
+
+JOIN_SECONDS = 120.0
+"""For all sides of a push to meet, at most: one that is gone by then keeps the others from a new attempt for so long."""
+
+TOKEN_KEY = "moerl/token"
+"""Its value only those know who can reach the store."""
+
+
+class Deadline:
+    """Of one call to one side of a push, whatever it waits for."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, and some more when it has passed: what is there by then shall be found."""
+        return max(self._end - time.monotonic(), 0.01)
+
+    def has_passed(self) -> bool:
+        return time.monotonic() > self._end
+
+    def __str__(self) -> str:
+        return f"{self._seconds:g} s"
+
+
+class Rendezvous:
+    """Every value is told once. WeightError if the store cannot be reached, or a value was not told in time."""
+
+    def __init__(self, store: Store, address: str):
+        self.store, self.address = store, address
+        self.host = address.rpartition(":")[0]
+
+    @classmethod
+    def open(cls, host: str, deadline: Deadline) -> "Rendezvous":
+        """In this process, on a free port of `host`."""
+        with explained(f"no store at {host}"):
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline.left()))
+            store.set(TOKEN_KEY, secrets.token_hex())
+        return cls(store, f"{host}:{store.port}")
+
+    @classmethod
+    def join(cls, address: str, deadline: Deadline) -> "Rendezvous":
+        host, _, port = address.rpartition(":")
+        with explained(f"could not join the trainer at {address!r}"):
+            return cls(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=deadline.left())), address)
+
+    def tell(self, key: str, value: str) -> None:
+        with explained(f"the store at {self.address} takes nothing"):
+            self.store.set(key, value)
+
+    def ask(self, key: str, deadline: Deadline | None = None) -> str:
+        """`deadline` None: it was told before the address was."""
+        with explained(f"the store at {self.address} has no {key!r}"):
+            if deadline is not None:
+                self.store.wait([key], timedelta(seconds=deadline.left()))
+            return self.store.get(key).decode()
+
+    def own_host(self) -> str:
+        """This host's own address on the route to the store. A connected UDP socket sends nothing."""
+        port = int(self.address.rpartition(":")[2])
+        with explained(f"no route to the trainer at {self.address}"):
+            family, kind, protocol, _, address = socket.getaddrinfo(self.host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Errors of torch.distributed (RuntimeError) and of sockets as WeightError."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, WeightError):
+            raise
+        raise WeightError(f"{what} ({error}); see that every rollout server is alive and reaches the trainer's host") from error

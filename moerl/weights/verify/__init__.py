@@ -1,0 +1,4 @@
+"""Digests of tensors, and what is said of a push that disagrees.
+
+The bytes come from weights/receive.py.
+"""
