@@ -18,6 +18,7 @@ from moerl.config.rules.kubernetes_rules import kubernetes_problems
 from moerl.config.rules.megatron_fields import megatron_problems, router_problems
 from moerl.config.rules.memory_rules import memory_problems
 from moerl.config.rules.network_rules import network_problems
+from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.rules.placement_rules import placement_problems
 from moerl.config.rules.server_layout_rules import layout_problems
 from moerl.config.rules.slurm_rules import slurm_problems, time_problems
@@ -166,7 +167,7 @@ def _micro_batches(config: RunConfig) -> Iterator[Problem]:
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
     layout, context, shape = config.train.layout, config.model.max_context, _shape(config.model)
-    yield from layout.problems(shape)
+    yield from broken_layout(layout, shape)
     if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
         rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
         yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)

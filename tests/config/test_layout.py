@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.derive.model_shape import ModelShape
+from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.layout import Layout
 
 sizes = st.sampled_from([1, 2, 3, 4, 8])
@@ -21,7 +22,7 @@ shapes = st.builds(
 
 
 def accepted(layout: Layout, shape: ModelShape | None) -> bool:
-    return not list(layout.problems(shape))
+    return not list(broken_layout(layout, shape))
 
 
 @given(layouts)
@@ -45,7 +46,7 @@ def test_an_accepted_layout_cuts_the_model_into_whole_parts(layout: Layout, shap
 
 @given(layouts, shapes)
 def test_every_problem_names_a_field_of_the_layout_and_its_value(layout: Layout, shape: ModelShape):
-    for problem in layout.problems(shape):
+    for problem in broken_layout(layout, shape):
         assert problem.value == getattr(layout, problem.path.removeprefix("train.layout."))
         assert problem.fix
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import megatron_patches
 from moerl.config.derive.pipeline import chunk_layers, stage_layers
-from moerl.config.rules.pipeline_rules import contradictions, pipeline_problems
+from moerl.config.rules.parallel_rules import contradictions, pipeline_problems
 from moerl.config.schema.layout import Layout
 
 stages = st.one_of(st.none(), st.integers(1, 12))

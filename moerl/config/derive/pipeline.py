@@ -1,12 +1,9 @@
 """Layers of each pipeline stage and interleaved chunk."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from moerl.config.schema.layout import Layout
+from moerl.config.schema.layout import Layout
 
 
-def stage_layers(layout: "Layout", num_layers: int) -> list[int]:
+def stage_layers(layout: Layout, num_layers: int) -> list[int]:
     """Layers of each stage, in order, by a layout without problems; the embedding and the loss where they count as one."""
     pp, first, last = layout.pp, layout.first_stage_layers, layout.last_stage_layers
     if first is None and last is None:
@@ -16,7 +13,7 @@ def stage_layers(layout: "Layout", num_layers: int) -> list[int]:
     return [middle if first is None else first, *[middle] * (pp - 2), middle if last is None else last]
 
 
-def chunk_layers(layout: "Layout", num_layers: int) -> list[list[int]]:
+def chunk_layers(layout: Layout, num_layers: int) -> list[list[int]]:
     """Transformer layers of [stage][chunk]; chunk c of stage s runs at place c * pp + s."""
     chunks = [[layers // layout.vpp] * layout.vpp for layers in stage_layers(layout, num_layers)]
     chunks[0][0] -= layout.embedding_as_layer

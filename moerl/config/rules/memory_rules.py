@@ -10,6 +10,7 @@ from moerl.types.errors import Problem, problem
 
 if TYPE_CHECKING:
     from moerl.config.schema.train_config import TrainConfig
+from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.memory_config import FullRecompute, RecomputeModule, SelectiveRecompute
 
 _OF_EXPERTS = ("moe", "moe_act")
@@ -32,7 +33,7 @@ def memory_problems(train: "TrainConfig", shape: ModelShape | None) -> Iterator[
 
 
 def _full_problems(train: "TrainConfig", recompute: FullRecompute, shape: ModelShape | None) -> Iterator[Problem]:
-    if shape is None or any(train.layout.problems(shape)):
+    if shape is None or any(broken_layout(train.layout, shape)):
         return
     path, num_layers = "train.recompute.num_layers", recompute.num_layers
     chunks = {count for stage in chunk_layers(train.layout, shape.num_layers) for count in stage}

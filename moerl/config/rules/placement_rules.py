@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.strict import MOST
 from moerl.types.errors import ConfigError, Problem, can_be, problem
 
@@ -15,7 +16,7 @@ from moerl.config.derive.gpu_map import gpu_map, gpus_per_server
 def placement_problems(config: "RunConfig") -> Iterator[Problem]:
     found = [*_mode_problems(config), *_node_problems(config), *_too_many(config)]
     yield from found
-    if found or any(config.train.layout.problems(None)):
+    if found or any(broken_layout(config.train.layout, None)):
         return
     try:
         mapped = gpu_map(config)

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moerl.config.schema.train_config import TrainConfig
 from moerl.models.bridge.native_bridge import ExportPart, Groups, NativeBridge, Shard
 from moerl.models.families.family import Family, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
@@ -53,13 +52,12 @@ class WeightBridge(Protocol):
 
 
 def build_bridge(
-    train: TrainConfig, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path
+    name: str, dtype: torch.dtype, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path
 ) -> WeightBridge:
-    """The one that train.bridge names; the arguments are those of `Bridge`."""
-    if train.bridge == "native":
+    """The one of `name`, a value of train.bridge; further arguments are those of `NativeBridge`, `dtype` is the trainer's."""
+    if name == "native":
         return NativeBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
-    dtype = getattr(torch, train.dtype)
-    if train.bridge == "mbridge":
+    if name == "mbridge":
         from moerl.models.bridge.mbridge_adapter import MBridge
 
         return MBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, dtype=dtype)
