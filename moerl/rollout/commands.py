@@ -50,7 +50,8 @@ def native_command(
         extra += ["--node-rank", str(node_rank), "--head", host if head is None else head]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
-    return server_command(config, model_dir, index, module=f"moerl.rollout.{config.rollout.engine}.server", extra=extra, host=host)
+    module = "moerl.rollout.engines.{0}.{0}_server".format(config.rollout.engine)
+    return server_command(config, model_dir, index, module=module, extra=extra, host=host)
 
 
 def port_of(rollout: RolloutConfig, index: int) -> int:

@@ -29,7 +29,7 @@ def test_a_server_over_two_nodes_that_loses_a_follower_is_started_again_whole(tm
     replay = "rollout" if engine == "sglang" else "off"
     process = start(tmp_path, *SPREAD, f"rollout.engine={engine}", f"train.router_replay={replay}", f"weights.transport={transport}")
     wait_for_step(process, 1)
-    server = f"moerl.rollout.{engine}.server"
+    server = f"moerl.rollout.engines.{engine}.{engine}_server"
     (follower,), heads = below(raylets[1], server), below(psutil.Process(process.pid), server)
     family = with_children([follower, *heads])
     assert "--node-rank 1 --head 127.0.0.2" in " ".join(follower.cmdline()) and not below(raylets[0], server)

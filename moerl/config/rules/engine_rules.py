@@ -91,7 +91,16 @@ def _own_environment(engine: str) -> Path:
 @functools.cache
 def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[Problem, ...]:
     """By the engine's own parser, in its environment; nothing is started. `arguments` and `model` (or null) are JSON."""
-    command = [python, "-m", f"moerl.rollout.{engine}.server", "--check", "--engine-args", arguments, "--model-config", model]
+    command = [
+        python,
+        "-m",
+        f"moerl.rollout.engines.{engine}.{engine}_server",
+        "--check",
+        "--engine-args",
+        arguments,
+        "--model-config",
+        model,
+    ]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
         return tuple(_PROBLEMS.validate_json(ended.stdout))
@@ -100,7 +109,7 @@ def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[
     except (OSError, subprocess.TimeoutExpired, ValidationError) as error:
         reason = str(error)
     fix = f"make engines ENGINES={engine}, or install moerl there: {python} -m pip install --no-deps moerl"
-    return (problem("rollout.python", python, f"cannot start moerl.rollout.{engine}", reason, fix),)
+    return (problem("rollout.python", python, f"cannot start moerl.rollout.engines.{engine}", reason, fix),)
 
 
 ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")

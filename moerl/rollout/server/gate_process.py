@@ -42,7 +42,7 @@ def main(
     start: Callable[[Options], Core],
     follow: Callable[[Options], None],
 ) -> None:
-    """`name`: of the package after moerl.rollout. `start` runs in the event loop and returns when the engine has loaded the model.
+    """`name`: of the package after moerl.rollout.engines. `start` runs in the event loop and returns when the engine has loaded the model.
     `follow`: instead of it on a server's other nodes; returns when the server ends."""
     parsed = _parse(name)
     ready = private_stdout()
@@ -96,7 +96,9 @@ async def _serve(options: Options, host: str, port: int, ready: Any, start: Call
 
 
 def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m moerl.rollout.{name}.server", description=f"Serve a model with {name} for rollouts.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m moerl.rollout.engines.{name}.{name}_server", description=f"Serve a model with {name} for rollouts."
+    )
     parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args and the model, as JSON, and end")
     parser.add_argument("--model-config", default="null", help="JSON of the model's config.json, for --check")
     parser.add_argument("--model", type=Path, help="directory of a Hugging Face checkpoint")
