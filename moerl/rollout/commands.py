@@ -50,7 +50,7 @@ def native_command(
         extra += ["--node-rank", str(node_rank), "--head", host if head is None else head]
     if routes_to_replay(config) is not None:
         extra.append("--returns-routes")
-    module = "moerl.rollout.engines.{0}.{0}_server".format(config.rollout.engine)
+    module = f"moerl.rollout.engines.{config.rollout.engine}.{config.rollout.engine}_server"
     return server_command(config, model_dir, index, module=module, extra=extra, host=host)
 
 

@@ -242,9 +242,9 @@ def test_nothing_is_left_after_close_and_scoring_then_is_an_error(misbehaving):
 
 DRIVER = """
 import asyncio, sys
-from moerl.config.schema.run_config import RewardConfig, RewardTerm
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
-from moerl.types.errors import Prompt
+from moerl.types.groups import Prompt
 
 async def main():
     config = RewardConfig(terms={"bad": RewardTerm(kind="function", path=sys.argv[1])}, timeout_seconds=600.0, num_workers=3)

@@ -90,7 +90,7 @@ parser = make()
 parsed = [vars(parser.parse_args(line)) for line in json.load(sys.stdin)]
 json.dump(parsed, open(sys.argv[1], "w"), default=str)
 """
-_SGLANG = "from moerl.rollout.engines.sglang import server\nfrom moerl.rollout.engines.sglang.sglang_core import _parser as make"
+_SGLANG = "from moerl.rollout.engines.sglang import sglang_server\nfrom moerl.rollout.engines.sglang.sglang_core import _parser as make"
 _VLLM = """
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -16,7 +16,7 @@ from moerl.train.checkpoint import checkpoint_dirs
 SAVE = """
 import os, signal, sys
 from pathlib import Path
-from moerl.train import checkpoint
+from moerl.train.checkpoint import checkpoint_dirs
 
 root, version, keep, survives = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 count = 0
@@ -30,13 +30,13 @@ def kill_at(event, args):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(kill_at)
-temporary = checkpoint.begin(root, version)
+temporary = checkpoint_dirs.begin(root, version)
 with (temporary / "shard").open("wb") as file:
     file.write(b"first half ")
     file.flush()
     sys.audit("halfway")
     file.write(b"%d" % version)
-checkpoint.commit(temporary, checkpoint.digest_files(temporary, ["shard"]), {"version": version}, {}, keep=keep)
+checkpoint_dirs.commit(temporary, checkpoint_dirs.digest_files(temporary, ["shard"]), {"version": version}, {}, keep=keep)
 print(count)
 """
 
