@@ -75,7 +75,7 @@ REMOTE = f"""\x1b[36mray::TrainWorker.update()\x1b[39m (pid=3, ip=1.2.3.4, actor
   File "/env/lib/python3.11/site-packages/ray/x.py", line 7, in span
     return method(*args)
            ^^^^^^^^^^^^^
-  File "{PACKAGE}/train/engine.py", line 88, in update
+  File "{PACKAGE}/train/megatron_engine.py", line 88, in update
     return self._update(batch)
            ^^^^^^^^^^^^^^^^^^^
   File "/home/me/own/loss.py", line 4, in token_loss

@@ -101,7 +101,7 @@ make = lambda: AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(allow_abbrev=
 @pytest.mark.engine
 @pytest.mark.parametrize(("engine", "imports"), [("sglang", _SGLANG), ("vllm", _VLLM)], ids=["sglang", "vllm"])
 def test_the_installed_engine_takes_every_argument_with_its_value(engine, imports, tmp_path):
-    python, out = Path(engine_rules.__file__).parents[2] / f".venv-{engine}" / "bin" / "python", tmp_path / "parsed.json"
+    python, out = Path(engine_rules.__file__).parents[3] / f".venv-{engine}" / "bin" / "python", tmp_path / "parsed.json"
     servers = {name: arguments(name, server) for name, server in CASES.items() if name.startswith(engine)}
     lines = [as_command_line(given) for given in servers.values()]
     command = [str(python), "-c", _PARSE.format(imports=imports), str(out)]
