@@ -77,11 +77,12 @@ def evaluate(
 def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
     """Print every setting of a run and what keeps it from starting, or everything that is wrong with it. Needs no GPU, loads no torch."""
     from moerl.check import cannot_start, load_checked
+    from moerl.config.rules.facts import facts_of
     from moerl.config.summary import refusals, summary
     from moerl.rollout.commands import described
 
     config = load_checked(overrides, config_dir)
-    typer.echo(summary(config, [*described(config), *refusals(list(cannot_start(config)))]), nl=False)
+    typer.echo(summary(config, [*described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]), nl=False)
 
 
 @app.command()

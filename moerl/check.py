@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.compose import compose
-from moerl.config.derive.hf_config import model_config
-from moerl.config.derive.model_shape import shape_of_config
-from moerl.config.derive.published import published_names
 from moerl.config.derive.scratch_config import scratch_config
 from moerl.config.load import Check, build, checked
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.rules.engine_rules import unserved
+from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.rules.server_layout_rules import start_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
@@ -53,8 +51,9 @@ def load_evaluation(
     problems = list(source_problems(config, checkpoint))
     if source is not None and not problems:
         config = with_model(config, source)
-    checks = (validate, _data_and_reward, _trained_model(source), *([cannot_start] if starts else []))
-    problems += [found for check_of in checks for found in check_of(config)]
+    facts = facts_of(config.model)
+    checks: tuple[Check, ...] = (validate, _data_and_reward, _trained_model(source), *([cannot_start] if starts else []))
+    problems += [found for check_of in checks for found in check_of(config, facts)]
     if problems:
         raise ConfigError(problems)
     assert source is not None
@@ -66,7 +65,7 @@ def load_evaluation(
 def _trained_model(source: Path | None) -> Check:
     """What keeps the weights of a run's checkpoint from being those of the model."""
 
-    def differences(config: RunConfig) -> Iterator[Problem]:
+    def differences(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         model = _model_config(config)
         if source is None or kind_of(source) != "run" or model is None:
             return
@@ -76,7 +75,7 @@ def _trained_model(source: Path | None) -> Check:
     return differences
 
 
-def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
+def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from check_data(config.data)
     yield from check_reward(config.reward)
     for name, dataset in config.eval.datasets.items() if config.eval is not None else ():
@@ -84,12 +83,12 @@ def _data_and_reward(config: RunConfig) -> Iterator[Problem]:
         yield from (replace(each, path=f"eval.datasets.{name}.{each.path}") for each in found)
 
 
-def cannot_start(config: RunConfig) -> Iterator[Problem]:
+def cannot_start(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """What can be checked and planned, and what `train` and `launch` refuse."""
     yield from _weights(config)
-    if config.model.is_only_named and config.model.published in published_names():  # with a path, a rule of every check
-        yield from unserved(config.rollout, shape_of_config(model_config(config.model)))
-    yield from start_problems(config)
+    if config.model.is_only_named:  # with a path, a rule of every check
+        yield from unserved(config.rollout, facts.shape)
+    yield from start_problems(config, facts)
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
@@ -98,7 +97,7 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
         yield problem("model.path", None, "must be given to start", reason, "model.path=DIRECTORY of the downloaded checkpoint")
 
 
-def _continued_run(config: RunConfig) -> Iterator[Problem]:
+def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """What keeps a run that exists from being continued with these settings."""
     if not all(can_be(Path(place)) for place in (config.run_dir, config.model.path) if place is not None):
         return  # reported by validation

@@ -21,6 +21,7 @@ import yaml
 from moerl.config.compose import compose
 from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.load import Check, build
+from moerl.config.rules.facts import facts_of
 from moerl.config.rules.kubernetes_rules import job_name, launch_problems
 from moerl.config.schema.kubernetes_config import VolumeConfig
 from moerl.config.schema.run_config import RunConfig
@@ -40,7 +41,8 @@ def load_for_pods(overrides: Sequence[str], config_dir: Path | None = None, *, c
     model, path = config.model, config.model.path
     is_elsewhere = path is not None and model.published is not None and not Path(path).exists()
     checked = replace(config, model=replace(model, path=None)) if is_elsewhere else config
-    problems = [found for check in (validate, *checks) for found in check(checked)]
+    facts = facts_of(checked.model)
+    problems = [found for check in (validate, *checks) for found in check(checked, facts)]
     problems = [found for found in problems if not (is_elsewhere and found.path == "model.path")]
     if problems:
         raise ConfigError(problems)

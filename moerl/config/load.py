@@ -14,11 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 from moerl.config.compose import compose
 from moerl.config.explain import Explainer
 from moerl.config.plain import unusable
+from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
 from moerl.types.errors import ConfigError, Problem
 
-Check = Callable[[RunConfig], Iterable[Problem]]
+Check = Callable[[RunConfig, Facts], Iterable[Problem]]
 
 _ADAPTER = TypeAdapter(RunConfig)
 
@@ -35,7 +36,8 @@ def load(overrides: Sequence[str], config_dir: Path | None = None, *, checks: Se
 def checked(plain: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig:
     """The run of composed settings. Raises ConfigError with every problem."""
     config = build(plain)
-    problems = [problem for check in (validate, *checks) for problem in check(config)]
+    facts = facts_of(config.model)
+    problems = [problem for check in (validate, *checks) for problem in check(config, facts)]
     if problems:
         raise ConfigError(problems)
     return config

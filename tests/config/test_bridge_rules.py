@@ -1,9 +1,13 @@
 """A train.bridge is refused where its package is absent, of another version, or carries weights wrongly."""
 
+from dataclasses import replace
+
 import pytest
 
+from moerl.config.load import load
 from moerl.config.rules import bridge_rules
 from moerl.config.rules.bridge_rules import bridge_problems
+from moerl.config.rules.facts import Facts
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 
@@ -16,7 +20,9 @@ def installed(monkeypatch):
 
 
 def problems(hf=QWEN3_MOE, name="mbridge", **options):
-    return list(bridge_problems(TrainConfig(optimizer=OptimizerConfig(lr=1e-6), bridge=name, **options), hf))
+    train = TrainConfig(optimizer=OptimizerConfig(lr=1e-6), bridge=name, **options)
+    run = replace(load(["recipe=grpo-tiny-moe-1n2g-sync"]), train=train)
+    return list(bridge_problems(run, Facts(hf=hf, shape=None)))
 
 
 def rules(*args, **options):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import megatron_patches
 from moerl.config.derive.gpu_map import Machine, MappedGPU, ServerShape, gpu_map, map_gpus
 from moerl.config.load import load
+from moerl.config.rules.facts import facts_of
 from moerl.config.rules.placement_rules import placement_problems
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.placement_config import PlacementConfig
@@ -137,7 +138,7 @@ def with_placement(config, offload="all", **placement):
 
 
 def said(config):
-    return [str(found) for found in placement_problems(config)]
+    return [str(found) for found in placement_problems(config, facts_of(config.model))]
 
 
 def test_one_node_without_a_number_of_gpus_takes_all(tiny):

@@ -9,7 +9,7 @@ import pytest
 
 import megatron_patches
 from moerl.config.rules.megatron_allowed import ALLOWED, REFUSED, WITHOUT_REPLAY
-from moerl.config.rules.megatron_fields import OWNED, megatron_fields, megatron_problems
+from moerl.config.rules.megatron_fields import OWNED, field_problems, megatron_fields
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 
@@ -26,14 +26,14 @@ def test_every_owned_name_is_a_field_of_megatron():
 
 
 def test_an_owned_name_is_refused_with_what_to_do_instead():
-    (problem,) = megatron_problems({"context_parallel_size": 2})
+    (problem,) = field_problems({"context_parallel_size": 2})
     assert problem.fix == "set train.layout.cp instead"
 
 
 def test_without_megatron_any_name_is_refused_and_none_is_fine(monkeypatch):
     monkeypatch.setattr("moerl.config.rules.megatron_fields.megatron_fields", dict)
-    assert not list(megatron_problems({}))
-    (problem,) = megatron_problems({"moe_z_loss_coeff": 0.1})
+    assert not list(field_problems({}))
+    (problem,) = field_problems({"moe_z_loss_coeff": 0.1})
     assert problem.rule == "needs megatron-core"
 
 
@@ -54,7 +54,7 @@ def test_every_field_of_the_pinned_version_is_set_by_moerl_allowed_or_refused_wi
 
 def test_a_field_that_only_another_version_has_is_refused(monkeypatch):
     monkeypatch.setattr("moerl.config.rules.megatron_fields.megatron_fields", lambda: {"of_another_version": "bool"})
-    (problem,) = megatron_problems({"of_another_version": True})
+    (problem,) = field_problems({"of_another_version": True})
     assert (problem.rule, problem.reason) == ("cannot be set", "the Megatron that moerl is tested with has no such field")
 
 
@@ -74,5 +74,5 @@ def test_a_field_that_only_another_version_has_is_refused(monkeypatch):
     ],
 )
 def test_what_would_change_the_model_is_refused_with_the_reason(setting, said):
-    (problem,) = megatron_problems(setting)
+    (problem,) = field_problems(setting)
     assert said in f"{problem.rule}: {problem.reason}"

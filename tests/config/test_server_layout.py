@@ -15,6 +15,7 @@ from moerl.config.derive.hf_config import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.derive.published import published_config
 from moerl.config.rules import engine_rules
+from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.rules.server_layout_rules import layout_problems, start_problems
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.types.errors import ConfigError
@@ -49,7 +50,7 @@ def broken(recipe, layout, **rollout):
     """Rules that the recipe breaks with another layout."""
     config = loaded(recipe)
     changed = replace(config, rollout=replace(config.rollout, layout=layout, **rollout))
-    return list(layout_problems(changed, shape_of_config(model_config(config.model))))
+    return list(layout_problems(changed, facts_of(config.model)))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_a_dense_model_has_no_experts_to_spread():
     shape = replace(shape_of_config(model_config(loaded(QWEN).model)), num_experts=None, expert_ffn_size=0)
     config = loaded(QWEN)
     changed = replace(config, rollout=replace(config.rollout, layout=ServerLayout(gpus=2, dp=2, ep=2)))
-    assert [each.path for each in layout_problems(changed, shape)] == ["rollout.layout.ep", "rollout.layout.dp"]
+    assert [each.path for each in layout_problems(changed, Facts(hf=None, shape=shape))] == ["rollout.layout.ep", "rollout.layout.dp"]
 
 
 def test_a_layout_for_an_engine_of_one_process_is_refused():
@@ -134,7 +135,10 @@ def test_routes_are_not_replayed_where_the_engine_may_report_others():
     config = loaded(GLM)
     layout = ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1, redundant_experts=32)
     changed = replace(config, rollout=replace(config.rollout, layout=layout), train=replace(config.train, router_replay="rollout"))
-    assert [each.path for each in layout_problems(changed, None)] == ["rollout.layout.mtp_tokens", "rollout.layout.redundant_experts"]
+    assert [each.path for each in layout_problems(changed, Facts(hf=None, shape=None))] == [
+        "rollout.layout.mtp_tokens",
+        "rollout.layout.redundant_experts",
+    ]
 
 
 # -- vLLM ----------------------------------------------------------------------------------------------------------
@@ -194,7 +198,7 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     found = problems(QWEN, *given, starts=True)
     assert [each.path for each in found] == ["rollout.layout.redundant_experts", "rollout.layout.weights"]
     assert "a push in FP8 has not been run with sglang" in found[1].reason
-    found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm"))))
+    found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm")), facts_of(config.model)))
     assert [each.path for each in found[:2]] == ["rollout.layout.dp", "rollout.layout.ep"]
     assert "of vLLM over several nodes have been in no run" in found[0].reason
 
@@ -203,7 +207,9 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
 def test_a_tensor_parallel_server_over_several_nodes_can_be_started_with_both_engines(engine):
     config = load_checked([f"recipe={QWEN}"])
     layout = ServerLayout(gpus=16, gpus_per_node=8)
-    assert list(start_problems(replace(config, rollout=replace(config.rollout, engine=engine, layout=layout)))) == []
+    assert (
+        list(start_problems(replace(config, rollout=replace(config.rollout, engine=engine, layout=layout)), facts_of(config.model))) == []
+    )
 
 
 def test_of_a_layout_the_hf_engine_takes_the_weights_format_only():

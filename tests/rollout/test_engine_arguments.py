@@ -13,6 +13,7 @@ from test_build_engines import config
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules import engine_rules
+from moerl.config.rules.facts import Facts
 from moerl.rollout.engines.engine_arguments import QuietParser, argument_problems, as_command_line, version_problems
 from moerl.rollout.engines.sglang import sglang_core
 from moerl.rollout.engines.vllm import vllm_core
@@ -103,8 +104,8 @@ def test_the_range_is_that_of_the_extra_that_installs_it(engine, core):
     assert project["optional-dependencies"][engine] == [f"{engine}{core.SUPPORTED}"]
 
 
-def rules(shape=SHAPE, **changes):
-    return list(engine_rules.engine_problems(config(**changes), shape))
+def rules(shape=SHAPE, hf=None, **changes):
+    return list(engine_rules.engine_problems(config(**changes), Facts(hf=hf, shape=shape)))
 
 
 @pytest.mark.parametrize("engine", NATIVE)
@@ -152,9 +153,8 @@ def test_the_engines_own_parser_checks_arguments_and_all_problems_come_at_once(e
 
 @pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes are those of kernels for CPU")
-def test_a_model_in_sizes_without_cpu_kernels_is_refused(monkeypatch):
+def test_a_model_in_sizes_without_cpu_kernels_is_refused():
     sizes = {"model_type": "deepseek_v3", "kv_lora_rank": 20, "qk_rope_head_dim": 8, "n_routed_experts": 8, "hidden_size": 80}
-    monkeypatch.setattr(engine_rules, "model_config", lambda model: sizes)
-    latent, experts = rules(dataclasses.replace(SHAPE, model_type="deepseek_v3"), engine="vllm")
+    latent, experts = rules(dataclasses.replace(SHAPE, model_type="deepseek_v3"), sizes, engine="vllm")
     assert (latent.value, latent.rule) == ("kv_lora_rank and qk_rope_head_dim = (20, 8)", "must be 512 and 64")
     assert (experts.value, experts.fix) == ("hidden_size = 80", "rollout.engine=hf, or a server on a GPU")

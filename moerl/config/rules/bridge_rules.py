@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from moerl.config.schema.train_config import TrainConfig
+from moerl.config.rules.facts import Facts
+from moerl.config.schema.run_config import RunConfig
 from moerl.models.bridge_packages import BRIDGES, BridgePackage
 from moerl.types.errors import Problem, problem
 
 
-def bridge_problems(train: TrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Every broken rule, for the model of the config.json `hf` if it is known."""
+def bridge_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule of train.bridge that is broken, for the model if it is known."""
+    train, hf = config.train, facts.hf
     if train.bridge == "native":
         return
     path, native, package = "train.bridge", "train.bridge=native", BRIDGES[train.bridge]

@@ -6,26 +6,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
-from moerl.config.derive.hf_config import model_config
 from moerl.config.derive.model_shape import ModelShape
-from moerl.types.errors import Problem, can_be, problem
-
-if TYPE_CHECKING:
-    from moerl.config.schema.rollout_config import RolloutConfig
-    from moerl.config.schema.run_config import RunConfig
-
-
-from typing import TYPE_CHECKING
-
+from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_allowed import replay_problems_of
-
-if TYPE_CHECKING:
-    from moerl.config.schema.run_config import RunConfig
-
+from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import Problem, can_be, problem
 
 FAMILIES = {"sglang": ("qwen3", "qwen3_moe", "deepseek_v3"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
 """Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
@@ -37,21 +26,21 @@ _CHECKOUT = Path(__file__).parents[3]
 _PROBLEMS = TypeAdapter(list[Problem])
 
 
-def interpreter(rollout: "RolloutConfig") -> str:
+def interpreter(rollout: RolloutConfig) -> str:
     """What the servers are started with."""
     if rollout.python is not None:
         return rollout.python
     return str(_own_environment(rollout.engine)) if rollout.engine in FAMILIES else sys.executable
 
 
-def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
-    """Every rule it breaks, for a model of `shape` if it is known. Asks the engine's environment, some seconds: about its version, its
+def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule rollout.engine breaks, for the model if it is known. Asks the engine's environment, some seconds: about its version, its
     arguments, and the model's sizes.
 
     A model that is only named (model.published without a path) cannot be started, and a login node that checks its recipe needs no
     environment: what belongs to starting is asked for with model.path, or listed by `moerl check` (`unserved`).
     """
-    rollout = config.rollout
+    rollout, shape = config.rollout, facts.shape
     if rollout.engine not in FAMILIES:
         if rollout.engine_args:
             reason = f"rollout.engine={rollout.engine} has no arguments of its own"
@@ -67,7 +56,7 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
     yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
     if can_be(python) and python.is_file():
-        model = model_config(config.model) if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
+        model = facts.hf if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None:  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
@@ -75,7 +64,7 @@ def engine_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
         yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
 
 
-def unserved(rollout: "RolloutConfig", shape: ModelShape | None) -> Iterator[Problem]:
+def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Problem]:
     """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
     families = FAMILIES.get(rollout.engine)
     if families is not None and shape is not None and shape.model_type not in families:
@@ -121,9 +110,9 @@ _WITHOUT_ROUTES = {
 """Why, of the engines that do not."""
 
 
-def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[Problem]:
-    """Every rule it breaks, for a model of `shape` if it is known."""
-    mode, path = config.train.router_replay, "train.router_replay"
+def replay_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule train.router_replay breaks, for the model if it is known."""
+    mode, path, shape = config.train.router_replay, "train.router_replay", facts.shape
     if mode == "off":
         return
     if shape is not None and shape.routes is None:
@@ -134,3 +123,22 @@ def replay_problems(config: "RunConfig", shape: ModelShape | None) -> Iterator[P
         fix = f"{path}=trainer, or rollout.engine={ENGINES_WITH_ROUTES[0]}"
         yield problem(path, mode, f"needs rollout.engine of {', '.join(ENGINES_WITH_ROUTES)}", reason, fix)
     yield from replay_problems_of(config.train.megatron, mode)
+
+
+def server_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    rollout = config.rollout
+    last = rollout.port + rollout.num_servers - 1
+    if rollout.port and last > 65535:
+        reason = f"{rollout.num_servers} servers count up from it, and the last port would be {last}"
+        fix = f"rollout.port={65536 - rollout.num_servers} or lower, or 0"
+        yield problem("rollout.port", rollout.port, f"must be at most {65536 - rollout.num_servers}", reason, fix)
+    if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()):
+        reason = "the servers are started with it"
+        yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
+
+
+def delta_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if config.weights.transport == "disk" and config.weights.disk_delta and config.rollout.engine not in ("hf", "fake"):
+        rule = f"cannot be kept with rollout.engine={config.rollout.engine}"
+        reason = "a delta is laid over what the model holds under the checkpoint's names, and this engine does not give that back"
+        yield problem("weights.disk_delta", True, rule, reason, "weights.disk_delta=false")

@@ -4,13 +4,16 @@ import re
 from collections.abc import Iterator
 
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
+from moerl.config.rules.facts import Facts
 from moerl.config.schema.data_config import DataConfig, FileData, RewardConfig
 from moerl.config.schema.eval_config import EvalConfig, EvalDataset
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
 
 
-def eval_problems(config: RunConfig) -> Iterator[Problem]:
+def eval_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule of `eval` that is broken, and of the run's reward for its data."""
+    yield from gym_problems(config.reward, config.data)
     if config.eval is None:
         return
     if not config.eval.datasets:

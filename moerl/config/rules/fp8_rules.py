@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.config.rules.facts import Facts
+from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import FP8Config, TrainConfig
 from moerl.models.families.family_table import FAMILIES
 from moerl.types.errors import Problem, problem
@@ -24,9 +26,9 @@ class LinearSize:
     """Nothing is summed over it and no rank holds a part of it, so it need not be whole blocks."""
 
 
-def fp8_problems(train: TrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """Every rule of FP8 that is broken, for the model of the config.json `hf` if it is known."""
-    fp8 = train.fp8
+def fp8_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule of FP8 that is broken, for the model if it is known."""
+    train, fp8, hf = config.train, config.train.fp8, facts.hf
     if fp8 is None:
         return
     if train.dtype != "bfloat16":

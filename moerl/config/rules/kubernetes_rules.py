@@ -3,13 +3,10 @@
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
+from moerl.config.rules.facts import Facts
+from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import NOT_SET, Problem, problem
-
-if TYPE_CHECKING:
-    from moerl.config.schema.run_config import RunConfig
-
 
 MAX_NAME = 47
 """Characters of a RayJob's name: KubeRay makes names of services from it (MaxRayJobNameLength, KubeRay 1.4)."""
@@ -20,7 +17,7 @@ def job_name(run: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
 
 
-def kubernetes_problems(config: "RunConfig") -> Iterator[Problem]:
+def kubernetes_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """What can be wrong with the settings, whoever starts the run."""
     kubernetes = config.kubernetes
     for index, volume in enumerate(kubernetes.volumes):
@@ -38,7 +35,7 @@ def kubernetes_problems(config: "RunConfig") -> Iterator[Problem]:
             yield problem(f"kubernetes.secrets.{name}", "(not shown)", rule, reason, fix)
 
 
-def launch_problems(config: "RunConfig", config_dir: str | None) -> Iterator[Problem]:
+def launch_problems(config: RunConfig, config_dir: str | None) -> Iterator[Problem]:
     """What keeps this run from being a RayJob."""
     kubernetes, name = config.kubernetes, job_name(config.name)
     if kubernetes.image is None:
@@ -58,7 +55,7 @@ def launch_problems(config: "RunConfig", config_dir: str | None) -> Iterator[Pro
             yield problem(path, value, rule, reason, "kubernetes.volumes=[{claim: CLAIM, path: /data}], and a path below /data")
 
 
-def _places(config: "RunConfig", config_dir: str | None) -> Iterator[tuple[str, str, bool]]:
+def _places(config: RunConfig, config_dir: str | None) -> Iterator[tuple[str, str, bool]]:
     """(setting, path, whether pods write there)"""
     yield "output_dir", config.output_dir, True
     if config.model.path is not None:

@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 
 from moerl.config.derive.model_shape import ModelShape
+from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_allowed import allowed_problems
+from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem
 
 _SOURCES = {
@@ -121,7 +123,13 @@ def megatron_fields() -> Mapping[str, str]:
     return {name: annotation for cls, file in _SOURCES.items() for name, annotation in _fields(root / file, cls)}
 
 
-def megatron_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
+def megatron_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule train.megatron breaks, for the model if it is known."""
+    yield from field_problems(config.train.megatron)
+    yield from router_problems(config.train.megatron, facts.shape)
+
+
+def field_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
     """What is wrong with the names under `train.megatron`, and with values by themselves."""
     fields = megatron_fields()
     if settings and not fields:

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.derive.pipeline import chunk_layers
-from moerl.types.errors import Problem, problem
-
-if TYPE_CHECKING:
-    from moerl.config.schema.train_config import TrainConfig
+from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.memory_config import FullRecompute, RecomputeModule, SelectiveRecompute
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import TrainConfig
+from moerl.types.errors import Problem, problem
 
 _OF_EXPERTS = ("moe", "moe_act")
 
@@ -19,8 +18,9 @@ _OF_EXPERTS = ("moe", "moe_act")
 # -- rules -----------------------------------------------------------------------------------------------------
 
 
-def memory_problems(train: "TrainConfig", shape: ModelShape | None) -> Iterator[Problem]:
-    """Every rule the memory settings break, for a model of `shape` if it is known."""
+def memory_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule the memory settings break, for the model if it is known."""
+    train, shape = config.train, facts.shape
     if isinstance(train.recompute, FullRecompute):
         yield from _full_problems(train, train.recompute, shape)
     if isinstance(train.recompute, SelectiveRecompute):
@@ -32,7 +32,7 @@ def memory_problems(train: "TrainConfig", shape: ModelShape | None) -> Iterator[
         yield problem("train.destroy_groups", True, "needs train.offload=all", reason, "train.offload=all, or destroy_groups=false")
 
 
-def _full_problems(train: "TrainConfig", recompute: FullRecompute, shape: ModelShape | None) -> Iterator[Problem]:
+def _full_problems(train: TrainConfig, recompute: FullRecompute, shape: ModelShape | None) -> Iterator[Problem]:
     if shape is None or any(broken_layout(train.layout, shape)):
         return
     path, num_layers = "train.recompute.num_layers", recompute.num_layers
@@ -77,7 +77,7 @@ def _why_without_effect(module: RecomputeModule, shape: ModelShape) -> str | Non
     return None
 
 
-def _optimizer_problems(train: "TrainConfig") -> Iterator[Problem]:
+def _optimizer_problems(train: TrainConfig) -> Iterator[Problem]:
     memory, path = train.optimizer.memory, "train.optimizer.memory"
     narrow = [f.name for f in fields(memory) if f.name.endswith("_dtype") and getattr(memory, f.name) != "float32"]
     if memory.precision_aware and train.dtype != "bfloat16":
@@ -101,7 +101,7 @@ def _optimizer_problems(train: "TrainConfig") -> Iterator[Problem]:
         yield problem(f"{path}.cpu_fraction", memory.cpu_fraction, "needs train.offload=none", reason, fix)
 
 
-def _overlap_problems(train: "TrainConfig") -> Iterator[Problem]:
+def _overlap_problems(train: TrainConfig) -> Iterator[Problem]:
     if train.overlap_param_gather and not train.overlap_grad_reduce:
         reason = "without overlap_grad_reduce all parameters form one bucket, so that nothing can run beside its gather"
         fix = "train.overlap_grad_reduce=true, or overlap_param_gather=false"

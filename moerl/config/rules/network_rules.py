@@ -3,15 +3,17 @@
 import re
 from collections.abc import Iterator
 
-from moerl.config.schema.run_config import NetworkConfig
+from moerl.config.rules.facts import Facts
+from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
 
 _OWNED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
-def network_problems(network: NetworkConfig) -> Iterator[Problem]:
-    """Every rule that is broken."""
+def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule of `network` that is broken."""
+    network = config.network
     for name, value in network.variables.items():
         path = f"network.variables.{name}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

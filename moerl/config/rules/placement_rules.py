@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from moerl.config.derive.gpu_map import gpu_map, gpus_per_server
+from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
+from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.strict import MOST
 from moerl.types.errors import ConfigError, Problem, can_be, problem
 
-if TYPE_CHECKING:
-    from moerl.config.schema.run_config import RunConfig
-from moerl.config.derive.gpu_map import gpu_map, gpus_per_server
 
-
-def placement_problems(config: "RunConfig") -> Iterator[Problem]:
+def placement_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     found = [*_mode_problems(config), *_node_problems(config), *_too_many(config)]
     yield from found
     if found or any(broken_layout(config.train.layout, None)):
@@ -32,7 +30,7 @@ def placement_problems(config: "RunConfig") -> Iterator[Problem]:
         yield problem("placement.gpus_per_node", gpus, rule, reason, fix)
 
 
-def _too_many(config: "RunConfig") -> Iterator[Problem]:
+def _too_many(config: RunConfig) -> Iterator[Problem]:
     """Of factors that are each in range. Every GPU is placed by itself, so that more would be placed for hours."""
     placement, rollout = config.placement, config.rollout
     per_node = 1 if placement.gpus_per_node is None else placement.gpus_per_node
@@ -44,7 +42,7 @@ def _too_many(config: "RunConfig") -> Iterator[Problem]:
         yield problem("rollout.num_servers", rollout.num_servers, f"must have at most {MOST} GPUs together", reason, fix)
 
 
-def _mode_problems(config: "RunConfig") -> Iterator[Problem]:
+def _mode_problems(config: RunConfig) -> Iterator[Problem]:
     placement, mode = config.placement, config.placement.mode
     if mode == "colocated" and config.max_staleness > 0:
         reason = "servers sleep while the trainer has the GPUs, so that nothing is sampled ahead"
@@ -64,7 +62,7 @@ def _mode_problems(config: "RunConfig") -> Iterator[Problem]:
         )
 
 
-def _node_problems(config: "RunConfig") -> Iterator[Problem]:
+def _node_problems(config: RunConfig) -> Iterator[Problem]:
     placement = config.placement
     if placement.topology is not None and not (can_be(Path(placement.topology)) and Path(placement.topology).is_file()):
         reason = "the order of the nodes is read from it"

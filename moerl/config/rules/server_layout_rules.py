@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from moerl.config.derive.model_shape import ModelShape
+from moerl.config.rules.facts import Facts
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
@@ -15,9 +16,9 @@ _LATENCY_REASON = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKEN
 _FP8_BLOCK = 128
 
 
-def layout_problems(config: RunConfig, shape: ModelShape | None) -> Iterator[Problem]:
-    """Every rule rollout.layout breaks, for a model of `shape` if it is known."""
-    rollout = config.rollout
+def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule rollout.layout breaks, for the model if it is known."""
+    rollout, shape = config.rollout, facts.shape
     layout = rollout.layout
     if rollout.engine == "hf":
         yield from _hf_problems(layout)
@@ -169,7 +170,7 @@ def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:
         yield _problem("redundant_experts", layout.redundant_experts, rule, reason, "leave it out, or train.router_replay=trainer")
 
 
-def start_problems(config: RunConfig) -> Iterator[Problem]:
+def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """What can be planned and rendered, and not be started yet."""
     layout = config.rollout.layout
     if config.rollout.engine in ("hf", "fake"):

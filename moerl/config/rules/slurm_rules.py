@@ -2,12 +2,23 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
+from moerl.config.rules.facts import Facts
+from moerl.config.schema.deadlines import Phase
+from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.slurm_config import SlurmConfig
 from moerl.types.errors import Problem, problem
 
 
-def slurm_problems(slurm: SlurmConfig, num_nodes: int) -> Iterator[Problem]:
+def slurm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    yield from _own_problems(config.slurm, config.placement.nodes)
+    waits = [phase for phase in get_args(Phase) if phase != "eval" or (config.eval is not None and config.eval.every > 0)]
+    deadlines = {f"deadlines.{phase}_seconds": config.deadlines.of(phase) for phase in waits}
+    yield from time_problems(config.slurm, {"slurm.start_seconds": config.slurm.start_seconds, **deadlines})
+
+
+def _own_problems(slurm: SlurmConfig, num_nodes: int) -> Iterator[Problem]:
     if slurm.segment is not None and num_nodes % slurm.segment:
         rule = f"must divide placement.nodes={num_nodes}"
         yield problem("slurm.segment", slurm.segment, rule, "a job consists of whole segments", "slurm.segment of a divisor")

@@ -1,0 +1,94 @@
+"""Rules of a run as a whole, of its steps and of its algorithm."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+from moerl.config.rules.facts import Facts
+from moerl.config.schema.algorithm_config import DAPOConfig
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import Problem, can_be, problem
+
+
+def run_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        reason = "it is the name of the run's directory under output_dir"
+        yield problem("name", config.name, "must be letters, digits, dots, dashes and underscores", reason, "name=my-run-1")
+    if not can_be(config.run_dir):
+        reason = "the run's directory is made there, and no file system takes that"
+        yield problem("output_dir", config.output_dir, "must be a path, and name a part of one", reason, "shorter names")
+    if config.group_size < 2:
+        reason = f"{config.algorithm.name} compares the samples of one prompt with each other; one sample has advantage 0"
+        yield problem("group_size", config.group_size, "must be at least 2", reason, "group_size=8")
+    samples = config.groups_per_step * config.group_size
+    if config.train.updates_per_step > samples:
+        reason = f"a step has groups_per_step * group_size = {samples} samples, and every update needs one"
+        yield problem("train.updates_per_step", config.train.updates_per_step, f"must be at most {samples}", reason, f"at most {samples}")
+
+
+def staleness_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if config.max_staleness == 0:
+        if config.rollout.partial:
+            reason = "with max_staleness=0 no completion is unfinished when weights are pushed"
+            yield problem("rollout.partial", True, "has no effect", reason, "max_staleness=1, or rollout.partial=false")
+        return
+    if config.deterministic:
+        reason = "which weights sample a group then depends on timing"
+        yield problem("deterministic", True, "needs max_staleness=0", reason, "max_staleness=0 or deterministic=false")
+    if config.train.old_logprobs == "trainer":
+        reason = "samples of older weights must be corrected by the probability they were drawn with, which the server recorded"
+        yield problem("train.old_logprobs", "trainer", "must be rollout when max_staleness > 0", reason, "train.old_logprobs=rollout")
+
+
+def micro_batch_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    budget, multiple = config.train.micro_batch_tokens, config.train.token_multiple
+    longest = -(-config.model.max_context // multiple) * multiple
+    if budget < longest:
+        padded = "" if longest == config.model.max_context else f", padded to a multiple of {multiple} for the layout"
+        reason = (
+            f"a sequence is never split over micro-batches, and one may have model.max_context={config.model.max_context} tokens{padded}"
+        )
+        yield problem("train.micro_batch_tokens", budget, f"must be at least {longest}", reason, f"train.micro_batch_tokens={longest}")
+    if budget % multiple:
+        reason = "micro-batches are padded to it, for sequence and context parallelism and FP8, and must not grow past the budget"
+        fix = f"train.micro_batch_tokens={-(-budget // multiple) * multiple}"
+        yield problem("train.micro_batch_tokens", budget, f"must be a multiple of {multiple}", reason, fix)
+
+
+def optimizer_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    optimizer, path = config.train.optimizer, "train.optimizer"
+    if optimizer.min_lr > optimizer.lr:
+        rule, reason = f"must be at most lr={optimizer.lr}", "the learning rate decays from lr down to min_lr"
+        yield problem(f"{path}.min_lr", optimizer.min_lr, rule, reason, f"{path}.min_lr={optimizer.lr / 10}")
+    if optimizer.decay != "constant" and optimizer.warmup_steps >= config.num_steps:
+        rule = f"must be less than num_steps={config.num_steps}"
+        reason = f"{optimizer.decay} decay lasts from the warm-up's end to num_steps"
+        yield problem(f"{path}.warmup_steps", optimizer.warmup_steps, rule, reason, f"{path}.decay=constant, or a shorter warm-up")
+    for index, beta in enumerate(optimizer.betas):
+        if not 0 <= beta < 1:
+            rule, reason = "must be in [0, 1)", "it is the weight of the past in a running mean"
+            yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
+
+
+def overlong_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    algorithm, limit = config.algorithm, config.rollout.max_response_tokens
+    if not isinstance(algorithm, DAPOConfig):
+        return
+    buffer, path = algorithm.overlong_buffer, "algorithm.overlong_buffer"
+    if algorithm.overlong != "penalty":
+        if buffer is not None:
+            reason = f"it is the length of the penalty's ramp, and algorithm.overlong={algorithm.overlong}"
+            yield problem(path, buffer, "has no effect", reason, "leave it out, or algorithm.overlong=penalty")
+    elif buffer is None:
+        reason = "the penalty grows over this many tokens before rollout.max_response_tokens"
+        yield problem(path, None, "must be given for overlong=penalty", reason, f"{path}={max(1, limit // 5)}, or algorithm.overlong=mask")
+    elif buffer >= limit:
+        reason = f"the penalty starts at max_response_tokens - overlong_buffer = {limit - buffer} tokens"
+        fix = f"{path}={max(1, limit // 5)}"
+        yield problem(path, buffer, f"must be less than rollout.max_response_tokens={limit}", reason, fix)
+
+
+def observe_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    if config.observe.wandb != "off" and importlib.util.find_spec("wandb") is None:
+        reason = "the package wandb is not installed here"
+        yield problem("observe.wandb", config.observe.wandb, "needs wandb", reason, "pip install 'moerl[wandb]', or observe.wandb=off")
