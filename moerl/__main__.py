@@ -6,14 +6,29 @@ from typing import Annotated
 
 import typer
 
-from moerl.types.errors import ConfigError, ConvertError, DataError, MoerlError, RunStopped
+from moerl import __version__
+from moerl.types.exit_codes import ExitCode
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Reinforcement learning for large mixture-of-experts language models.",
+    rich_markup_mode=None,  # importing rich takes longer than all else that --help does
 )
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        typer.echo(f"moerl {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print name and version.")] = False,
+) -> None:
+    """Reinforcement learning for large mixture-of-experts language models."""
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -174,12 +189,13 @@ def plan(
 ) -> None:
     """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
     from moerl.check import load_checked
-    from moerl.planner.transfer import Network, rollout_of, transfer_report
+    from moerl.planner.transfer import plan_push
 
-    config = load_checked(overrides, config_dir)
-    rollout = rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
-    bucket_bytes = config.weights.bucket_bytes if bucket_mb is None else bucket_mb * 2**20
-    typer.echo(transfer_report(config, Network(rollout=rollout, card_gbit=card_gbit, bucket_bytes=bucket_bytes)), nl=False)
+    planned = plan_push(
+        load_checked(overrides, config_dir), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node,
+        card_gbit=card_gbit, bucket_bytes=None if bucket_mb is None else bucket_mb * 2**20,
+    )  # fmt: skip
+    typer.echo(str(planned))
 
 
 @app.command()
@@ -247,7 +263,7 @@ def compare(
     comparison = compared(left, right, tolerance=tolerance)
     typer.echo(str(comparison))
     if not comparison.is_equal:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command()
@@ -285,17 +301,17 @@ def doctor(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 the configuration, the data or a checkpoint cannot be used, 75 stopped and saved, 130 SIGINT, 143 SIGTERM,
-    1 any other failure."""
+    """Ends with a code of moerl/types/exit_codes.py."""
     try:
         app()
-    except RunStopped as stopped:
-        sys.stderr.write(f"moerl: {stopped}\n")
-        sys.exit(stopped.exit_code)
-    except MoerlError as error:
+    except Exception as error:
+        from moerl.types.errors import MoerlError  # whoever raised one has imported it
+
+        if not isinstance(error, MoerlError):
+            raise
         # Notes: the closing lines of a run's failure.
         sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
-        sys.exit(2 if isinstance(error, ConfigError | ConvertError | DataError) else error.exit_code)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

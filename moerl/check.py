@@ -43,16 +43,21 @@ def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
 
 
 def load_evaluation(
-    overrides: Sequence[str] | None, config_dir: Path | None = None, *, checkpoint: Path | None, out: Path | None, starts: bool = True
+    overrides: Sequence[str] | None, config_dir: Path | None = None, *, checkpoint: Path | None, out: Path | None
 ) -> Evaluation:
     """What `moerl eval` does. Raises as `load_checked`. `checkpoint`: None: the newest of the run."""
-    config = build(compose(overrides if overrides is not None else (), config_dir))
+    return checked_evaluation(compose(overrides if overrides is not None else (), config_dir), checkpoint=checkpoint, out=out)
+
+
+def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out: Path | None) -> Evaluation:
+    """An evaluation with composed settings, raising as `load_checked`."""
+    config = build(plain)
     source = source_of(config, checkpoint)
     problems = list(source_problems(config, checkpoint))
     if source is not None and not problems:
         config = with_model(config, source)
     facts = facts_of(config.model)
-    checks: tuple[Check, ...] = (validate, _data_and_reward, _trained_model(source), *([cannot_start] if starts else []))
+    checks: tuple[Check, ...] = (validate, _data_and_reward, _trained_model(source), cannot_start)
     problems += [found for check_of in checks for found in check_of(config, facts)]
     if problems:
         raise ConfigError(problems)

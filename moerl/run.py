@@ -7,10 +7,12 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -23,7 +25,7 @@ from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_address import reached_at
 from moerl.cluster.ray_reaper import reaping_ray
-from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
+from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
@@ -51,10 +53,12 @@ from moerl.rollout.runner import GroupRunner
 from moerl.scratch_model import write_scratch_model
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ConfigError, HangError, MoerlError, Problem
+from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt
 from moerl.warm_start import warm_start
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _NUM_CANARY_PROMPTS = 4
 
@@ -76,57 +80,30 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
                         observe.notice(
                             f"restart {num_restarts} of {config.deadlines.max_restarts} after a hang, from the newest checkpoint"
                         )
-                    asyncio.run(_train(config, observe, ends_at))
+                    _run(_train(config, observe, ends_at))
                 break
             except MoerlError as error:
-                if not any(isinstance(each, HangError) for each in chain_of(error)):
-                    raise
-                if config.deadlines.on_hang == "requeue":
-                    error.exit_code = CONTINUE
-                if config.deadlines.on_hang != "restart" or num_restarts == config.deadlines.max_restarts:
+                if _is_hang(error) and config.deadlines.on_hang == "requeue":
+                    error.exit_code = ExitCode.CONTINUE
+                restarts = _is_hang(error) and config.deadlines.on_hang == "restart"
+                if not restarts or num_restarts == config.deadlines.max_restarts:
                     raise
         return write_report(config.run_dir)
 
 
 async def _train(config: RunConfig, observe: Observer, ends_at: float | None) -> None:
-    model_dir = _model_dir(config)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
-    prompts = _prompts(config, tokenizer)
-    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
-        _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
-        _check_store(config)
-        seats = find_placement(config)
-        if config.sft is not None:
-            model_dir = await warm_start(config, config.sft, model_dir, tokenizer, prompts, seats, observe)
-        async with _processes(config, model_dir, tokenizer, seats, observe) as (pool, rewards, group, residency):
-            runner = GroupRunner(config, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer))
-            canary = [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)]
-            weights = _publisher(config, model_dir, group, pool, residency, canary)
-            algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
-            try:
-                async with _evaluating(config, tokenizer, pool, rewards, model_dir) as evaluator:
-                    await loop.run(config, algorithm, prompts, runner, group, weights, residency, observe, stop, evaluator)
-            finally:
-                observe.dump_last()
-
-
-def _publisher(
-    config: RunConfig, model_dir: Path, group: MegatronTrainGroup, pool: RolloutPool, residency: Residency, canary: Sequence[Prompt]
-) -> WeightPublisher:
-    vocab_size = read_config(model_dir)["vocab_size"]
-    return WeightPublisher(config, train=group, pool=pool, residency=residency, canary_prompts=canary, vocab_size=vocab_size)
-
-
-@asynccontextmanager
-async def _evaluating(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, pool: RolloutPool, rewards: RewardPool, model_dir: Path
-) -> AsyncIterator[Evaluator | None]:
-    """None for a run that does not evaluate."""
-    if config.eval is None or config.eval.every == 0:
-        yield None
-        return
-    async with Evaluator(config, tokenizer, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer)) as evaluator:
-        yield evaluator
+    model = _load_model(config)
+    prompts = _prompts(config, model.tokenizer)
+    async with _assembled(config, model, observe, trained_on=prompts, ends_at=ends_at) as run:
+        runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
+        weights = run.publisher(config, [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)])
+        algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
+        evaluates = config.eval is not None and config.eval.every > 0
+        try:
+            async with run.evaluator(config) if evaluates else nullcontext() as evaluator:
+                await loop.run(config, algorithm, prompts, runner, run.group, weights, run.residency, observe, run.stop, evaluator)
+        finally:
+            observe.dump_last()
 
 
 def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
@@ -140,10 +117,10 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
         keep_samples_of(config.run_dir, evaluation.identity())
         try:
             with Observer(config) as observe:
-                results = asyncio.run(_evaluate(evaluation, observe))
+                results = _run(_evaluate(evaluation, observe))
         except MoerlError as error:
-            if config.deadlines.on_hang == "requeue" and any(isinstance(each, HangError) for each in chain_of(error)):
-                error.exit_code = CONTINUE
+            if _is_hang(error) and config.deadlines.on_hang == "requeue":
+                error.exit_code = ExitCode.CONTINUE
             raise
     return config.run_dir / RESULTS, results
 
@@ -151,65 +128,129 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
 async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
     """The checkpoint goes to the servers as in a run: loaded by the ranks, pushed, compared by digest and canary."""
     config = evaluation.config
-    model_dir = _model_dir(config)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, config=read_transformers_config(model_dir))
-    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=None) as stop:
-        _heed_signals(stop)
-        seats = find_placement(config)
-        async with (
-            _processes(config, model_dir, tokenizer, seats, observe, trains=False) as (pool, rewards, group, residency),
-            Evaluator(config, tokenizer, pool=pool, rewards=rewards, stop_token_ids=_stop_tokens(model_dir, tokenizer)) as evaluator,
-        ):
-            version = 0
-            if evaluation.checkpoint is not None:
-                with observe.phase("load"):
-                    version = await group.load_weights(evaluation.checkpoint)
-            weights = _publisher(config, model_dir, group, pool, residency, evaluator.some_prompts())
-            with observe.phase("push"):
-                await weights.push(version)
-            with observe.phase("eval"):
-                results = await stop.unless(weights.serve_while(evaluator.run(config.run_dir), "eval"))
+    model = _load_model(config)
+    async with _assembled(config, model, observe) as run, run.evaluator(config) as evaluator:
+        version = 0
+        if evaluation.checkpoint is not None:
+            with observe.phase("load"):
+                version = await run.group.load_weights(evaluation.checkpoint)
+        weights = run.publisher(config, evaluator.some_prompts())
+        with observe.phase("push"):
+            await weights.push(version)
+        with observe.phase("eval"):
+            results = await run.stop.unless(weights.serve_while(evaluator.run(config.run_dir), "eval"))
     observe.evaluated(version, write_results(config.run_dir, results, version=version, checkpoint=str(evaluation.source)))
     return results
 
 
+def _run(main: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.run; in a thread where this one runs a loop already, as a notebook's does. Ctrl-C ends it there too."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def announced() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.set_result((asyncio.get_running_loop(), task))
+        return await main
+
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(asyncio.run, announced())
+        try:
+            return ended.result()
+        except KeyboardInterrupt:
+            loop, task = begun.result()
+            loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
+            raise
+
+
+def _is_hang(error: MoerlError) -> bool:
+    return any(isinstance(each, HangError) for each in chain_of(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    directory: Path
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Assembly:
+    """The parts of a run or an evaluation, all of them started."""
+
+    model: _Model
+    stop: Stop
+    pool: RolloutPool
+    rewards: RewardPool
+    group: MegatronTrainGroup
+    residency: Residency
+
+    def publisher(self, config: RunConfig, canary: Sequence[Prompt]) -> WeightPublisher:
+        vocab_size = read_config(self.model.directory)["vocab_size"]
+        return WeightPublisher(
+            config, train=self.group, pool=self.pool, residency=self.residency, canary_prompts=canary, vocab_size=vocab_size
+        )
+
+    def evaluator(self, config: RunConfig) -> Evaluator:
+        model = self.model
+        return Evaluator(config, model.tokenizer, pool=self.pool, rewards=self.rewards, stop_token_ids=model.stop_token_ids)
+
+
 @asynccontextmanager
-async def _processes(
-    config: RunConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, seats: RunPlacement, observe: Observer, *, trains: bool = True
-) -> AsyncIterator[tuple[RolloutPool, RewardPool, MegatronTrainGroup, Residency]]:
-    """Rollout servers, verifiers and train ranks, started together and ended in any case."""
-    rollout, hangs = config.rollout, HangReports(config.run_dir)
-    pool = RolloutPool(
-        build_engines(config, model_dir, config.run_dir / "logs", seats),
+async def _assembled(
+    config: RunConfig, model: _Model, observe: Observer, *, trained_on: PromptSource | None = None, ends_at: float | None = None
+) -> AsyncIterator[_Assembly]:
+    """Ray, then rollout servers, verifiers and train ranks, started together; all of it ended in any case. `trained_on` None: the ranks
+    only hold weights."""
+    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
+        _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
+        seats = find_placement(config)
+        if trained_on is not None:
+            _check_store(config)
+            if config.sft is not None:
+                directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, seats, observe)
+                model = replace(model, directory=directory)
+        hangs = HangReports(config.run_dir)
+        pool, rewards = _rollout_pool(config, model, seats, hangs), RewardPool(config.reward)
+        group = MegatronTrainGroup(
+            config, model_dir=model.directory, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs,
+            trains=trained_on is not None,
+        )  # fmt: skip
+        residency = Residency(group, pool, num_shared=num_shared(config))
+        hangs.include_in_pushes(lambda: [party for member in pool.fleet.members for party in member.engine.parties])
+        hangs.include_in_pushes(lambda: group.parties)
+        async with AsyncExitStack() as stack:
+            # For the servers, which this process starts; ranks look at the node that Ray chose for them.
+            stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
+            for part in (pool, rewards, group):
+                stack.push_async_callback(part.close)
+            with observe.phase("start"):
+                if num_shared(config):  # a server takes the memory it finds free
+                    await _together(pool.start(), rewards.start())
+                    await residency.make_room()
+                    await group.start()
+                else:
+                    await _together(pool.start(), rewards.start(), group.start())
+            yield _Assembly(model=model, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency)
+
+
+def _rollout_pool(config: RunConfig, model: _Model, seats: RunPlacement, hangs: HangReports) -> RolloutPool:
+    rollout = config.rollout
+    return RolloutPool(
+        build_engines(config, model.directory, config.run_dir / "logs", seats),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
-        collector=build_collector(config, model_dir, tokenizer),
+        collector=build_collector(config, model.directory, model.tokenizer),
         request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=config.deadlines.probe_seconds,
         hangs=hangs,
         resumes=not config.deterministic,
     )
-    rewards = RewardPool(config.reward)
-    group = MegatronTrainGroup(
-        config, model_dir=model_dir, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs, trains=trains
-    )
-    residency = Residency(group, pool, num_shared=num_shared(config))
-    hangs.include_in_pushes(lambda: [party for member in pool.fleet.members for party in member.engine.parties])
-    hangs.include_in_pushes(lambda: group.parties)
-    async with AsyncExitStack() as stack:
-        # For the servers, which this process starts; ranks look at the node that Ray chose for them.
-        stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
-        for part in (pool, rewards, group):
-            stack.push_async_callback(part.close)
-        with observe.phase("start"):
-            if num_shared(config):  # a server takes the memory it finds free
-                await _together(pool.start(), rewards.start())
-                await residency.make_room()
-                await group.start()
-            else:
-                await _together(pool.start(), rewards.start(), group.start())
-        yield pool, rewards, group, residency
 
 
 async def _together(*starts: Any) -> None:
@@ -239,14 +280,17 @@ def _claimed(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def _model_dir(config: RunConfig) -> Path:
+def _load_model(config: RunConfig) -> _Model:
+    """Its folder, which a model from scratch gets first, and what is needed of it beside the weights."""
     if config.model.path is not None:
-        return Path(config.model.path)
-    assert config.model.scratch is not None
-    directory = config.run_dir / "model"
-    if not directory.exists():
-        write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
-    return directory
+        directory = Path(config.model.path)
+    else:
+        assert config.model.scratch is not None
+        directory = config.run_dir / "model"
+        if not directory.exists():
+            write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
+    tokenizer = AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory))
+    return _Model(directory=directory, tokenizer=tokenizer, stop_token_ids=_stop_tokens(directory, tokenizer))
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
@@ -276,6 +320,8 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
 @contextmanager
 def _local_ray() -> Iterator[None]:
     """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
+    if ray.is_initialized():
+        raise MoerlError("this process is in a Ray cluster already, and a run joins one itself: call ray.shutdown() first")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     others = [child.pid for child in psutil.Process().children()]
     with own_ray():
@@ -296,6 +342,6 @@ def _check_store(config: RunConfig) -> None:
 
 def _heed_signals(stop: Stop) -> None:
     """SIGUSR1 is what schedulers send ahead of the end (Slurm: --signal=B:USR1@300)."""
-    for number, exit_code in ((signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR1, CONTINUE)):
-        with contextlib.suppress(NotImplementedError):  # not the main thread: its owner stops it
+    for number, exit_code in ((signal.SIGTERM, ExitCode.TERMINATED), (signal.SIGUSR1, ExitCode.CONTINUE)):
+        with contextlib.suppress(RuntimeError):  # not the main thread: its owner stops it
             asyncio.get_running_loop().add_signal_handler(number, stop.ask, number.name, exit_code)

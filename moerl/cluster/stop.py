@@ -14,12 +14,10 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from moerl.types.errors import RunStopped
+from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-CONTINUE = 75
-"""Exit code: saved, start the same command again. EX_TEMPFAIL of sysexits.h."""
 
 
 class Stop:
@@ -40,7 +38,7 @@ class Stop:
         """Why and how the run ends, once it was asked to."""
         return self._stopped
 
-    def ask(self, reason: str, exit_code: int = CONTINUE) -> None:
+    def ask(self, reason: str, exit_code: int = ExitCode.CONTINUE) -> None:
         """End soon; before the first step, when there is nothing to save, at once. Asking again changes nothing: schedulers send several
         signals, and the second must not break off the save that the first one began."""
         if self._stopped is not None:

@@ -67,7 +67,7 @@ def _explainer() -> Explainer:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    return _ADAPTER.dump_python(config, mode="json")
+    return _ADAPTER.dump_python(config, mode="json", warnings=False)  # `build` says what is wrong
 
 
 def to_yaml(config: RunConfig) -> str:

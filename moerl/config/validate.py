@@ -1,19 +1,18 @@
 """Rules across fields: what the schema cannot say. Each broken one is a `Problem` with its reason and what to write."""
 
-from moerl.config.rules.bridge_rules import bridge_problems
 from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems
 from moerl.config.rules.eval_rules import eval_problems
 from moerl.config.rules.facts import Facts, Rule
 from moerl.config.rules.fp8_rules import fp8_problems
 from moerl.config.rules.kubernetes_rules import kubernetes_problems
-from moerl.config.rules.megatron_fields import megatron_problems
+from moerl.config.rules.megatron_rules import megatron_problems
 from moerl.config.rules.memory_rules import memory_problems
-from moerl.config.rules.model_rules import length_problems, model_problems, mtp_problems
-from moerl.config.rules.network_rules import network_problems
+from moerl.config.rules.model_rules import bridge_problems, length_problems, model_problems, mtp_problems
 from moerl.config.rules.parallel_rules import train_layout_problems
 from moerl.config.rules.placement_rules import placement_problems
 from moerl.config.rules.run_rules import (
     micro_batch_problems,
+    network_problems,
     observe_problems,
     optimizer_problems,
     overlong_problems,

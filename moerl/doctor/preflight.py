@@ -13,6 +13,7 @@ from moerl.doctor.head import Diagnosis, diagnose, open_store
 from moerl.doctor.output import as_json, fixes, settings_lines, summary, table
 from moerl.doctor.reach_nodes import Launched, Slurm, join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
 from moerl.types.errors import MoerlError
+from moerl.types.exit_codes import ExitCode
 
 SECONDS = 180.0
 """For the nodes to come, of which importing torch from a shared file system takes most, and again for the measurements."""
@@ -56,7 +57,7 @@ def examine_nodes(expected: Expectations, *, seconds: float, measures: bool) -> 
 def report(diagnosis: Diagnosis, *, json_file: Path | None, with_fixes: bool) -> int:
     """Prints it, writes `json_file`, and returns the exit code."""
     console = Console(width=None if sys.stdout.isatty() else _LOG_WIDTH)
-    exit_code = 0 if diagnosis.is_healthy else 1
+    exit_code = ExitCode.DONE if diagnosis.is_healthy else ExitCode.FAILED
     console.print(table(diagnosis.findings))
     for line in ("", *settings_lines(diagnosis), summary(diagnosis.findings)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -20,15 +20,107 @@ from moerl.weights.plan.transfer_plan import RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class PushPlan:
+    """A push of all weights. Printed, it is text for people. Pairs are of the GPU with the least and the one with the most bytes."""
+
+    expert_bytes: int
+    other_bytes: int
+    num_tensors: int
+    trainer_gpus: int
     rollout: RolloutLayout
     card_gbit: float
     """Per second, of one GPU's card."""
     bucket_bytes: int
+    """At most, of a bucket."""
+    received: tuple[float, float]
+    """Over the network, by a GPU of the rollout."""
+    sent: tuple[float, float]
+    """Over the network, by a GPU of the trainer."""
+    spread_in_node: tuple[float, float]
+    """Between GPUs of a node."""
+    bound_seconds: float
+    """Of the busiest card alone: no schedule is faster."""
+    num_buckets: int
+    num_rounds: int
+    schedule_seconds: float
+    incomplete_bytes: float
+    """By GPU at most: tensors that come in pieces, until they are whole."""
+
+    @property
+    def seconds_without_plan(self) -> float:
+        """If every GPU took everything over its card."""
+        return (self.expert_bytes + self.other_bytes) / self._bytes_per_second
+
+    @property
+    def _bytes_per_second(self) -> float:
+        return self.card_gbit / 8 * 1e9
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        rollout = self.rollout
+        gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
+        shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
+        least = (self.expert_bytes * shares / rollout.expert_shares + self.other_bytes) / gpus
+        yield f"model            {_gb(self.expert_bytes)} of experts, {_gb(self.other_bytes)} of all else, in {self.num_tensors} tensors"
+        yield f"trainer          {self.trainer_gpus} GPUs"
+        yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
+        once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {_gb(least)} by GPU"
+        yield f"network in       {_range(self.received)} by GPU; {once}"
+        yield f"network out      {_range(self.sent)} by trainer GPU"
+        yield f"within nodes     {_range(self.spread_in_node)} by GPU"
+        yield f"bound            {self.bound_seconds:.2f} s at {self.card_gbit:g} Gbit/s: the busiest card alone"
+        of = f"{self.num_buckets} buckets of at most {self.bucket_bytes / 2**20:g} MiB"
+        yield f"schedule         {self.num_rounds} rounds of {of}, {self.schedule_seconds:.2f} s"
+        yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: tensors that come in pieces, until they are whole"
+        yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
 
 
-def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
-    """The recipe's servers, with what is not None instead; other GPUs per server share all experts out. Raises ConfigError for EPLB."""
+def plan_push(
+    config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None, card_gbit: float,
+    bucket_bytes: int | None,
+) -> PushPlan:  # fmt: skip
+    """Of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises ConfigError
+    for a rollout that cannot serve the model, or cannot be planned."""
+    num_experts = shape_of_config(model_config(config.model)).num_experts
+    rollout = _rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
+    if problems := list(_problems(rollout, num_experts)):
+        raise ConfigError(problems)
+    largest = config.weights.bucket_bytes if bucket_bytes is None else bucket_bytes
+    tensors = push_tensors(config)
+    counted = 0 if num_experts is None else num_experts
+    plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest))
+    if wrong := faults(plan, counted):
+        raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
+    return _measured(plan, card_gbit=card_gbit, bucket_bytes=largest)
+
+
+def _measured(plan: TransferPlan, *, card_gbit: float, bucket_bytes: int) -> PushPlan:
+    rate = card_gbit / 8 * 1e9
+    found = deliveries(plan, bucket_bytes=bucket_bytes, relays=True)
+    buckets = in_order(found.jobs)
+    experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
+    return PushPlan(
+        expert_bytes=experts,
+        other_bytes=sum(tensor.num_bytes for tensor in plan.tensors) - experts,
+        num_tensors=len(plan.tensors),
+        trainer_gpus=plan.layout.ranks,
+        rollout=plan.rollout,
+        card_gbit=card_gbit,
+        bucket_bytes=bucket_bytes,
+        received=_least_and_most(plan.received()),
+        sent=_least_and_most(plan.sent()),
+        spread_in_node=_least_and_most(plan.spread_in_node()),
+        bound_seconds=bound_seconds(plan, bytes_per_second=rate),
+        num_buckets=len(buckets),
+        num_rounds=1 + max(bucket.round for bucket in buckets),
+        schedule_seconds=seconds(buckets, bytes_per_second=rate),
+        incomplete_bytes=incomplete_bytes(buckets, {spec.name: num_bytes(spec) for spec in found.tensors}),
+    )
+
+
+def _rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
     layout = config.rollout.layout
     if layout.redundant_experts is not None:
         rule, reason = "cannot be planned", "EPLB decides while it runs which GPUs hold copies"
@@ -40,20 +132,6 @@ def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int |
         gpus_per_node=layout.gpus_per_node if gpus_per_node is None else gpus_per_node,
         expert_parallel=layout.ep if gpus_per_server is None else None,
     )
-
-
-def transfer_report(config: RunConfig, network: Network) -> str:
-    """Text for people. Raises ConfigError for a rollout that cannot serve the model."""
-    num_experts = shape_of_config(model_config(config.model)).num_experts
-    if problems := list(_problems(network.rollout, num_experts)):
-        raise ConfigError(problems)
-    tensors = push_tensors(config)
-    counted = 0 if num_experts is None else num_experts
-    size = part_bytes(network.bucket_bytes)
-    plan = plan_transfers(tensors, config.train.layout, network.rollout, num_experts=counted, part_bytes=size)
-    if wrong := faults(plan, counted):
-        raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
-    return "".join(f"{line}\n" for line in _lines(plan, network))
 
 
 def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Problem]:
@@ -68,35 +146,13 @@ def _problems(rollout: RolloutLayout, num_experts: int | None) -> Iterator[Probl
         yield problem("--gpus-per-node", rollout.gpus_per_node, rule, reason, f"--gpus-per-node={rollout.gpus_per_server}")
 
 
-def _lines(plan: TransferPlan, network: Network) -> Iterator[str]:
-    rollout, rate = plan.rollout, network.card_gbit / 8 * 1e9
-    experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
-    others = sum(tensor.num_bytes for tensor in plan.tensors) - experts
-    gpus, width = min(rollout.gpus_per_node, rollout.num_gpus), rollout.gpus_per_server // rollout.expert_shares
-    shares = min(rollout.expert_shares, max(1, gpus // width))  # of a node, each counted once
-    least = (experts * shares / rollout.expert_shares + others) / gpus
-    found = deliveries(plan, bucket_bytes=network.bucket_bytes, relays=True)
-    buckets = in_order(found.jobs)
-    incomplete = incomplete_bytes(buckets, {spec.name: num_bytes(spec) for spec in found.tensors})
-    num_rounds = 1 + max(bucket.round for bucket in buckets)
-    bound = bound_seconds(plan, bytes_per_second=rate)
-    yield f"model            {_gb(experts)} of experts, {_gb(others)} of all else, in {len(plan.tensors)} tensors"
-    yield f"trainer          {plan.layout.ranks} GPUs"
-    yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
-    once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {_gb(least)} by GPU"
-    yield f"network in       {_range(plan.received())} by GPU; {once}"
-    yield f"network out      {_range(plan.sent())} by trainer GPU"
-    yield f"within nodes     {_range(plan.spread_in_node())} by GPU"
-    yield f"bound            {bound:.2f} s at {network.card_gbit:g} Gbit/s: the busiest card alone"
-    of = f"{len(buckets)} buckets of at most {network.bucket_bytes / 2**20:g} MiB"
-    yield f"schedule         {num_rounds} rounds of {of}, {seconds(buckets, bytes_per_second=rate):.2f} s"
-    yield f"incomplete       {_gb(incomplete)} by GPU at most: tensors that come in pieces, until they are whole"
-    yield f"for comparison   {(experts + others) / rate:.2f} s if every GPU took everything over its card"
-
-
 def _gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.2f} GB"
 
 
-def _range(by_gpu: np.ndarray) -> str:
-    return f"{_gb(by_gpu.min())} to {_gb(by_gpu.max())}"
+def _least_and_most(by_gpu: np.ndarray) -> tuple[float, float]:
+    return float(by_gpu.min()), float(by_gpu.max())
+
+
+def _range(pair: tuple[float, float]) -> str:
+    return f"{_gb(pair[0])} to {_gb(pair[1])}"

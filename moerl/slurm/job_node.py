@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 from moerl.cluster.descendants import END_SECONDS, end_with_parent, no_descendant_outlives
 from moerl.cluster.process_log import process_seconds
-from moerl.cluster.stop import CONTINUE
 from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.slurm_config import has_preflight
@@ -31,7 +30,8 @@ from moerl.slurm.lost_nodes import lost_file, mark_again, remember
 from moerl.slurm.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.slurm.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
 from moerl.train.checkpoint.checkpoint_dirs import newest
-from moerl.types.errors import KILLED, MoerlError, RunStopped
+from moerl.types.errors import MoerlError, RunStopped
+from moerl.types.exit_codes import ExitCode
 
 T = TypeVar("T")
 Watch = list["asyncio.Future[None]"]
@@ -39,14 +39,12 @@ Watch = list["asyncio.Future[None]"]
 
 logger = logging.getLogger(__name__)
 
-QUEUE_AGAIN = 203
-"""Exit code of the first node's task, for the job's script. srun returns the highest of all tasks' codes, unless one was killed."""
-_EXIT_CODES = {CONTINUE: QUEUE_AGAIN, KILLED: QUEUE_AGAIN, -signal.SIGKILL: QUEUE_AGAIN}
+_EXIT_CODES = dict.fromkeys((ExitCode.CONTINUE, ExitCode.KILLED, -signal.SIGKILL), ExitCode.QUEUE_AGAIN)
 """Of the driver -> of this task, where they differ."""
-_ENDS = {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGUSR1: QUEUE_AGAIN}
+_ENDS = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGUSR1: ExitCode.QUEUE_AGAIN}
 """Signals that ask a job to end -> its exit code."""
-_LOSES = (1, 2, KILLED)
-"""Exit codes with which a driver may end because the job lost something: 2 where it finds fewer nodes than are configured."""
+_LOSES = (ExitCode.FAILED, ExitCode.UNUSABLE, ExitCode.KILLED)
+"""Exit codes with which a driver may end because the job lost something: UNUSABLE where it finds fewer nodes than are configured."""
 _SETTLE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
 """A job of one node needs no other address."""
@@ -69,7 +67,7 @@ def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = N
     place = place_of(os.environ)
     if refusal := too_few_nodes(place, config.slurm, num_gpus(config)):
         if place.index > 0:  # it would wait for the first one, which says why
-            return 1
+            return ExitCode.FAILED
         raise MoerlError(refusal)
     log = config.run_dir / "slurm" / place.job / f"{place.name}.log"
     complaint = _unwritable(log)
@@ -138,8 +136,8 @@ class _Node:
                 if isinstance(lost, _NodeLost):
                     logger.warning("%s", remember(lost_file(self._marks), lost.name, at_most=self._config.slurm.max_excluded))
                 mark_again(self._marks)
-            return QUEUE_AGAIN
-        if code == QUEUE_AGAIN and self._is_stuck():
+            return ExitCode.QUEUE_AGAIN
+        if code == ExitCode.QUEUE_AGAIN and self._is_stuck():
             raise MoerlError(
                 "the job is not queued again: it was once before, and nothing was saved since. A step that hangs or is killed each "
                 "time, or start-up and one step longer than slurm.time, would come back for ever"

@@ -11,8 +11,9 @@ from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.rules.slurm_rules import size_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.slurm_config import ContainerConfig, SlurmConfig
-from moerl.slurm.job_node import LAST_SECONDS, QUEUE_AGAIN
+from moerl.slurm.job_node import LAST_SECONDS
 from moerl.types.errors import ConfigError
+from moerl.types.exit_codes import ExitCode
 
 INHERITED = ("HOME", "USER", "LANG", "PATH")
 """What a job takes over from the environment of its submission, beside Slurm's own variables and slurm.pass_environment."""
@@ -71,7 +72,7 @@ def _render_job(
         arguments=arguments,
         comment=comment,
         directives=[f"--job-name={name}", *_resources(slurm, nodes), *_requeue(slurm)],
-        requeue_code=QUEUE_AGAIN,
+        requeue_code=ExitCode.QUEUE_AGAIN,
         command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)],
     )
 

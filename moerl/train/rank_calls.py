@@ -22,7 +22,8 @@ from moerl.config.schema.deadlines import DeadlineConfig, Phase
 from moerl.hangs.examine import kill, memory_kills
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import ProcessId, WatchedProcess
-from moerl.types.errors import KILLED, HangError, MoerlError, Origin, TrainError
+from moerl.types.errors import HangError, MoerlError, Origin, TrainError
+from moerl.types.exit_codes import ExitCode
 
 Calls = dict[int, asyncio.Task[Any]]
 """By rank."""
@@ -159,7 +160,7 @@ class RankCalls:
         wrapped = TrainError("\n".join(lines)).began_in(origin)
         wrapped.__cause__ = error
         if was_killed(error):
-            wrapped.exit_code = KILLED
+            wrapped.exit_code = ExitCode.KILLED
         return wrapped
 
     def _origin(self, rank: int, verb: str, details: str) -> Origin:

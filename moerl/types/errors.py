@@ -4,11 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-KILLED = 76
-"""Exit code of a run one of whose processes was killed or crashed: the same command goes on from the newest checkpoint."""
-
-
-# -- errors: all picklable, one tree ---------------------------------------------------------------------------
+from moerl.types.exit_codes import ExitCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +38,11 @@ class Origin:
 
 
 class MoerlError(Exception):
-    """Base of everything moerl raises for people."""
+    """Base of everything moerl raises for people; all of it can be pickled."""
 
     origin: Origin | None = None
     """None: this process, where it was raised."""
-    exit_code: int = 1
+    exit_code: int = ExitCode.FAILED
     """Of a run that ends with it."""
 
     def began_in(self, origin: Origin) -> Self:
@@ -55,8 +51,11 @@ class MoerlError(Exception):
         return self
 
 
-class ConfigError(MoerlError, ValueError):
-    """The configuration cannot run. Holds every problem found, not only the first."""
+class _ProblemsError(MoerlError, ValueError):
+    """Holds every problem found, not only the first."""
+
+    exit_code = ExitCode.UNUSABLE
+    where: str
 
     def __init__(self, problems: "list[Problem]"):
         super().__init__(problems)
@@ -64,23 +63,25 @@ class ConfigError(MoerlError, ValueError):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        return f"{count} problem{'s' if count > 1 else ''} in the configuration\n" + "\n".join(f"* {p}" for p in self.problems)
+        return f"{count} problem{'s' if count > 1 else ''} {self.where}\n" + "\n".join(f"* {p}" for p in self.problems)
 
 
-class ConvertError(MoerlError, ValueError):
-    """Checkpoints that cannot be converted, inspected or compared. Holds every problem found, not only the first."""
+class ConfigError(_ProblemsError):
+    """The configuration cannot run."""
 
-    def __init__(self, problems: "list[Problem]"):
-        super().__init__(problems)
-        self.problems = problems
+    where = "in the configuration"
 
-    def __str__(self) -> str:
-        count = len(self.problems)
-        return f"{count} problem{'s' if count > 1 else ''} with the checkpoint\n" + "\n".join(f"* {p}" for p in self.problems)
+
+class ConvertError(_ProblemsError):
+    """Checkpoints that cannot be converted, inspected or compared."""
+
+    where = "with the checkpoint"
 
 
 class DataError(MoerlError, ValueError):
     """A dataset row cannot be used; names the file and the row."""
+
+    exit_code = ExitCode.UNUSABLE
 
 
 class TrainError(MoerlError, RuntimeError):

@@ -9,9 +9,6 @@ if TYPE_CHECKING:
     from moerl.types.stored import StoredCompletion
 
 
-# -- rollout ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One task to be sampled `group_size` times."""

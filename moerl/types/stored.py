@@ -11,7 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from moerl.types.completion import Completion, FinishReason, VersionSpan
-from moerl.types.errors import KILLED, StoreError
+from moerl.types.errors import StoreError
+from moerl.types.exit_codes import ExitCode
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -105,7 +106,7 @@ def _get(references: Sequence[Any]) -> list[Any]:
     except ray.exceptions.ObjectLostError as error:
         lost = StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes")
         if isinstance(error, ray.exceptions.OwnerDiedError):
-            lost.exit_code = KILLED
+            lost.exit_code = ExitCode.KILLED
         raise lost from error
 
 

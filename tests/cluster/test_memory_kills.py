@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 
 from moerl.cluster.lost_actors import memory_report
-from moerl.types.errors import KILLED
+from moerl.types.exit_codes import ExitCode
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def failures():
 )
 def test_a_process_that_ray_kills_for_memory_ends_the_run_as_killed_and_says_what_its_node_had(failures, victim, first, task):
     failure = failures[victim]
-    assert failure["exit_code"] == KILLED
+    assert failure["exit_code"] == ExitCode.KILLED
     assert failure["text"].startswith(first)
     assert f"({task}.__init__, " in failure["text"]
     assert len(failure["text"].splitlines()) < 6

@@ -8,8 +8,9 @@ import pytest
 
 from moerl.config.load import load
 from moerl.slurm.allocation import AllocatedNode, JobPlace
-from moerl.slurm.job_node import QUEUE_AGAIN, _Node
+from moerl.slurm.job_node import _Node
 from moerl.types.errors import MoerlError
+from moerl.types.exit_codes import ExitCode
 
 
 class Ended(_Node):
@@ -24,7 +25,7 @@ class Ended(_Node):
             directory = self._config.run_dir / "eval" / "checkpoint-7"
             directory.mkdir(parents=True)
             (directory / "samples.jsonl").write_text("{}\n")
-        return QUEUE_AGAIN
+        return ExitCode.QUEUE_AGAIN
 
     def _saved(self):
         return super()._saved() if self._evaluation is not None else next((self._config.run_dir / "checkpoints").glob("*"), None)
@@ -49,11 +50,11 @@ def ended(tmp_path: Path, job: str, *, saves: bool, evaluation: list[str] | None
 
 @pytest.mark.parametrize(("job", "saves"), [("7-0", False), ("7-0", True), ("7-3", True)])
 def test_a_run_that_is_to_be_continued_is_queued_again(tmp_path: Path, job: str, saves: bool):
-    assert ended(tmp_path, job, saves=saves) == QUEUE_AGAIN
+    assert ended(tmp_path, job, saves=saves) == ExitCode.QUEUE_AGAIN
 
 
 def test_an_evaluation_that_gained_samples_is_queued_again(tmp_path: Path):
-    assert ended(tmp_path, "7-3", saves=True, evaluation=[]) == QUEUE_AGAIN
+    assert ended(tmp_path, "7-3", saves=True, evaluation=[]) == ExitCode.QUEUE_AGAIN
     with pytest.raises(MoerlError, match="was saved since"):
         ended(tmp_path, "7-4", saves=False, evaluation=[])
 

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from moerl.config.rules.megatron_fields import megatron_fields
+from moerl.config.rules.megatron_rules import megatron_fields
 from moerl.config.schema.run_config import RunConfig
 
 Node = Mapping[str, Any]

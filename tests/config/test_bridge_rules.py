@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from moerl.config.load import load
-from moerl.config.rules import bridge_rules
-from moerl.config.rules.bridge_rules import bridge_problems
+from moerl.config.rules import model_rules
 from moerl.config.rules.facts import Facts
+from moerl.config.rules.model_rules import bridge_problems
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 
@@ -16,7 +16,7 @@ QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8}
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr(bridge_rules, "missing", lambda package: None)
+    monkeypatch.setattr(model_rules, "missing", lambda package: None)
 
 
 def problems(hf=QWEN3_MOE, name="mbridge", **options):
@@ -38,11 +38,11 @@ def rules(*args, **options):
 )
 def test_an_absent_or_another_package_is_named_with_what_to_install(name, rule, install, monkeypatch):
     def absent(name):
-        raise bridge_rules.PackageNotFoundError(name)
+        raise model_rules.PackageNotFoundError(name)
 
     for version, reason in ((absent, "is not installed"), (lambda name: "0.14.0", "version 0.14.0 is installed")):
-        monkeypatch.setattr(bridge_rules, "version", version)
-        monkeypatch.setattr(bridge_rules.importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(model_rules, "version", version)
+        monkeypatch.setattr(model_rules.importlib.util, "find_spec", lambda name: object())
         [problem] = problems(name=name)
         assert (problem.path, problem.value, problem.rule) == ("train.bridge", name, rule)
         assert reason in problem.reason
@@ -50,8 +50,8 @@ def test_an_absent_or_another_package_is_named_with_what_to_install(name, rule, 
 
 
 def test_what_a_package_imports_and_moerl_does_not_require_is_asked_for(monkeypatch):
-    monkeypatch.setattr(bridge_rules, "version", lambda name: "0.3.1")
-    monkeypatch.setattr(bridge_rules.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(model_rules, "version", lambda name: "0.3.1")
+    monkeypatch.setattr(model_rules.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
     [problem] = problems(name="megatron_bridge")
     assert problem.reason == "the module triton, which megatron-bridge needs, cannot be imported here"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_patches
-from moerl.config.rules.megatron_allowed import ALLOWED, REFUSED, WITHOUT_REPLAY
-from moerl.config.rules.megatron_fields import OWNED, field_problems, megatron_fields
+from moerl.config.rules.megatron_rules import ALLOWED, OWNED, REFUSED, WITHOUT_REPLAY, field_problems, megatron_fields
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 
@@ -31,7 +30,7 @@ def test_an_owned_name_is_refused_with_what_to_do_instead():
 
 
 def test_without_megatron_any_name_is_refused_and_none_is_fine(monkeypatch):
-    monkeypatch.setattr("moerl.config.rules.megatron_fields.megatron_fields", dict)
+    monkeypatch.setattr("moerl.config.rules.megatron_rules.megatron_fields", dict)
     assert not list(field_problems({}))
     (problem,) = field_problems({"moe_z_loss_coeff": 0.1})
     assert problem.rule == "needs megatron-core"
@@ -53,7 +52,7 @@ def test_every_field_of_the_pinned_version_is_set_by_moerl_allowed_or_refused_wi
 
 
 def test_a_field_that_only_another_version_has_is_refused(monkeypatch):
-    monkeypatch.setattr("moerl.config.rules.megatron_fields.megatron_fields", lambda: {"of_another_version": "bool"})
+    monkeypatch.setattr("moerl.config.rules.megatron_rules.megatron_fields", lambda: {"of_another_version": "bool"})
     (problem,) = field_problems({"of_another_version": True})
     assert (problem.rule, problem.reason) == ("cannot be set", "the Megatron that moerl is tested with has no such field")
 

@@ -1,6 +1,8 @@
 """Rows from files, reasoning-gym and tiny tasks; damaged data is named by file and row before a run starts."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,24 @@ def test_settings_a_task_does_not_take_are_problems(args, path, fix):
     [problem] = check_data(GymData(task="chain_sum", args=args))
     assert problem.path == path
     assert fix in problem.fix
+
+
+def test_settings_of_a_task_are_checked_without_importing_the_others_and_by_its_own_rules():
+    """Of tasks in a folder, in a folder's folder and in one whose module needs the others."""
+    code = """
+import sys
+from moerl.config.schema.run_config import GymData
+from moerl.rollout.datasets import check_data
+problems = [*check_data(GymData(task="chain_sum", args={"min_terms": 9, "max_terms": 3})), *check_data(GymData(task="gcd"))]
+print(len(problems), {"reasoning_gym", "sympy", "matplotlib"} & set(sys.modules))
+from moerl.rollout.datasets.gym_tasks import _quick_config_class
+tasks = ["chain_sum", "game_of_life", "zebra_puzzles", "list_functions"]
+quick = [_quick_config_class(task) for task in tasks]
+from reasoning_gym.factory import DATASETS
+assert quick[-1] is None and [repr(each) for each in quick[:-1]] == [repr(DATASETS[task][1]) for task in tasks[:-1]]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "1 set()\n"), done.stderr
 
 
 def test_sound_settings_of_made_data_have_no_problem():

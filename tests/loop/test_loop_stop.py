@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, make_config, play
 
-from moerl.cluster.stop import CONTINUE, Stop, asked_to_stop
+from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import RunStopped
-
-SIGTERM = 143
+from moerl.types.exit_codes import ExitCode
 
 
 def newest(config):
@@ -26,11 +25,11 @@ def stopped_in(config, phase, version):
     async def scenario():
         async def while_updating():
             if run.trainer.version == version - 1:
-                run.stop.ask("SIGTERM", SIGTERM)
+                run.stop.ask("SIGTERM", ExitCode.TERMINATED)
 
         def score(prompt, text):
             if run.trainer.version == version:
-                run.stop.ask("SIGTERM", SIGTERM)
+                run.stop.ask("SIGTERM", ExitCode.TERMINATED)
             return original(prompt, text)
 
         if phase == "update":
@@ -41,7 +40,7 @@ def stopped_in(config, phase, version):
 
     with pytest.raises(RunStopped) as stopped:
         asyncio.run(scenario())
-    assert stopped.value.exit_code == SIGTERM
+    assert stopped.value.exit_code == ExitCode.TERMINATED
     return run
 
 
@@ -62,7 +61,7 @@ def test_a_second_signal_does_not_break_off_the_update_or_the_save(tmp_path):
 
     async def while_updating():
         for _ in range(3):
-            run.stop.ask("SIGTERM", SIGTERM)
+            run.stop.ask("SIGTERM", ExitCode.TERMINATED)
             await asyncio.sleep(0)
 
     run.trainer.while_updating = while_updating
@@ -79,7 +78,7 @@ def test_a_step_that_was_saved_is_not_saved_again(tmp_path):
     def after_save(version):
         saves.append(version)
         if version == 4:
-            run.stop.ask("SIGTERM", SIGTERM)
+            run.stop.ask("SIGTERM", ExitCode.TERMINATED)
 
     run.trainer.after_save = after_save
     with pytest.raises(RunStopped):
@@ -91,7 +90,7 @@ def test_a_run_without_time_for_a_step_takes_none_and_writes_no_checkpoint(tmp_p
     run = InProcessRun(make_config(tmp_path), ends_at=time.time() + 0.5)  # 1 s is kept for the checkpoint
     with pytest.raises(RunStopped, match="for the last checkpoint") as stopped:
         asyncio.run(run.play())
-    assert stopped.value.exit_code == CONTINUE
+    assert stopped.value.exit_code == ExitCode.CONTINUE
     assert run.groups == {}
     assert newest(run.config) == 0
 

@@ -9,7 +9,7 @@ from engine_ranks import RankError, run_ranks
 from family_cases import CASES, write_case
 from safetensors.torch import load_file, save_file
 
-from moerl.config.rules.bridge_rules import missing
+from moerl.config.rules.model_rules import missing
 from moerl.config.schema.layout import Layout
 from moerl.models.bridge_packages import BRIDGES
 

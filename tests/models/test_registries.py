@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from moerl.config.rules.bridge_rules import missing
+from moerl.config.rules.model_rules import missing
 from moerl.models.bridge_packages import BRIDGES
 from moerl.models.registries import registered
 from moerl.models.unknown import explain_unknown

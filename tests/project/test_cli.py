@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -52,8 +51,7 @@ def test_a_verb_without_a_recipe_lists_the_recipes(moerl, verb: str):
 
 def test_no_verb_prints_the_help(moerl):
     done = moerl()
-    assert "train" in done.stdout
-    assert "check" in done.stdout
+    assert (done.returncode, "train" in done.stderr, "check" in done.stderr) == (2, True, True)
 
 
 def test_recipes_of_an_own_directory_are_found(moerl, tmp_path):
@@ -81,24 +79,6 @@ def test_check_loads_neither_torch_nor_megatron_nor_ray():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.endswith("loaded: set()\n")
-
-
-def test_an_installed_wheel_brings_its_recipes(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    build_wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(root)]
-    subprocess.run(build_wheel, check=True, timeout=300)
-    (wheel,) = tmp_path.glob("moerl-*.whl")
-    site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)], check=True)
-    code = (
-        f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        "from moerl.config.compose import shipped_configs\n"
-        "from moerl.config.load import load\n"
-        f"load(['{DEMO}'])\n"
-        "print(shipped_configs())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.strip() == str(site / "moerl" / "_configs")
 
 
 def test_plan_prints_what_a_push_moves(moerl):

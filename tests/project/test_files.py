@@ -1,12 +1,15 @@
 """Sizes and headers of the project's own Python files."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import moerl
 
 ROOT = Path(moerl.__file__).resolve().parent.parent
 SOURCES = sorted(file for folder in ("moerl", "megatron_patches") for file in (ROOT / folder).rglob("*.py"))
+PACKAGE = [file for file in SOURCES if (ROOT / "moerl") in file.parents]
+MAX_FILES = 14
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -30,6 +33,31 @@ def test_no_function_is_too_long():
 def test_every_module_says_what_it_does():
     silent = [str(file.relative_to(ROOT)) for file in SOURCES if not ast.get_docstring(ast.parse(file.read_text()))]
     assert silent == []
+
+
+def test_a_folder_of_the_package_holds_few_files():
+    held = Counter(file.parent.relative_to(ROOT).as_posix() for file in PACKAGE if file.name != "__init__.py")
+    assert {folder: count for folder, count in held.items() if count > MAX_FILES} == {}
+
+
+def test_a_folder_says_what_lives_there_and_what_does_not():
+    """In a sentence each, after the noun; moerl itself tells its functions."""
+    texts = {
+        file: ast.get_docstring(ast.parse(file.read_text()))
+        for file in PACKAGE
+        if file.name == "__init__.py" and file.parent != ROOT / "moerl"
+    }
+    assert [str(file.relative_to(ROOT)) for file, text in texts.items() if len((text or "").split("\n\n")) != 2] == []
+
+
+def test_no_two_modules_share_a_name():
+    names = Counter(file.name for file in PACKAGE if file.name not in ("__init__.py", "__main__.py"))
+    assert {name for name, count in names.items() if count > 1} == set()
+
+
+def test_no_two_public_classes_share_a_name():
+    classes = [node.name for file in PACKAGE for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert {name for name, count in Counter(classes).items() if count > 1 and not name.startswith("_")} == set()
 
 
 def test_no_two_test_files_share_a_name():

@@ -20,7 +20,8 @@ from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.types.completion import SamplingParams, VersionSpan
-from moerl.types.errors import KILLED, EngineError, EngineUnavailable, StoreError
+from moerl.types.errors import EngineError, EngineUnavailable, StoreError
+from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
 from moerl.types.stored import InStore
@@ -160,7 +161,7 @@ def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, c
             async with asyncio.timeout(30):  # Ray takes a moment to hear of the death
                 while await asyncio.to_thread(answer.completion.payload.get):
                     pass
-        assert in_flight.value.exit_code == received.value.exit_code == KILLED
+        assert in_flight.value.exit_code == received.value.exit_code == ExitCode.KILLED
         await other.close()
 
     run(scenario())

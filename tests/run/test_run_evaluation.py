@@ -1,5 +1,6 @@
 """`moerl eval` of what a run left, with train ranks and servers: the samples of the run's own evaluation, whatever holds the weights."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -10,8 +11,7 @@ import psutil
 import pytest
 from whole_runs import SMALL, SYNC, assert_all_end, left_in_shared_memory, shared_memory
 
-from moerl import run
-from moerl.check import load_checked, load_evaluation
+import moerl
 from moerl.config.load import load
 from moerl.convert.conversion import Conversion, convert
 
@@ -29,7 +29,11 @@ WORDS = (
 def words(tmp_path_factory):
     """Of a run that has ended, with evaluations of its own."""
     chosen = [*WORDS, f"output_dir={tmp_path_factory.mktemp('runs')}"]
-    run.train(load_checked([*chosen, "eval.every=1"]))
+
+    async def cell():
+        return moerl.train(moerl.load(*chosen, "eval.every=1"))
+
+    asyncio.run(cell())  # as in a notebook, where a loop runs already
     return chosen
 
 
@@ -38,17 +42,17 @@ def samples(directory: Path) -> list[dict]:
 
 
 def evaluate(words, tmp_path, checkpoint=None):
-    return run.evaluate(load_evaluation(words, checkpoint=checkpoint, out=tmp_path / "out"))
+    return moerl.evaluate(moerl.load(*words), checkpoint=checkpoint, out=tmp_path / "out")
 
 
 def test_a_runs_checkpoint_has_the_samples_of_the_runs_own_evaluation_and_no_rank_has_an_optimizer(words, tmp_path):
     run_dir = load(words).run_dir
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
-    path, (result,) = evaluate([*words, "train.layout.ranks=1", "train.layout.ep=1"], tmp_path)
+    (result,) = evaluate([*words, "train.layout.ranks=1", "train.layout.ep=1"], tmp_path)
     found = samples(tmp_path / "out")
     assert len(found) == 24 and any(record["passed"] for record in found)
     assert found == samples(run_dir / "eval" / "step-000001") != samples(run_dir / "eval" / "step-000000")
-    written = json.loads(path.read_text())
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert written["version"] == 1
     assert written["datasets"] == json.loads((run_dir / "eval" / "step-000001" / "results.json").read_text())["datasets"]
     assert result.passes[1].mean == sum(record["passed"] for record in found) / 24

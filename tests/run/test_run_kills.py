@@ -25,7 +25,7 @@ from moerl import run
 from moerl.check import load_checked
 from moerl.train.checkpoint.checkpoint_check import faults_of_part, read_state
 from moerl.train.checkpoint.checkpoint_dirs import complete
-from moerl.types.errors import KILLED
+from moerl.types.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]
 
@@ -64,7 +64,7 @@ def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version,
     family = driver.children(recursive=True)
     KILLS[name](driver, family)
     process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGKILL if name == "driver" else KILLED)
+    assert process.returncode == (-signal.SIGKILL if name == "driver" else ExitCode.KILLED)
     assert_all_end(family)
     assert left_in_shared_memory(before) == set()
     for directory in complete(checkpoints):

@@ -4,35 +4,20 @@ Both are the product's own. Runs that tests start as a user does, by their comma
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from moerl.cluster.forks.fork_server import VARIABLE, new_name
+from moerl.cluster.forks.fork_server import VARIABLE, executed_servers
 from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.ray_reaper import reaping_ray
-
-_SERVER = """
-import os, sys
-from moerl.cluster.forks.fork_server import fork_servers, preload
-server = fork_servers(sys.argv[1], preload)
-print("listening", flush=True)
-sys.stdin.read()
-os.kill(server, 9)
-os.waitpid(server, 0)
-"""
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[str]:
     """What VARIABLE is to say."""
-    name = new_name()
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", _SERVER, name], **pipes) as owner:
-        assert owner.stdout.readline() == "listening\n"
+    with executed_servers() as name:
         yield name
 
 

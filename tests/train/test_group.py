@@ -28,7 +28,8 @@ from moerl.train import rank_calls
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.group import MegatronTrainGroup
-from moerl.types.errors import KILLED, CheckpointError, ConfigError, HangError, ResidencyError, TrainError
+from moerl.types.errors import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
+from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.receive import WeightSession
@@ -301,7 +302,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_
         assert rest[0] == "    the kernel killed 1 processes there for lack of memory, probably this one"
         assert rest[-1] == "after it failed: rank 0"
         assert "rank 0 (it lost a peer):" in caught.value.origin.details
-        assert caught.value.exit_code == KILLED
+        assert caught.value.exit_code == ExitCode.KILLED
 
     run_with(scenario)
 

@@ -19,6 +19,7 @@ import selectors
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import traceback
@@ -75,6 +76,41 @@ def forking() -> Iterator[None]:
         del os.environ[VARIABLE]
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
+
+
+@contextmanager
+def forking_apart() -> Iterator[None]:
+    """As `forking`, in a program that is not moerl's own: whose threads, open files and exit functions no process of a run may have."""
+    if VARIABLE in os.environ or "RAY_ADDRESS" in os.environ:
+        yield
+        return
+    with executed_servers() as name:
+        os.environ[VARIABLE] = name
+        try:
+            yield
+        finally:
+            del os.environ[VARIABLE]
+
+
+@contextmanager
+def executed_servers() -> Iterator[str]:
+    """The name of servers, for the block, that are forked from an interpreter of their own."""
+    name = new_name()
+    command = [sys.executable, "-c", f"from {__name__} import serve_until_eof; serve_until_eof({name!r})"]
+    # A session of its own: Ctrl-C in the terminal goes to this process alone.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()  # they listen; nothing is there if they could not be started, and then every process is executed
+        yield name
+
+
+def serve_until_eof(name: str) -> None:
+    """The whole of a process: its input ends with the process that started it."""
+    server = fork_servers(name, preload)
+    print("listening", flush=True)
+    sys.stdin.buffer.read()
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
 
 
 def fork_servers(name: str, prepare: Callable[[], object] = lambda: None) -> int:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
-from moerl.config.rules.megatron_allowed import replay_problems_of
+from moerl.config.rules.megatron_rules import replay_problems_of
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem

@@ -1,4 +1,4 @@
-"""Rules of a run as a whole, of its steps and of its algorithm."""
+"""Rules of a run as a whole: its steps, its algorithm, its optimizer, the variables of its network."""
 
 import importlib.util
 import re
@@ -92,3 +92,23 @@ def observe_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if config.observe.wandb != "off" and importlib.util.find_spec("wandb") is None:
         reason = "the package wandb is not installed here"
         yield problem("observe.wandb", config.observe.wandb, "needs wandb", reason, "pip install 'moerl[wandb]', or observe.wandb=off")
+
+
+_OWNED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule of `network` that is broken."""
+    network = config.network
+    for name, value in network.variables.items():
+        path = f"network.variables.{name}"
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            reason = "letters, digits and underscores are what a shell and every library can read"
+            yield problem(path, value, "is not the name of an environment variable", reason, "network.variables.NCCL_IB_TIMEOUT=22")
+        elif name in _OWNED:
+            reason = "moerl and Ray tell each rank its place"
+            yield problem(path, value, "cannot be set", reason, "leave it out")
+        elif name in _INTERFACES and network.interface is not None:
+            reason = f"network.interface={network.interface} sets it"
+            yield problem(path, value, "is given twice", reason, "one of the two")

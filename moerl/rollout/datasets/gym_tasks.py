@@ -2,7 +2,14 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from moerl.config.schema.data_config import GymData
@@ -36,15 +43,49 @@ class GymDataset:
 
 
 def check(config: GymData) -> Iterator[Problem]:
-    from reasoning_gym.factory import DATASETS
+    config_class = _quick_config_class(config.task)
+    if config_class is None:
+        from reasoning_gym.factory import DATASETS
 
-    if config.task not in DATASETS:
-        near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.4)
-        fix = f"one of {', '.join(near)}" if near else "a name from reasoning_gym.factory.DATASETS"
-        reason = f"the installed reasoning-gym has {len(DATASETS)} tasks, and none of that name"
-        yield Problem(path="data.task", value=config.task, rule="must be a reasoning-gym task", reason=reason, fix=fix)
-        return
-    yield from _check_args(config, DATASETS[config.task][1])
+        if config.task not in DATASETS:
+            near = difflib.get_close_matches(config.task, DATASETS, n=3, cutoff=0.4)
+            fix = f"one of {', '.join(near)}" if near else "a name from reasoning_gym.factory.DATASETS"
+            reason = f"the installed reasoning-gym has {len(DATASETS)} tasks, and none of that name"
+            yield Problem(path="data.task", value=config.task, rule="must be a reasoning-gym task", reason=reason, fix=fix)
+            return
+        config_class = DATASETS[config.task][1]
+    yield from _check_args(config, config_class)
+
+
+def _quick_config_class(task: str) -> Any:
+    """The settings of a task, from its module alone: the package imports every task's, which takes longer than all other checks of a run.
+    None if that cannot be had: no source names the task, or its module needs the others."""
+    spec = find_spec("reasoning_gym")
+    if "reasoning_gym" in sys.modules or spec is None or spec.origin is None:
+        return None
+    root = Path(spec.origin).parent
+    named = re.compile(rf'^DATASET_NAME = "{re.escape(task)}"$', re.MULTILINE)
+    file = next((file for file in sorted(root.rglob("*.py")) if named.search(file.read_text())), None)
+    if file is None:
+        return None
+    folders = [folder for folder in reversed(file.relative_to(root.parent).parents) if folder.name]
+    with _bare_packages({".".join(folder.parts): root.parent / folder for folder in folders}), suppress(ImportError):
+        import_module(".".join(file.relative_to(root.parent).with_suffix("").parts))
+        return import_module("reasoning_gym.factory").DATASETS[task][1]
+    return None
+
+
+@contextmanager
+def _bare_packages(folders: Mapping[str, Path]) -> Iterator[None]:
+    """For the block, these packages have imported nothing; then neither they nor their modules have been imported."""
+    for name, folder in folders.items():
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(folder)]
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+            del sys.modules[name]
 
 
 def _check_args(config: GymData, config_class: Any) -> Iterator[Problem]:

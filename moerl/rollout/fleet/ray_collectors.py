@@ -16,7 +16,8 @@ import ray
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, was_killed
 from moerl.rollout.fleet.collect import Answer, CollectRequest, Intake
 from moerl.rollout.server.client import BrokenConnection, HTTPEngine, generate_at, new_session
-from moerl.types.errors import KILLED, EngineError, MoerlError, Origin, StoreError
+from moerl.types.errors import EngineError, MoerlError, Origin, StoreError
+from moerl.types.exit_codes import ExitCode
 from moerl.types.stored import StoredCompletion, keep
 
 _DROP_THREAD = "drop"
@@ -132,7 +133,7 @@ def _lost(error: ray.exceptions.RayError) -> StoreError:
     if is_memory:
         lost.began_in(Origin(who="a process that receives completions", node=node_of(error), doing="", details=str(error)))
     if was_killed(error):
-        lost.exit_code = KILLED
+        lost.exit_code = ExitCode.KILLED
     return lost
 
 

@@ -1,0 +1,100 @@
+"""The functions of `import moerl`, in a Python program or a notebook: what the commands do, with their settings and results as objects.
+
+A run has the one of its `RunConfig`, which is a frozen dataclass: `dataclasses.replace` changes it. Whatever is handed in is checked anew,
+as a user's commands are, and what is wrong is a ConfigError with every problem. Nothing here imports torch before a run starts.
+"""
+
+from pathlib import Path
+
+from moerl.check import checked_evaluation, checked_run
+from moerl.config.compose import compose
+from moerl.config.load import checked, to_plain
+from moerl.config.schema.run_config import RunConfig
+from moerl.evaluation.estimates import Result
+from moerl.planner.transfer import PushPlan, plan_push
+from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped, problem
+
+__all__ = [
+    "CheckpointError", "ConfigError", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
+    "check", "evaluate", "load", "plan", "train",
+]  # fmt: skip
+
+
+def load(recipe: str, *overrides: str, config_dir: str | Path | None = None) -> RunConfig:
+    """The run of a recipe, as `moerl check recipe=RECIPE OVERRIDES...` reads it: load("grpo-tiny-moe-1n2g-sync", "num_steps=20").
+
+    `config_dir`: a directory with recipe/NAME.yaml files of your own. Raises ConfigError with every setting that is wrong; what lies on
+    disks is looked at by `check`, and by `train` itself.
+    """
+    return checked(_composed(recipe, overrides, config_dir))
+
+
+def check(run: RunConfig | str, *overrides: str, config_dir: str | Path | None = None) -> list[Problem]:
+    """Everything for which `train` would refuse the run; empty if it would start. `run`: a configuration, or a recipe as for `load`."""
+    try:
+        checked_run(_composed(run, overrides, config_dir), starts=True)
+    except ConfigError as error:
+        return error.problems
+    except CheckpointError as error:
+        told, _, faults = str(error).partition("\n")
+        damaged, _, fix = told.partition("; ")
+        return [problem("checkpoints", damaged, "must be whole", faults, fix)]
+    return []
+
+
+def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
+    """Train to the end, or from where the run's newest checkpoint left off; the path of its report, RUN/report.html.
+
+    `ends_at`: when the machine is taken away, in seconds since 1970. Blocks, also in a notebook, and can be interrupted there. Raises
+    MoerlError, which is RunStopped for a run that was asked to end and saved. Leaves no process.
+    """
+    ready = checked_run(to_plain(config), starts=True)
+
+    from moerl.cluster.forks.fork_server import forking_apart
+
+    with forking_apart():
+        from moerl import run  # takes seconds
+
+        return run.train(ready, ends_at=ends_at)
+
+
+def evaluate(config: RunConfig, *, checkpoint: str | Path | None = None, out: str | Path | None = None) -> list[Result]:
+    """Evaluate a checkpoint on the data sets of eval.*; a result for each of them.
+
+    `checkpoint`: RUN/checkpoints/step-N or a Hugging Face folder; None: the run's newest. `out`: the directory for samples and
+    results.json; None: RUN/eval/checkpoint-NAME. An evaluation that was stopped goes on. Raises as `train`.
+    """
+    ready = checked_evaluation(to_plain(config), checkpoint=_path(checkpoint), out=_path(out))
+
+    from moerl.cluster.forks.fork_server import forking_apart
+
+    with forking_apart():
+        from moerl import run
+
+        return run.evaluate(ready)[1]
+
+
+def plan(
+    config: RunConfig, *, servers: int | None = None, gpus_per_server: int | None = None, gpus_per_node: int | None = None,
+    card_gbit: float = 400.0, bucket_bytes: int | None = None,
+) -> PushPlan:  # fmt: skip
+    """What a push of the run's weights moves, and how long it takes at least; printed, it is what `moerl plan` prints.
+
+    What is not None stands instead of the configuration's. `card_gbit`: of the network card of one GPU, per second.
+    """
+    return plan_push(
+        checked(to_plain(config)), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit,
+        bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+
+
+def _composed(run: RunConfig | str, overrides: tuple[str, ...], config_dir: str | Path | None) -> dict[str, object]:
+    if isinstance(run, str):
+        return compose([f"recipe={run.removeprefix('recipe=')}", *overrides], _path(config_dir))
+    if overrides or config_dir is not None:
+        raise TypeError("overrides and config_dir go with the name of a recipe; dataclasses.replace changes a configuration")
+    return to_plain(run)
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)

@@ -1,0 +1,167 @@
+"""`import moerl` in a program: load, check and plan without a process, and what importing it and asking for help load. Training and
+evaluating through it: tests/run/test_run_evaluation.py and test_run_wheel.py."""
+
+import asyncio
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ray import cloudpickle
+
+import moerl
+from moerl.run import _local_ray, _run
+from moerl.types.exit_codes import ExitCode
+
+DEMO = "grpo-tiny-moe-1n2g-sync"
+HEAVY = {"numpy", "pydantic", "rich", "hydra", "omegaconf", "yaml", "torch", "ray", "transformers", "asyncio"}
+ROOT = Path(moerl.__file__).resolve().parents[1]
+
+
+def test_load_gives_the_settings_and_refuses_all_that_is_wrong():
+    assert moerl.load(DEMO, "num_steps=7").num_steps == 7
+    with pytest.raises(moerl.ConfigError, match="2 problems") as refused:
+        moerl.load(DEMO, "num_stesp=7", "group_size=-1")
+    assert {problem.path for problem in refused.value.problems} == {"num_stesp", "group_size"}
+
+
+def test_recipes_of_an_own_directory_are_loaded(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\ndefaults: [{DEMO}, _self_]\nname: mine\n")
+    assert moerl.load("mine", config_dir=tmp_path).name == "mine"
+    assert moerl.check("mine", config_dir=str(tmp_path)) == []
+
+
+def test_check_says_what_train_would_refuse_of_a_recipe_and_of_an_object():
+    config = moerl.load(DEMO)
+    assert moerl.check(config) == moerl.check(DEMO) == []
+    assert [problem.path for problem in moerl.check(DEMO, "group_size=1", "data.task=no")] == ["data.task"]
+    assert [problem.path for problem in moerl.check(replace(config, num_steps="7"))] == ["num_steps"]
+    assert "model.path" in [problem.path for problem in moerl.check("grpo-deepseek-v3-32n8g-sync")]
+
+
+def test_check_names_a_damaged_checkpoint(tmp_path):
+    directory = tmp_path / DEMO / "checkpoints" / "step-000001"
+    directory.mkdir(parents=True)
+    (directory / "manifest.json").write_text("{")
+    (problem,) = moerl.check(DEMO, f"output_dir={tmp_path}")
+    assert (problem.path, problem.rule) == ("checkpoints", "must be whole")
+    assert str(directory) in problem.value and f"delete {directory}" in problem.fix
+
+
+def test_train_refuses_what_check_names_before_it_starts_anything(tmp_path):
+    config = replace(moerl.load(DEMO), output_dir=str(tmp_path), group_size=0)
+    with pytest.raises(moerl.ConfigError, match="group_size = 0"):
+        moerl.train(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_has_the_numbers_that_the_command_prints():
+    planned = moerl.plan(moerl.load(DEMO), servers=2, gpus_per_server=4, gpus_per_node=4)
+    assert planned.rollout.num_gpus == 8 and planned.trainer_gpus == 2
+    assert 0 < planned.bound_seconds <= planned.schedule_seconds
+    assert "rollout          2 servers of 4 GPUs on 2 nodes" in str(planned)
+    with pytest.raises(moerl.ConfigError, match="must divide the model's 8 experts"):
+        moerl.plan(moerl.load(DEMO), gpus_per_server=3)
+
+
+def test_functions_stay_callable_and_modules_stay_modules_when_modules_of_their_names_are_imported():
+    import moerl.check
+    import moerl.train.group
+
+    assert moerl.check(DEMO) == []
+    assert moerl.train.group.TrainGroup
+    assert pickle.loads(cloudpickle.dumps((moerl, moerl.train))) == (moerl, moerl.train)
+    with pytest.raises(AttributeError, match="trian"):
+        _ = moerl.trian
+
+
+def test_everything_that_is_offered_is_there():
+    assert {name for name in moerl.__all__ if not hasattr(moerl, name)} == set()
+    assert set(moerl.__all__) <= set(dir(moerl))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], None])
+def test_import_and_help_and_version_load_nothing_heavy(words):
+    call = "import moerl" if words is None else f"from moerl.__main__ import app; app({words!r}, standalone_mode=False)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{call}; import sys; print(*sys.modules)"], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert loaded & HEAVY == set()
+    if words is None:
+        assert {name for name in loaded if name.startswith("moerl")} == {"moerl"}
+    if words == ["--version"]:
+        assert done.stdout.splitlines()[0] == f"moerl {moerl.__version__}"
+
+
+def test_the_readmes_program_runs(monkeypatch, capsys):
+    """All but training and evaluating."""
+    asked = []
+    monkeypatch.setattr("moerl.api.train", asked.append)
+    monkeypatch.setattr("moerl.api.evaluate", asked.append)
+    section = (ROOT / "README.md").read_text().partition("\n## In Python\n")[2].partition("\n## ")[0]
+    exec("\n".join(line.removeprefix("    ") for line in section.splitlines() if line.startswith("    ")), {})
+    assert [config.output_dir for config in asked] == ["elsewhere"] * 2
+    assert float(capsys.readouterr().out) > 0
+
+
+def test_the_readme_has_every_exit_code_that_a_user_meets():
+    paragraph = re.search(r"(?s)\nExit codes: .*?\n\n", (ROOT / "README.md").read_text())[0]
+    assert {int(code) for code in re.findall(r"(?:^|[ ,:])(\d+) ", paragraph)} == {*ExitCode} - {ExitCode.QUEUE_AGAIN}
+
+
+def test_a_process_that_is_in_a_ray_cluster_is_told_to_leave_it(monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with pytest.raises(moerl.MoerlError, match=r"ray\.shutdown\(\) first"), _local_ray():
+        pass
+
+
+# -- a loop that runs already, as a notebook's -----------------------------------------------------------------
+
+
+def in_a_running_loop(main):
+    async def cell():
+        return _run(main)
+
+    loop = asyncio.new_event_loop()  # asyncio.run would take Ctrl-C for itself, which a notebook does not
+    try:
+        return loop.run_until_complete(cell())
+    finally:
+        loop.close()
+
+
+def test_a_run_in_a_running_loop_has_one_of_its_own():
+    async def main():
+        return asyncio.get_running_loop()
+
+    assert in_a_running_loop(main()).is_closed()
+
+
+def test_an_error_in_a_running_loop_is_the_callers():
+    async def main():
+        raise moerl.ConfigError([])
+
+    with pytest.raises(moerl.ConfigError):
+        in_a_running_loop(main())
+
+
+def test_ctrl_c_in_a_running_loop_waits_for_what_the_run_ends():
+    ended = []
+
+    async def main():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_a_running_loop(main())
+    assert ended == [True]
