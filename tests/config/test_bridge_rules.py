@@ -11,6 +11,7 @@ from moerl.config.rules.model_rules import bridge_problems
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 
+DEMO = load(["recipe=grpo-tiny-moe-1n2g-sync"])
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8}
 
 
@@ -21,8 +22,7 @@ def installed(monkeypatch):
 
 def problems(hf=QWEN3_MOE, name="mbridge", **options):
     train = TrainConfig(optimizer=OptimizerConfig(lr=1e-6), bridge=name, **options)
-    run = replace(load(["recipe=grpo-tiny-moe-1n2g-sync"]), train=train)
-    return list(bridge_problems(run, Facts(hf=hf, shape=None)))
+    return list(bridge_problems(replace(DEMO, train=train), Facts(hf=hf, shape=None)))
 
 
 def rules(*args, **options):

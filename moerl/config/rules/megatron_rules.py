@@ -1,5 +1,6 @@
 """Rules of `train.megatron`: of the fields of Megatron's TransformerConfig, less those moerl sets itself, those that leave the model as
-its config.json describes it, with the values they may have. The fields are read from the installed source: importing Megatron imports torch.
+its config.json describes it, with the values they may have. The fields are read from the installed source: importing Megatron imports
+torch.
 
 Every field of Megatron's TransformerConfig that moerl neither sets itself nor allows here is refused, with a reason: one that changes what
 is computed would train another model than the servers sample from, without a word.

@@ -1,4 +1,5 @@
-"""Rules of the model: where its weights come from and what carries them (train.bridge), what a scratch model can be, how long sequences are."""
+"""Rules of the model: where its weights come from and what carries them (train.bridge), what a scratch model can be, how long sequences
+are."""
 
 import importlib.util
 from collections.abc import Iterator, Mapping
