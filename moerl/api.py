@@ -78,7 +78,7 @@ def plan(
     config: RunConfig, *, servers: int | None = None, gpus_per_server: int | None = None, gpus_per_node: int | None = None,
     card_gbit: float = 400.0, bucket_bytes: int | None = None,
 ) -> PushPlan:  # fmt: skip
-    """What a push of the run's weights moves, and how long it takes at least; printed, it is what `moerl plan` prints.
+    """Bytes that a push of the run's weights moves, and how long it takes at least; printed, it is what `moerl plan` prints.
 
     What is not None stands instead of the configuration's. `card_gbit`: of the network card of one GPU, per second.
     """

@@ -45,7 +45,7 @@ def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
 def load_evaluation(
     overrides: Sequence[str] | None, config_dir: Path | None = None, *, checkpoint: Path | None, out: Path | None
 ) -> Evaluation:
-    """What `moerl eval` does. Raises as `load_checked`. `checkpoint`: None: the newest of the run."""
+    """Evaluation that `moerl eval` makes. Raises as `load_checked`. `checkpoint`: None: the newest of the run."""
     return checked_evaluation(compose(overrides if overrides is not None else (), config_dir), checkpoint=checkpoint, out=out)
 
 
@@ -68,7 +68,7 @@ def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out
 
 
 def _trained_model(source: Path | None) -> Check:
-    """What keeps the weights of a run's checkpoint from being those of the model."""
+    """Differences that keep the weights of a run's checkpoint from being those of the model."""
 
     def differences(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         model = _model_config(config)
@@ -89,7 +89,7 @@ def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def cannot_start(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    """What can be checked and planned, and what `train` and `launch` refuse."""
+    """Settings that can be checked and planned, and that `train` and `launch` refuse."""
     yield from _weights(config)
     if config.model.is_only_named:  # with a path, a rule of every check
         yield from unserved(config.rollout, facts.shape)
@@ -103,7 +103,7 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
 
 
 def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    """What keeps a run that exists from being continued with these settings."""
+    """Settings that keep a run that exists from being continued with these settings."""
     if not all(can_be(Path(place)) for place in (config.run_dir, config.model.path) if place is not None):
         return  # reported by validation
     saved = config.run_dir / "config.yaml"

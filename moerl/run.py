@@ -305,7 +305,7 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSou
 
 
 def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Of generation_config.json where there is one: chat models list more than the tokenizer's eos there."""
+    """Tokens of generation_config.json where there is one: chat models list more than the tokenizer's eos there."""
     eos = tokenizer.eos_token_id
     if (model_dir / "generation_config.json").exists():
         listed = GenerationConfig.from_pretrained(model_dir).eos_token_id

@@ -26,7 +26,7 @@ NEAR = 0.8
 
 
 def options(group: str, config_dir: Path | None = None) -> list[str]:
-    """What `group=...` may be, e.g. the names of every recipe."""
+    """Names that `group=...` may have, e.g. those of every recipe."""
     holders = [root / group for root in _roots(config_dir) if any(child.name == group for child in root.iterdir())]
     return sorted({file.stem for holder in holders for file in holder.glob("*.yaml")})
 

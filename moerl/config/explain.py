@@ -46,7 +46,7 @@ class Explainer:
         return self._wrong(path, node, error)
 
     def left_open(self, path: str) -> Problem:
-        """For a setting whose value is `???`."""
+        """Problem of a setting whose value is `???`."""
         _, node, _ = self._locate(path.split("."))
         return self._missing(path, node, "a file or an override leaves it open with ???")
 

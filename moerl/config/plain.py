@@ -1,4 +1,4 @@
-"""What no setting can be, whatever its type: numbers and text that other programs, files and terminals cannot take."""
+"""Values that no setting can have, whatever its type: numbers and text that other programs, files and terminals cannot take."""
 
 from collections.abc import Mapping
 from typing import Any

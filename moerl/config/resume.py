@@ -1,4 +1,4 @@
-"""What may not change when a run is continued, and why."""
+"""Settings that may not change when a run is continued, and why."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -12,7 +12,7 @@ class BridgePackage:
     version: str
     """The only one moerl's patches were written for."""
     modules: tuple[str, ...]
-    """What must be importable: its own, and what it imports beyond the requirements of moerl."""
+    """Modules that must be importable: its own, and what it imports beyond the requirements of moerl."""
     install: str
     families: tuple[str, ...]
     """model_types whose weights it carries without a difference from the native bridge (tests/models)."""

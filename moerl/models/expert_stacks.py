@@ -20,7 +20,7 @@ def stack_of(name: str) -> tuple[str, int] | None:
 
 
 def stored_name(name: str) -> str:
-    """Of the checkpoint's tensor that `name` is, or is a part of."""
+    """Name of the checkpoint's tensor that `name` is, or is a part of."""
     found = stack_of(name)
     return name if found is None else found[0]
 

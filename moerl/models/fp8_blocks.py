@@ -61,14 +61,14 @@ def quantized(rows: Tensor, scale_format: ScaleFormat, block: int = BLOCK) -> tu
 
 
 def _quantized_blocks(part: Tensor, scale_format: ScaleFormat, block: int) -> tuple[Tensor, Tensor]:
-    """Of at most `block` rows."""
+    """Strips of at most `block` rows."""
     amax = torch.stack([piece.abs().amax() for piece in part.split(block, dim=1)])
     scales = scales_of(amax, scale_format)
     return _rounded(part, scales.repeat_interleave(block)[: part.shape[1]]), scales
 
 
 def scales_of(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """Of blocks whose largest absolute values are `amax`, float32."""
+    """Scales of blocks whose largest absolute values are `amax`, float32."""
     # By a tensor: by a number, CUDA multiplies with its reciprocal, and the last bit would not be the CPU's.
     scales = amax / torch.full_like(amax, MAX)
     scales = torch.where(amax == 0, torch.ones_like(amax), scales)  # a block of zeros would divide by zero

@@ -13,11 +13,11 @@ from typing import Any
 from moerl.models.bridge_packages import BRIDGES, BridgePackage
 
 _DECORATORS = ("register_model", "register_bridge")
-"""Of mbridge, with model_types, and of Megatron-Bridge, with the name of a class of transformers as `source`."""
+"""Registries of mbridge, with model_types, and of Megatron-Bridge, with the name of a class of transformers as `source`."""
 
 
 def explain_known(hf: Mapping[str, Any]) -> str:
-    """Of a config.json: what each package says of it, and what that is good for."""
+    """Explanation for a config.json: what each package says of it, and what that is good for."""
     said = "; ".join(_explain(package, hf) for package in BRIDGES.values())
     return f"{said} (where one does, its map of names helps to write a family: train.bridge carries only models of families)"
 

@@ -53,7 +53,8 @@ def merge(rule: Rule, shards: Sequence[Tensor], *, sizes: Sizes) -> list[Tensor]
 
 
 def pieces(rule: Rule, shard: Tensor, *, rank: int, num_ranks: int, sizes: Sizes) -> list[Tensor]:
-    """What the shard of `rank` is of each Hugging Face tensor: a range along one axis (`cut_dim`). Views where the memory allows it."""
+    """Piece that the shard of `rank` is of each Hugging Face tensor: a range along one axis (`cut_dim`). Views where the memory allows
+    it."""
     rows = max(min(sizes.vocab_size - rank * len(shard), len(shard)), 0) if rule.shard == "vocab" else sizes.vocab_size
     return merge(rule, [shard], sizes=replace(sizes, num_query_groups=sizes.num_query_groups // num_ranks, vocab_size=rows))
 

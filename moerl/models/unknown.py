@@ -1,4 +1,4 @@
-"""What is said of a config.json whose architecture has no family: why, if that is known, which family is nearest, and
+"""Explanation of a config.json whose architecture has no family: why, if that is known, which family is nearest, and
 which other packages know it."""
 
 import difflib
@@ -19,7 +19,7 @@ NOT_EXPRESSED: Mapping[str, str] = {
 
 
 def find_family(hf: Mapping[str, Any]) -> Family:
-    """Of a config.json. Raises CheckpointError with the nearest family if there is none."""
+    """Family of a config.json. Raises CheckpointError with the nearest family if there is none."""
     if hf.get("model_type") not in FAMILIES:
         rule, reason, fix = explain_unknown(hf)
         raise CheckpointError(f"config.json: {rule} ({reason}); {fix}")
@@ -27,7 +27,7 @@ def find_family(hf: Mapping[str, Any]) -> Family:
 
 
 def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
-    """Of a config.json whose model_type is not in FAMILIES."""
+    """Rule, reason and fix for a config.json whose model_type is not in FAMILIES."""
     kind, names = str(hf.get("model_type")), ", ".join(sorted(FAMILIES))
     rule, fix = "must be of a family moerl knows", f"a model whose model_type is one of {names}"
     if kind in NOT_EXPRESSED:
@@ -38,7 +38,7 @@ def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
 
 
 def _nearest(kind: str, architectures: list[str]) -> str | None:
-    """By the model_type, then by the name of the class (Qwen2ForCausalLM)."""
+    """Nearest family by the model_type, then by the name of the class (Qwen2ForCausalLM)."""
     for name in (kind, *(architecture.split("For")[0].lower() for architecture in architectures)):
         if close := difflib.get_close_matches(name, FAMILIES, n=1):
             return close[0]

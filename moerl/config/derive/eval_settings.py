@@ -10,7 +10,7 @@ def reward_of(config: RunConfig, dataset: EvalDataset) -> RewardConfig:
 
 
 def max_response_tokens(config: RunConfig) -> int:
-    """Of an evaluation's completions."""
+    """Longest of an evaluation's completions."""
     assert config.eval is not None
     return config.rollout.max_response_tokens if config.eval.max_response_tokens is None else config.eval.max_response_tokens
 

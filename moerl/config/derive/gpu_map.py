@@ -47,9 +47,9 @@ class ServerShape:
 @dataclass(frozen=True, kw_only=True)
 class GPUMap:
     ranks: tuple[MappedGPU, ...]
-    """By rank."""
+    """GPU of each rank."""
     servers: tuple[tuple[MappedGPU, ...], ...]
-    """By server, whose GPUs are in order; empty for one that needs none."""
+    """GPUs of each server, in order; empty for one that needs none."""
 
 
 def map_gpus(layout: Layout, servers: ServerShape, machine: Machine) -> GPUMap:
@@ -167,7 +167,7 @@ def gpus_per_server(rollout: "RolloutConfig") -> int:
 
 
 def num_gpus(config: "RunConfig") -> int:
-    """Of the ranks and of the servers that do not share theirs; the hf server computes on CPU."""
+    """GPUs of the ranks and of the servers that do not share theirs; the hf server computes on CPU."""
     rollout = config.rollout
     per_server = 0 if rollout.engine == "hf" else gpus_per_server(rollout)
     return config.train.layout.ranks + (rollout.num_servers - num_shared(config)) * per_server

@@ -10,7 +10,7 @@ from moerl.config.schema.model_config import ModelConfig
 
 
 def model_config(model: ModelConfig) -> dict[str, Any]:
-    """Of a model that validation has accepted."""
+    """The config.json of a model that validation has accepted."""
     if model.scratch is not None:
         return scratch_config(model.scratch, model.max_context)
     return read_config(Path(model.path)) if model.path is not None else published_config(str(model.published))

@@ -37,7 +37,7 @@ class ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
-    """Of a family in moerl/models, whether or not it breaks a rule of its family. KeyError for what config.json lacks."""
+    """Shape of a model of a family in moerl/models, whether or not it breaks a rule of its family. KeyError for what config.json lacks."""
     megatron = FAMILIES[config["model_type"]].transformer_config(config)
     num_experts = megatron.get("num_moe_experts")
     return ModelShape(

@@ -4,13 +4,14 @@ from moerl.config.derive.replayed_routes import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 
 TOKEN_BYTES = 12
-"""Of a token without its routes: id and log-prob, and some four letters of text."""
+"""Bytes of a token without its routes: id and log-prob, and some four letters of text."""
 COLUMN_BYTES = 4
-"""Of a token in the log-probs that the trainer computes before an update, for each of the old policy and the reference."""
+"""Bytes of a token in the log-probs that the trainer computes before an update, for each of the old policy and the reference."""
 
 
 def sample_bytes(config: RunConfig) -> int:
-    """Of one sample as long as the context: tokens * (12 + layers with experts * experts per token); over 256 experts twice as many."""
+    """Bytes of one sample as long as the context: tokens * (12 + layers with experts * experts per token); over 256 experts twice as
+    many."""
     routes = routes_to_replay(config)
     per_token = 0 if routes is None else routes.num_layers * routes.top_k * routes.dtype.itemsize
     longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.model.max_context)
@@ -26,7 +27,7 @@ def most_bytes(config: RunConfig) -> int:
 
 
 def shortage(config: RunConfig, store_bytes: float) -> str | None:
-    """What to say if the samples may not fit into a store of that size."""
+    """Text for people if the samples may not fit into a store of that size."""
     most = most_bytes(config)
     if most <= store_bytes:
         return None

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def routes_to_replay(config: "RunConfig") -> RouteShape | None:
-    """What completions of a valid configuration bring; None if it does not replay an engine's routes."""
+    """Shape of the routes that completions of a valid configuration bring; None if it does not replay an engine's routes."""
     if config.train.router_replay != "rollout":
         return None
     return shape_of_config(model_config(config.model)).routes

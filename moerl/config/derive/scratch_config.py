@@ -1,4 +1,4 @@
-"""What a scratch model's checkpoint will hold, known without torch: its config.json and the vocabulary of its tokenizer."""
+"""Contents of a scratch model's checkpoint, known without torch: its config.json and the vocabulary of its tokenizer."""
 
 from typing import Any
 

@@ -17,17 +17,17 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem
 
 FAMILIES = {"sglang": ("qwen3", "qwen3_moe", "deepseek_v3"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
-"""Of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
+"""Families of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
 
 CHECK_SECONDS = 120.0
-"""For importing an engine and its argument parser; it takes about 5 s."""
+"""Limit of importing an engine and its argument parser; it takes about 5 s."""
 
 _CHECKOUT = Path(__file__).parents[3]
 _PROBLEMS = TypeAdapter(list[Problem])
 
 
 def interpreter(rollout: RolloutConfig) -> str:
-    """What the servers are started with."""
+    """Python that the servers are started with."""
     if rollout.python is not None:
         return rollout.python
     return str(_own_environment(rollout.engine)) if rollout.engine in FAMILIES else sys.executable
@@ -79,7 +79,7 @@ def _own_environment(engine: str) -> Path:
 
 @functools.cache
 def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[Problem, ...]:
-    """By the engine's own parser, in its environment; nothing is started. `arguments` and `model` (or null) are JSON."""
+    """Problems by the engine's own parser, in its environment; nothing is started. `arguments` and `model` (or null) are JSON."""
     command = [
         python,
         "-m",

@@ -18,7 +18,7 @@ def job_name(run: str) -> str:
 
 
 def kubernetes_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    """What can be wrong with the settings, whoever starts the run."""
+    """Faults of the settings, whoever starts the run."""
     kubernetes = config.kubernetes
     for index, volume in enumerate(kubernetes.volumes):
         if not _is_absolute(volume.path):
@@ -36,7 +36,7 @@ def kubernetes_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def launch_problems(config: RunConfig, config_dir: str | None) -> Iterator[Problem]:
-    """What keeps this run from being a RayJob."""
+    """Faults that keep this run from being a RayJob."""
     kubernetes, name = config.kubernetes, job_name(config.name)
     if kubernetes.image is None:
         yield problem("kubernetes.image", None, "must be given", "pods are made from it", "kubernetes.image=REGISTRY/moerl:TAG")

@@ -171,13 +171,13 @@ WITHOUT_REPLAY: Mapping[str, str] = {
         "a captured router would repeat the routes of the micro-batch it was captured with",
     ),
 }
-"""Of the allowed fields, those that do not go with train.router_replay."""
+"""Allowed fields that do not go with train.router_replay."""
 
 _OFF = (None, False, "none")
 
 
 def allowed_problems(name: str, value: Any) -> Iterator[Problem]:
-    """What is wrong with a field that Megatron has and moerl does not set itself."""
+    """Fault of a field that Megatron has and moerl does not set itself."""
     path = f"train.megatron.{name}"
     if name not in ALLOWED:
         unknown = "the Megatron that moerl is tested with has no such field"
@@ -190,7 +190,7 @@ def allowed_problems(name: str, value: Any) -> Iterator[Problem]:
 
 
 def replay_problems_of(settings: Mapping[str, Any], mode: str) -> Iterator[Problem]:
-    """What does not go with train.router_replay=`mode`."""
+    """Fields that do not go with train.router_replay=`mode`."""
     for name, reason in WITHOUT_REPLAY.items():
         value = settings.get(name)
         if value not in _OFF:
@@ -312,7 +312,7 @@ def megatron_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def field_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
-    """What is wrong with the names under `train.megatron`, and with values by themselves."""
+    """Faults of the names under `train.megatron`, and with values by themselves."""
     fields = megatron_fields()
     if settings and not fields:
         reason = "the names are checked against Megatron's own fields"
@@ -332,7 +332,7 @@ def field_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def router_problems(settings: Mapping[str, object], shape: ModelShape | None) -> Iterator[Problem]:
-    """What is wrong with the load-balancing settings under `train.megatron`."""
+    """Faults of the load-balancing settings under `train.megatron`."""
     kind = settings.get("moe_router_load_balancing_type", "none")
     if kind not in ("none", "aux_loss"):
         reason = "the other kinds count tokens over ranks or sequences as if all were equally long, or route otherwise than the engine"

@@ -110,7 +110,7 @@ def pipeline_problems(layout: Layout, num_layers: int) -> Iterator[Problem]:
 
 
 def contradictions(layout: Layout) -> Iterator[Problem]:
-    """What is wrong with the cut whatever the model."""
+    """Faults of the cut, whatever the model."""
     if layout.vpp > 1 and layout.pp == 1:
         yield _problem(
             "vpp", layout.vpp, "needs pp > 1", "chunks are interleaved over pipeline stages, and there is one stage", "vpp=1, or pp >= 2"

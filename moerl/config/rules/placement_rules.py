@@ -31,7 +31,7 @@ def placement_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _too_many(config: RunConfig) -> Iterator[Problem]:
-    """Of factors that are each in range. Every GPU is placed by itself, so that more would be placed for hours."""
+    """Products of factors that are each in range. Every GPU is placed by itself, so that more would be placed for hours."""
     placement, rollout = config.placement, config.rollout
     per_node = 1 if placement.gpus_per_node is None else placement.gpus_per_node
     if placement.nodes * per_node > MOST:

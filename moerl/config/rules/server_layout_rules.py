@@ -171,7 +171,7 @@ def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:
 
 
 def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    """What can be planned and rendered, and not be started yet."""
+    """Settings that can be planned and rendered, and not be started yet."""
     layout = config.rollout.layout
     if config.rollout.engine in ("hf", "fake"):
         return
@@ -187,7 +187,7 @@ def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:
-    """Of vLLM's layouts over several nodes, those that moerl has not seen run."""
+    """Layouts of vLLM over several nodes that moerl has not seen run."""
     for field, what in (("dp", "data-parallel groups"), ("ep", "experts that are spread over nodes")):
         if (value := getattr(layout, field)) > 1:
             reason = f"{what} of vLLM over several nodes have been in no run (with experts they cannot on CPU); tensor parallelism has"

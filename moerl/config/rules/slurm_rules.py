@@ -31,7 +31,7 @@ def _own_problems(slurm: SlurmConfig, num_nodes: int) -> Iterator[Problem]:
 
 
 def time_problems(slurm: SlurmConfig, deadlines: Mapping[str, float]) -> Iterator[Problem]:
-    """What does not fit into the time limit. `deadlines`: setting -> seconds, of a run's waits."""
+    """Waits that do not fit into the time limit. `deadlines`: setting -> seconds, of a run's waits."""
     if slurm.time is None or slurm.time == "UNLIMITED" or not re.fullmatch(_WORDS["time"], slurm.time):
         return
     seconds = limit_seconds(slurm.time)
@@ -55,7 +55,7 @@ def time_problems(slurm: SlurmConfig, deadlines: Mapping[str, float]) -> Iterato
 
 
 def limit_seconds(time: str) -> int | None:
-    """Of a limit as sbatch takes it; 0 for none; None if it is no such text."""
+    """Seconds of a limit as sbatch takes it; 0 for none; None if it is no such text."""
     found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", time, re.ASCII)
     if found is None:
         return None
@@ -68,7 +68,7 @@ def limit_seconds(time: str) -> int | None:
 
 
 def size_problems(slurm: SlurmConfig, num_nodes: int, placed_per_node: int | None, needed: int) -> Iterator[Problem]:
-    """Of a run that needs so many GPUs, if Slurm is to start it. `placed_per_node`: placement.gpus_per_node."""
+    """Faults of a run that needs so many GPUs, if Slurm is to start it. `placed_per_node`: placement.gpus_per_node."""
     per_node = slurm.gpus_per_node
     if placed_per_node is not None and 0 < per_node < placed_per_node:
         rule, reason = f"must be at least placement.gpus_per_node={placed_per_node}", "the run uses as many of every node"

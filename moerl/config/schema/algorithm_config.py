@@ -18,7 +18,7 @@ class GRPOConfig(Strict):
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """For negative advantages the loss is at most -dual_clip * advantage; None switches it off."""
+    """Bound of the loss for negative advantages: at most -dual_clip * advantage; None switches it off."""
     normalize_by: Literal["token", "sequence"] = "sequence"
     """token: sum over the batch / its response tokens. sequence: mean over sequences of their token means."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0

@@ -62,9 +62,9 @@ class RewardTerm(Strict):
     agree. format: `pattern` matches the whole text. gym: the task's own scorer. function: `path`, verl's signature."""
     weight: float = 1.0
     pattern: str | None = None
-    """For format: a regular expression, matched against the whole response."""
+    """Regular expression of kind=format, matched against the whole response."""
     path: str | None = None
-    """For function: `file.py:name` or `package.module:name` of f(data_source, solution_str, ground_truth, extra_info)."""
+    """Function of kind=function: `file.py:name` or `package.module:name` of f(data_source, solution_str, ground_truth, extra_info)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ class DeadlineConfig(Strict):
     restarts the run. A deadline is of one call to all ranks or servers, of which a phase may make several."""
 
     start_seconds: Seconds = 600.0
-    """Of ranks, until they have joined each other and loaded the model; of servers, until they accept requests, also when they are
+    """Start of ranks, until they have joined each other and loaded the model; of servers, until they accept requests, also when they are
     restarted."""
     load_seconds: Seconds = 3600.0
     """The newest checkpoint: comparing digests, and reading."""
@@ -44,7 +44,7 @@ class DeadlineConfig(Strict):
     checkpoint, with new processes, as the same command would. requeue: exit code 75, which asks who started the run to start it again,
     perhaps on other nodes."""
     max_restarts: NotNegative = 3
-    """Of on_hang=restart, in one process of the run."""
+    """Most restarts of on_hang=restart, in one process of the run."""
 
     def of(self, phase: Phase) -> float:
         """In seconds."""
@@ -52,6 +52,6 @@ class DeadlineConfig(Strict):
 
     @property
     def longest_seconds(self) -> float:
-        """Of what training ranks do together."""
+        """Seconds of what training ranks do together."""
         phases: tuple[Phase, ...] = ("start", "load", "wake", "logprobs", "update", "push", "save")
         return max(self.of(phase) for phase in phases)

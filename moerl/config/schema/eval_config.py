@@ -14,11 +14,11 @@ class EvalDataset(Strict):
     data: DataConfig
     """Asked in its own order (shuffle: a function of eval.seed)."""
     reward: RewardConfig | None = None
-    """Who scores it. None: the run's reward."""
+    """Scorer of its answers. None: the run's reward."""
     num_prompts: Positive | None = None
     """At most so many, the first of its order. None: all."""
     samples: Positive = 1
-    """Of each prompt: n."""
+    """Samples of each prompt: n."""
     pass_at: tuple[Positive, ...] = (1,)
     """Every k of pass@k: the chance that one of k samples passes, estimated from n without bias (arXiv:2107.03374). At most n. For k=1
     it is the share of samples that pass (mean@n)."""
@@ -28,10 +28,10 @@ class EvalDataset(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(Strict):
-    """What `moerl eval` measures, and a run while it trains."""
+    """Measurements of `moerl eval`, and of a run while it trains."""
 
     datasets: dict[str, EvalDataset]
-    """By the names that metrics and files have."""
+    """Data sets by the names that metrics and files have."""
     every: NotNegative = 0
     """Steps between evaluations of a run, which begin before the first step and end after the last; 0: only `moerl eval` evaluates."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -40,4 +40,5 @@ class EvalConfig(Strict):
     max_response_tokens: Positive | None = None
     """None: rollout.max_response_tokens."""
     seed: int = 1
-    """Of the rows that kind=tiny and kind=gym make up, of the order, and of sampling. Other than the run's, whose rows it trains on."""
+    """Seed of the rows that kind=tiny and kind=gym make up, of the order, and of sampling. Other than the run's, whose rows it trains
+    on."""

@@ -19,7 +19,7 @@ class VolumeConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesConfig(Strict):
-    """Of `moerl launch --kuberay`; without effect on other runs. A pod is a node: placement.nodes of them, each with
+    """Settings of `moerl launch --kuberay`; without effect on other runs. A pod is a node: placement.nodes of them, each with
     placement.gpus_per_node GPUs."""
 
     image: str | None = None
@@ -31,9 +31,9 @@ class KubernetesConfig(Strict):
     with_gpus: bool = True
     """False: pods without GPUs."""
     cpus: Positive | None = None
-    """Of a pod. None: no request, and Ray takes the node's for its own."""
+    """CPUs of a pod. None: no request, and Ray takes the node's for its own."""
     memory_gb: Positive | None = None
-    """Of a pod, in 2^30 bytes; /dev/shm counts."""
+    """Memory of a pod, in 2^30 bytes; /dev/shm counts."""
     resources: dict[str, Positive] = field(default_factory=dict)
     """More that a pod needs, as the cluster's device plugins name it, e.g. {rdma/ib: 8}."""
     volumes: tuple[VolumeConfig, ...] = ()
@@ -44,10 +44,10 @@ class KubernetesConfig(Strict):
     tolerations: tuple[str, ...] = ()
     """Keys of taints to tolerate, beside nvidia.com/gpu."""
     queue: str | None = None
-    """Of Kueue, which starts the job when every pod has a place."""
+    """Queue of Kueue, which starts the job when every pod has a place."""
     retries: NotNegative = 3
     """Each is a new Ray cluster; the run goes on from its newest checkpoint."""
     max_seconds: Positive | None = None
-    """Of the whole job, retries too; then KubeRay ends it for good. None: no limit."""
+    """Time of the whole job, retries too; then KubeRay ends it for good. None: no limit."""
     end_seconds: Annotated[int, Field(ge=30)] = 300
     """A pod that must go waits so long for the run to save; longer than an update, a push and a checkpoint take."""

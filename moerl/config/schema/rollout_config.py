@@ -13,7 +13,7 @@ NUM_PORTS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLayout(Strict):
-    """Of every server alike. The defaults are one process on one GPU."""
+    """Layout of every server alike. The defaults are one process on one GPU."""
 
     gpus: Size = 1
     """GPUs of one server, over all its nodes. On CPU: processes."""
@@ -36,7 +36,7 @@ class ServerLayout(Strict):
     """dtype: rollout.dtype. fp8: e4m3 in blocks of 128 x 128 with float32 scales, as DeepSeek-V3 is published, made of rollout.dtype by the
     ranks that send. Log-probs differ from the trainer's accordingly: weights.mismatch_limit must allow it."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of a GPU's memory, for weights, keys and values. None: the engine's own choice."""
+    """Share of a GPU's memory, for weights, keys and values. None: the engine's own choice."""
     mtp_tokens: NotNegative = 0
     """Tokens that the model's layer of multi-token prediction drafts for each that is decoded. It stays the checkpoint's, which pushes do
     not bring: the further training goes, the fewer drafts are accepted."""
@@ -58,7 +58,7 @@ class ServerLayout(Strict):
 
     @property
     def nodes(self) -> int:
-        """Of one server."""
+        """Nodes of one server."""
         return -(-self.gpus // self.gpus_per_node)
 
     @property
@@ -80,9 +80,9 @@ class RolloutConfig(Strict):
     layout: ServerLayout = field(default_factory=ServerLayout)
     """GPUs and nodes of each server, and how the model is spread over them. One process by default."""
     host: str | None = None
-    """What servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
+    """Address that servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Of the first server, the next ones count up; 0 lets the system choose."""
+    """Port of the first server, the next ones count up; 0 lets the system choose."""
     python: str | None = None
     """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
     .venv-sglang in the checkout."""
@@ -102,7 +102,7 @@ class RolloutConfig(Strict):
     dtype: Literal["float32", "bfloat16"] | None = None
     """None: the trainer's."""
     partial: bool = False
-    """What becomes of completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
+    """Completions that a push finds unfinished. false: they stop, and go on with the keys and values they have. true: the
     servers return what they have, and the rest is asked for after the push, from any server, which computes keys and values anew with the
     new weights. Needs max_staleness > 0."""
     max_restarts: NotNegative = 3

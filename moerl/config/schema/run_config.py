@@ -48,7 +48,7 @@ class ObserveConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig(Strict):
-    """What NCCL and gloo are told of the links between nodes; `moerl doctor` prints it with reasons."""
+    """Links between nodes, as NCCL and gloo are told of them; `moerl doctor` prints it with reasons."""
 
     detect: bool = True
     """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the

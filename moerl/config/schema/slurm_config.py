@@ -22,7 +22,7 @@ class ContainerConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig(Strict):
-    """Of `moerl launch`; without effect on a run that Slurm does not start. A job has placement.nodes nodes, whole ones."""
+    """Settings of `moerl launch`; without effect on a run that Slurm does not start. A job has placement.nodes nodes, whole ones."""
 
     gpus_per_node: NotNegative = 8
     """0: nodes without GPUs."""

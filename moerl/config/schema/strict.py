@@ -1,4 +1,4 @@
-"""What every section of the settings is made of."""
+"""Types that every section of the settings is made of."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 MOST = 2**17
 Size = Annotated[int, Field(gt=0, le=MOST)]
-"""Of what is counted out one by one, as GPUs and layers are: a slip of the keyboard must not compute for hours."""
+"""Number of things that are counted out one by one, as GPUs and layers are: a slip of the keyboard must not compute for hours."""
 Seconds = Annotated[float, Field(gt=0)]
 
 

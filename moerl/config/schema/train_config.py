@@ -19,7 +19,7 @@ class OptimizerConfig(Strict):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """From the end of the warm-up to num_steps."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """What the decay ends at; without effect for constant."""
+    """Learning rate at which the decay ends; without effect for constant."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -55,7 +55,7 @@ class TrainConfig(Strict):
     optimizer: OptimizerConfig
     layout: Layout = field(default_factory=Layout)
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
-    """Of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
+    """Dtype of parameters and activations; bfloat16 keeps float32 master weights and gradients. float64 is for comparing layouts on
     CPU, where rounding then hides nothing."""
     fp8: FP8Config | None = None
     """None: matrix products in `dtype`. Needs bfloat16."""
@@ -80,13 +80,13 @@ class TrainConfig(Strict):
     """Weight of the cross-entropy of the model's multi-token prediction layers over response tokens. 0: these layers are not built,
     and leave as they are in the checkpoint; published runs that draft with them train them with about 0.1 to 0.2."""
     bridge: Literal["native", "mbridge", "megatron_bridge"] = "native"
-    """Who carries weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
+    """Carrier of weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
     (pip install 'moerl[mbridge]'); megatron_bridge: NVIDIA's megatron-bridge 0.3.1 (pip install --no-deps megatron-bridge==0.3.1
     triton). Both are for comparison: they gather on every rank, and know no layers of multi-token prediction."""
     recompute: Recompute = field(default_factory=NoRecompute)
     """Which activations are computed again in the backward pass instead of kept."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """What leaves the GPU while training does not need it. optimizer: outside of updates optimizer states are in pinned host memory
+    """Memory that leaves the GPU while training does not need it. optimizer: outside of updates optimizer states are in pinned host memory
     and gradients are freed. all: parameters and reference weights follow while the trainer sleeps, between the steps."""
     destroy_groups: bool = False
     """End Megatron's communicators while the trainer sleeps, and with them their GPU buffers; they are made again when it wakes.

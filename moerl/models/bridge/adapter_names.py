@@ -1,4 +1,4 @@
-"""What the adapters of other packages' bridges share: names, checks before loading and what is exported beside their own tensors.
+"""Parts that the adapters of other packages' bridges share: names, checks before loading and what is exported beside their own tensors.
 
 A package maps the parameters that are built. Layers of multi-token prediction that are not leave as the native bridge lets them:
 copies of the embedding and the output layer follow the trained tensor, everything else keeps the checkpoint's.
@@ -65,7 +65,8 @@ class AdapterNames:
             check_copies(name, checkpoint.read(name), copies, checkpoint)
 
     def export(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
-        """Of the package's whole `tensors`, which it yields on every rank, those that rank 0 exports, with copies and layers not built."""
+        """Tensors that rank 0 exports, of the package's whole `tensors`, which it yields on every rank, with copies and layers not
+        built."""
         remaining = dict.fromkeys(self._own)
         for name, tensor in tensors:
             if name in remaining and dist.get_rank() == 0:

@@ -90,7 +90,7 @@ class MegatronBridge:
             dist.broadcast(shared[0].shared_embedding_or_output_weight(), dist.get_process_group_ranks(group)[0], group=group)
 
     def _hf_names(self, mapping: Any) -> list[str]:
-        """Of an expert, those of every expert-parallel rank."""
+        """Names of an expert on every expert-parallel rank."""
         names = [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
         if not mapping.is_expert:
             return names
@@ -121,7 +121,7 @@ class _State(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What Megatron-Bridge takes for a pretrained model of transformers."""
+    """Object that Megatron-Bridge takes for a pretrained model of transformers."""
 
     state: _State
     config: SimpleNamespace
@@ -139,5 +139,5 @@ def _find_bridge(family: Family, source: Path) -> tuple[Any, SimpleNamespace]:
 
 
 def _of_rank(name: str, rank: int, num_local: int) -> str:
-    """Of the expert that has on expert-parallel `rank` the place that the expert of `name` has on its own."""
+    """Name of the expert that has on expert-parallel `rank` the place that the expert of `name` has on its own."""
     return re.sub(r"experts\.(\d+)", lambda match: f"experts.{int(match[1]) % num_local + rank * num_local}", name)

@@ -47,7 +47,7 @@ class ExportPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one rank holds of a tensor, or of one expert's part of a stack."""
+    """Part of a tensor that one rank holds, or of one expert's part of a stack."""
 
     tensor: Tensor
     """In the parameter's dtype; possibly a view of it."""
@@ -101,7 +101,7 @@ class NativeBridge:
         return names + (self._kept if with_mtp else [])
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
-        """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
+        """Dtype of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
         return torch.float32 if name in self._float32 else model_dtype
 
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +118,7 @@ class NativeBridge:
         return self
 
     def parts(self, dtype: torch.dtype) -> list[ExportPart]:
-        """Of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank."""
+        """Tensors of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank."""
         found = []
         for name, owner in self._owners.items():
             rule, numbers = self._family.find(name)
@@ -164,7 +164,7 @@ class NativeBridge:
         return Shard(tensor=mine, start=tuple(start), group=group)
 
     def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
-        """What `export` gives of the model that is built, with the stacks of experts in parts."""
+        """Names that `export` gives of the model that is built, with the stacks of experts in parts."""
         for name, owner in self._owners.items():
             rule, _ = self._family.find(name)
             if rule.is_mtp and not with_mtp:

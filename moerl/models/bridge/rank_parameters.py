@@ -1,4 +1,4 @@
-"""What a rank holds of a model: its parameters and buffers, under names that count layers and experts over the whole model."""
+"""Part of a model that a rank holds: its parameters and buffers, under names that count layers and experts over the whole model."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ class RankParameter:
 
 
 def owned_by(chunk: nn.Module, family: Family, *, expert_rank: int) -> Iterator[RankParameter]:
-    """Of a GPTModel on the rank that is `expert_rank` of its expert parallel group. KeyError for a name no rule maps."""
+    """Parameters of a GPTModel on the rank that is `expert_rank` of its expert parallel group. KeyError for a name no rule maps."""
     state = chunk.state_dict().keys()
     buffers = ((local, buffer) for local, buffer in chunk.named_buffers() if local in state)
     tensors = [*chunk.named_parameters(), *buffers]

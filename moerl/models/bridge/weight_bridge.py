@@ -1,4 +1,4 @@
-"""What carries weights between a Megatron model and Hugging Face names: the seam, and the one place that chooses who does it.
+"""Carrier of weights between a Megatron model and Hugging Face names: the seam, and the one place that chooses who does it.
 
 The native bridge walks the family's rules. mbridge and Megatron-Bridge, optional packages, bring name maps and gathering
 of their own.
@@ -26,7 +26,7 @@ class OwnedTensors(Protocol):
         """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""
 
     def shard(self, name: str) -> Shard | None:
-        """Of one of the `parts`; None: this rank holds nothing of it."""
+        """Shard of one of the `parts`; None: this rank holds nothing of it."""
 
 
 class WeightBridge(Protocol):
@@ -42,10 +42,10 @@ class WeightBridge(Protocol):
         """Every Hugging Face name, in the order of `export`."""
 
     def dtype(self, name: str, model_dtype: torch.dtype) -> torch.dtype:
-        """Of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
+        """Dtype of the exported tensor with that Hugging Face name in a model of `model_dtype`."""
 
     def owned(self) -> OwnedTensors | None:
-        """What each rank holds, by Hugging Face names. None: only an export can tell."""
+        """Tensors that each rank holds, by Hugging Face names. None: only an export can tell."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""

@@ -1,4 +1,4 @@
-"""What a model family declares: its Megatron configuration, what it refuses, and how every parameter maps to Hugging Face tensors.
+"""Declaration of a model family: its Megatron configuration, what it refuses, and how every parameter maps to Hugging Face tensors.
 
 Data and functions of config.json alone: neither torch nor Megatron is imported, so that validation reads what the engine reads.
 One rule serves both directions (shards.py).
@@ -52,21 +52,21 @@ class BrokenRule(NamedTuple):
     rule: str
     reason: str
     fix: str
-    """What to write or use instead."""
+    """Text to write, or model to use, instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the hf engine must know of a family beside its rules: how transformers names what checkpoints name otherwise."""
+    """Facts of a family that the hf engine needs beside its rules: how transformers names what checkpoints name otherwise."""
 
     computed_as: str | None = None
     """model_type of the transformers class that computes it; None: its own."""
     block: str = "mlp"
-    """What a layer's experts and router are called in checkpoints; transformers calls them mlp."""
+    """Name of a layer's experts and router in checkpoints; transformers calls them mlp."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of an expert, in checkpoints; transformers fuses them over all experts."""
+    """Names of an expert's tensors, in checkpoints; transformers fuses them over all experts."""
     router: str = "gate"
-    """What transformers calls it."""
+    """Its name in transformers."""
     has_stacks: bool = False
     """Checkpoints hold the experts of a layer as transformers does, in stacks (stacks.py)."""
     has_windows: bool = False
@@ -80,7 +80,7 @@ class Family:
     """From config.json to the keyword arguments of Megatron's TransformerConfig that describe the architecture (with
     multi_latent_attention: of its MLATransformerConfig)."""
     broken_rules: Callable[[Mapping[str, Any]], Iterator[BrokenRule]]
-    """Of a config.json: what it says that Megatron would compute otherwise."""
+    """Broken rules of a config.json: what it says that Megatron would compute otherwise."""
     rotary: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From config.json to the arguments of Megatron's GPTModel that describe its rotary embedding."""
     served: Served = field(default_factory=Served)
@@ -118,7 +118,7 @@ def is_tied(hf: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What splitting and merging need to know beside the tensors."""
+    """Sizes that splitting and merging need beside the tensors."""
 
     num_layers: int
     """Without those of multi-token prediction."""

@@ -31,7 +31,7 @@ def plain_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 
 
 def group_limit(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Of routers with n_group and topk_group: transformers' scores of groups must be Megatron's."""
+    """Rules of routers with n_group and topk_group: transformers' scores of groups must be Megatron's."""
     chosen, groups, kept = (hf[name] for name in ("num_experts_per_tok", "n_group", "topk_group"))
     if chosen < 2:
         reason = "with one expert Megatron does not normalise its weight, transformers does"

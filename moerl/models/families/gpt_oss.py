@@ -14,7 +14,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_types(hf: Mapping[str, Any]) -> list[str]:
-    """Of each layer. Not written: windows first, then in every other layer (transformers, models/gpt_oss/configuration_gpt_oss.py)."""
+    """Type of each layer. Not written: windows first, then in every other layer (transformers, models/gpt_oss/configuration_gpt_oss.py)."""
     given = hf.get("layer_types")
     return [(_SLIDING, _FULL)[layer % 2] for layer in range(hf["num_hidden_layers"])] if given is None else given
 

@@ -1,4 +1,4 @@
-"""What families are composed of: rules of layers that many share, and the Megatron fields that go with them.
+"""Parts that families are composed of: rules of layers that many share, and the Megatron fields that go with them.
 
 `megatron` and `hf` are names of a module in either, such as decoder.layers.{layer} and model.layers.{layer}. Megatron's Transformer
 Engine layers hold the norm before attention, and that before a dense MLP, in the projection after it.
@@ -29,7 +29,7 @@ def ends(*, repeated_by_mtp: bool = False) -> tuple[Rule, ...]:
 
 
 def mtp_ends() -> tuple[Rule, ...]:
-    """What a layer of multi-token prediction has beside a decoder layer, as published by DeepSeek and after them by others."""
+    """Tensors that a layer of multi-token prediction has beside a decoder layer, as published by DeepSeek and after them by others."""
     return (
         Rule(megatron=f"{MTP}.enorm.weight", hf=(f"{HF_MTP}.enorm.weight",)),
         Rule(megatron=f"{MTP}.hnorm.weight", hf=(f"{HF_MTP}.hnorm.weight",)),
@@ -99,7 +99,7 @@ def biased_experts(megatron: str, hf: str) -> tuple[Rule, ...]:
 
 
 def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Of every family here: root-mean-square norms, gated MLPs, no biases but those a family adds."""
+    """Megatron fields of every family here: root-mean-square norms, gated MLPs, no biases but those a family adds."""
     return {
         "num_layers": hf["num_hidden_layers"],
         "hidden_size": hf["hidden_size"],
@@ -114,7 +114,8 @@ def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_fields(hf: Mapping[str, Any], *, has_bias: bool = False, has_qk_norm: bool = False) -> dict[str, Any]:
-    """Of grouped-query attention. Without head_dim the heads share hidden_size; without num_key_value_heads each has its own."""
+    """Megatron fields of grouped-query attention. Without head_dim the heads share hidden_size; without num_key_value_heads each has its
+    own."""
     heads, groups, head_dim = (hf.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     return {
         "num_query_groups": heads if groups is None else groups,

@@ -29,7 +29,7 @@ def rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary_share(hf: Mapping[str, Any]) -> float:
-    """Of a head's channels, those that turn."""
+    """Share of a head's channels that turns."""
     return rope_parameters(hf).get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
 
 
