@@ -158,9 +158,9 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
         return await main
 
     with ThreadPoolExecutor(1) as thread:
-        ended = thread.submit(asyncio.run, announced())
+        thread.submit(int).result()  # the thread has begun: one that an interrupt meets at its start would not be waited for
         try:
-            return ended.result()
+            return thread.submit(asyncio.run, announced()).result()
         except KeyboardInterrupt:
             loop, task = begun.result()
             loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
