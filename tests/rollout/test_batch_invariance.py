@@ -9,8 +9,7 @@ import torch
 
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.hf_model import load_model
-from moerl.rollout.engines.hf.scheduler import Scheduler
-from moerl.rollout.server.engine_core import ServerRequest
+from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
 from moerl.types.completion import SamplingParams
 
 NUM_SLOTS = 24
@@ -30,9 +29,7 @@ GROUP = [(SUBJECT[0], SamplingParams(max_tokens=25, seed=100 + i)) for i in rang
 def request_of(name, what, outcomes):
     prompt, sampling = what
     prompt_ids = np.array(prompt, dtype=np.int64)
-    return ServerRequest(
-        request_id=name, prompt_ids=prompt_ids, sampling=sampling, done=lambda outcome: outcomes.__setitem__(name, outcome)
-    )
+    return SlotRequest(key=name, prompt_ids=prompt_ids, sampling=sampling, done=lambda sampled: outcomes.__setitem__(name, sampled))
 
 
 class Batch:
@@ -46,10 +43,9 @@ class Batch:
     def complete(self, at):
         scheduler, outcomes = Scheduler(self.forward, max_context=256), {}
         iteration = 0
-        while iteration <= max(at) or scheduler.num_running or scheduler.num_waiting:
-            for name, request in at.get(iteration, {}).items():
-                scheduler.add(request_of(name, request, outcomes))
-            scheduler.step(1, admit=True)
+        while iteration <= max(at) or scheduler.has_work:
+            scheduler.add(request_of(name, request, outcomes) for name, request in at.get(iteration, {}).items())
+            scheduler.step(1)
             iteration += 1
         return outcomes
 
@@ -102,12 +98,12 @@ def test_what_a_slot_held_before_does_not_matter(batch, alone):
 def test_an_abort_in_a_shared_prefill_does_not_change_the_others(batch, alone):
     outcomes = {}
     scheduler = Scheduler(batch.forward, max_context=256)
-    for name, request in {"leader": GROUP[0], "subject": SUBJECT, "third": GROUP[1]}.items():
-        scheduler.add(request_of(name, request, outcomes))
-    scheduler.step(1, admit=True)  # one chunk of the prompt
-    scheduler.abort(["leader"])
-    while scheduler.num_running:
-        scheduler.step(1, admit=True)
+    group = {"leader": GROUP[0], "subject": SUBJECT, "third": GROUP[1]}
+    scheduler.add(request_of(name, request, outcomes) for name, request in group.items())
+    scheduler.step(1)  # one chunk of the prompt
+    scheduler.abort("leader")
+    while scheduler.has_work:
+        scheduler.step(1)
     assert outcomes["leader"].token_ids == ()
     assert outcomes["subject"] == alone
     assert len(outcomes["third"].token_ids) == 25
@@ -117,15 +113,15 @@ def test_a_request_after_a_push_does_not_join_a_prefill_begun_before_it(batch):
     """Its first chunks hold keys and values of the old weights."""
     outcomes = {}
     scheduler = Scheduler(batch.forward, max_context=256)
-    scheduler.add(request_of("old", SUBJECT, outcomes))
-    scheduler.step(1, admit=True)
+    scheduler.add([request_of("old", SUBJECT, outcomes)])
+    scheduler.step(1)
     embedding = batch.forward._body.embed_tokens.weight
     saved = embedding.clone()
     try:
         embedding.mul_(0.5)
-        scheduler.add(request_of("new", SUBJECT, outcomes))
-        while scheduler.num_running or scheduler.num_waiting:
-            scheduler.step(2, admit=True)
+        scheduler.add([request_of("new", SUBJECT, outcomes)])
+        while scheduler.has_work:
+            scheduler.step(2)
         fresh = batch.complete({0: {"new": SUBJECT}})["new"]
     finally:
         embedding.copy_(saved)

@@ -71,7 +71,7 @@ def test_a_server_that_is_late_with_a_completion_is_named_with_its_stacks(struck
     (report,) = (root / "late").glob("hangs/*-rollout/report.txt")
     server, driver = report.read_text().split("\n== ")[1:3]
     assert server.startswith(f"server {name} on node")
-    assert "moerl/rollout/engines/hf/hf_worker.py" in server
+    assert "moerl/rollout/engines/hf/hf_core.py" in server
     assert driver.startswith("driver on node")
 
 
@@ -85,5 +85,5 @@ def test_a_server_frozen_in_a_generation_is_named_with_its_stacks_and_replaced(s
     )
     assert "its process is stopped" in text.splitlines()[1]
     assert "stacks: py-spy" in text
-    assert "moerl/rollout/engines/hf/hf_worker.py" in text
+    assert "moerl/rollout/engines/hf/hf_core.py" in text
     assert "serving on port" in text, "the end of its log"

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.hf_model import load_model
-from moerl.rollout.engines.hf.scheduler import Scheduler
+from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
 from moerl.rollout.fleet.route_check import check_routes
 from moerl.rollout.server import wire
-from moerl.rollout.server.engine_core import ServerRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineError
 from moerl.types.routes import RouteShape, is_unknown
@@ -87,11 +86,12 @@ class Batch:
         scheduler, outcomes, iteration = Scheduler(self.forward, max_context=256), {}, 0
         for name, (prompt, sampling) in requests.items():
             done = lambda outcome, name=name: outcomes.__setitem__(name, outcome)  # noqa: E731
-            scheduler.add(ServerRequest(request_id=name, prompt_ids=np.array(prompt), sampling=sampling, done=done))
-        while scheduler.num_running or scheduler.num_waiting:
-            scheduler.step(1, admit=True)
+            scheduler.add([SlotRequest(key=name, prompt_ids=np.array(prompt), sampling=sampling, done=done)])
+        while scheduler.has_work:
+            scheduler.step(1)
             iteration += 1
-            scheduler.abort(() if aborts is None else aborts.get(iteration, ()))
+            for name in () if aborts is None else aborts.get(iteration, ()):
+                scheduler.abort(name)
         return outcomes
 
 

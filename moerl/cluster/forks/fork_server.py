@@ -41,7 +41,7 @@ PRELOADED = (
     "torch", "torch.distributed.checkpoint", "transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "moerl.rollout.server.child", "moerl.rollout.engines.hf.forward", "moerl.rollout.engines.hf.fp8_weights",
     "moerl.rollout.engines.hf.hf_model", "moerl.rollout.engines.hf.scheduler", "moerl.rollout.server.app",
-    "moerl.rollout.engines.hf.hf_worker", "moerl.weights.receive",
+    "moerl.rollout.engines.hf.hf_core", "moerl.weights.receive",
 )  # fmt: skip
 """By their names: packages of this one's level, of which none imports Ray."""
 _RANK_IMPORTS = "moerl.train.rank_imports"

@@ -1,5 +1,6 @@
 """The child's side of moerl.rollout.server.server_process: a server that reports its port on stdout and ends with whoever started it."""
 
+import argparse
 import asyncio
 import errno
 import faulthandler
@@ -7,15 +8,21 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.rollout.server import wire
+from moerl.rollout.server.app import build_app
+from moerl.rollout.server.engine_core import Core
+from moerl.rollout.server.gate import Gate
+from moerl.rollout.server.limits import Limits
 from moerl.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -27,18 +34,13 @@ KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections (15 s), so that none is closed just as it is used again."""
 
 
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-class ChildServer(uvicorn.Server):
+class _ChildServer(uvicorn.Server):
     """Reports readiness when it accepts requests, and does not wait for held requests when it is told to end."""
 
-    def __init__(self, app: Starlette, worker: Closable, ready: Any):
-        """`worker` is closed, in a thread, before the connections are."""
+    def __init__(self, gate: Gate, limits: Limits, ready: Any):
         super().__init__(
             uvicorn.Config(
-                app,
+                build_app(gate, limits),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -47,7 +49,7 @@ class ChildServer(uvicorn.Server):
                 timeout_graceful_shutdown=SHUTDOWN_SECONDS,
             )
         )
-        self._worker, self._ready = worker, ready
+        self._gate, self._ready = gate, ready
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -65,8 +67,41 @@ class ChildServer(uvicorn.Server):
         logger.info("serving on port %d", port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._worker.close)
+        await self._gate.close()
         await super().shutdown(sockets)
+
+
+def add_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
+    """Options of every server. `is_required`: those without a default."""
+    parser.add_argument("--model", type=Path, required=is_required, help="directory of a Hugging Face checkpoint")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-context", type=int, required=is_required, help="prompt and response together, in tokens")
+    parser.add_argument("--max-running", type=int, required=is_required, help="requests decoded together")
+    parser.add_argument("--prefill-chunk", type=int, required=is_required, help="prompt tokens computed per iteration")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port")
+
+
+@contextmanager
+def running(ready: Any) -> Iterator[None]:
+    """The block is the process's work, and the process ends with it: an EngineError is reported to the owner."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    threading.Thread(target=_exit_with_owner, name="owner", daemon=True).start()
+    try:
+        yield
+    except EngineError as error:
+        ready.write(wire.READY.dump_json(wire.ReadyLine(error=str(error))) + b"\n")
+        sys.exit(1)
+    logging.shutdown()
+    os._exit(0)  # everything is closed; the interpreter's teardown of torch would take another second
+
+
+async def serve(options: argparse.Namespace, ready: Any, start: Callable[[], tuple[Core, Limits]], *, version: int | None = None) -> None:
+    """Until SIGTERM. `start` returns when the engine has loaded its model, whose weights have `version`."""
+    listener = _listen(options.host, options.port)
+    core, limits = start()
+    gate = Gate(core, max_running=options.max_running, version=version)
+    await _ChildServer(gate, limits, ready).serve(sockets=[listener])
 
 
 def private_stdout() -> Any:
@@ -80,12 +115,7 @@ def private_stdout() -> Any:
     return ready
 
 
-def report_error(ready: Any, error: EngineError) -> None:
-    """Instead of a port."""
-    ready.write(wire.READY.dump_json(wire.ReadyLine(error=str(error))) + b"\n")
-
-
-def exit_with_owner() -> None:
+def _exit_with_owner() -> None:
     """Blocks on stdin, whose other end the owner holds."""
     while os.read(0, 4096):
         pass
@@ -93,7 +123,7 @@ def exit_with_owner() -> None:
     os._exit(1)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,14 +1,13 @@
-"""What moerl's gate needs of an engine that runs in this process or below it."""
+"""Verbs that moerl's gate needs of an engine, which runs in this process or below it."""
 
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from moerl.rollout.server.contract import MemoryPart
-from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
-from moerl.types.errors import EngineError
+from moerl.types.completion import FinishReason, SamplingParams, VersionSpan
 from moerl.types.push import Manifest, Needs, TransportOffer
 
 
@@ -53,7 +52,7 @@ class Core(Protocol):
     async def wake(self, parts: tuple[MemoryPart, ...]) -> int: ...
 
     def needs(self) -> Needs:
-        """Of WeightReceiver."""
+        """As WeightReceiver's, and so the steps below. From `begin` to the end of `finish` the engine is held."""
 
     async def connect(self, offer: TransportOffer) -> None: ...
 
@@ -64,37 +63,4 @@ class Core(Protocol):
     async def finish(self, version: int) -> None: ...
 
     def close(self) -> None:
-        """End every process of the engine."""
-
-
-Outcome = Completion | EngineError
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class ServerRequest:
-    """One completion to be drawn."""
-
-    request_id: str
-    prompt_ids: np.ndarray  # int64 [prompt length]
-    sampling: SamplingParams
-    done: Callable[[Outcome], None]
-    """Called once, from the generation thread."""
-    slot: int = -1
-    prefill: "Prefill | None" = None
-    """Until its prompt is computed."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Prefill:
-    """A prompt whose keys and values are being computed in the slot of the first of `requests`; the others get a copy."""
-
-    prompt_ids: np.ndarray  # int64 [prompt length]
-    requests: list[ServerRequest] = field(default_factory=list)
-    num_done: int = 0
-    """Prompt tokens."""
-    routes: list[np.ndarray] = field(default_factory=list)
-    """Of the tokens done, chunk by chunk, if a request wants them."""
-
-    @property
-    def wants_routes(self) -> bool:
-        return any(request.sampling.returns_routes for request in self.requests)
+        """End every process of the engine, and every thread. Called from a thread that may wait."""

@@ -1,92 +1,123 @@
 """The state of a server around an engine: which requests run and which wait, paused, asleep, stale; how a push goes.
 
-Same rules as moerl.rollout.engines.hf.hf_worker. Engines' own pauses differ, so requests that must wait are kept here and an engine only
-ever has `max_running`: it is held (Core.hold) while the server is pushed to, stale, or paused in mode keep or abort.
+Engines' own pauses differ, so requests that must wait are kept here and an engine only ever has `max_running`. It is held (Core.hold) while
+the server is stale, asleep, or paused in mode keep or abort; a push thus holds running requests like pause(keep). A paused server takes new
+requests, also during a push, and lets them wait; otherwise a stale server refuses them.
 """
 
 import asyncio
 import math
-from collections.abc import Coroutine, Iterable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec
 
-from moerl.rollout.server.asleep import push_refusal, sleep_refusal
-from moerl.rollout.server.contract import EngineHealth, MemoryPart, PauseMode
-from moerl.rollout.server.engine_core import Core, Sampled, ServerRequest
-from moerl.types.completion import Completion
+from moerl.rollout.server.contract import PARTS, EngineHealth, EngineRefuses, MemoryPart, PauseMode
+from moerl.rollout.server.engine_core import Core, Sampled
+from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 
-T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Held:
     """A request in flight."""
 
-    request: ServerRequest
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
     key: str
     """The engine's name for it."""
+    outcome: "asyncio.Future[Completion]"
     task: "asyncio.Task[None] | None" = field(default=None)
     """None while it waits."""
 
 
 class Gate:
-    """Public methods are safe from any thread and return at once; a Future reports the end, or the error."""
+    """The verbs of RolloutEngine and of WeightReceiver for one engine, all on its event loop."""
 
-    def __init__(self, core: Core, *, max_running: int, loop: asyncio.AbstractEventLoop):
-        """`loop`: of the engine; everything runs there."""
-        self._core, self._max_running, self._loop = core, max_running, loop
-        self._requests: dict[str, _Held] = {}
+    def __init__(self, core: Core, *, max_running: int, version: int | None = None):
+        """`version` of the weights that the engine has loaded; None: stale until a push."""
+        self._max_running = max_running
         self._keys = count()
-        self._version: int | None = None
-        self._stale = "no weights were pushed yet"
-        self._pushing = self._is_held = self._closing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.open(core, version)
+
+    def open(self, core: Core, version: int | None = None) -> None:
+        """The state of a server whose engine has just started."""
+        self._core, self._version = core, version
+        self._requests: dict[str, _Held] = {}
+        self._stale = "no weights were pushed yet" if version is None else ""
+        self._is_open = True
+        self._pushing = self._is_held = False
         self._asleep: set[MemoryPart] = set()
         self._paused: PauseMode | None = None
         self._num_pauses = self._num_pushes = 0
         self._changed = asyncio.Condition()
         self._commands = asyncio.Lock()  # what changes the engine's state comes one after the other
 
-    def generate(self, request: ServerRequest) -> None:
-        """The outcome goes to request.done, also a refusal."""
-        self._loop.call_soon_threadsafe(self._accept, request)
+    async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
+        """Cancelled it ends the request."""
+        self._check_serves(request_id)
+        held = self._requests[request_id] = _Held(
+            request_id=request_id,
+            prompt_ids=[int(token) for token in prompt_ids],
+            sampling=sampling,
+            key=f"{next(self._keys):016x}",  # of fixed width: SGLang aborts by prefix
+            outcome=asyncio.get_running_loop().create_future(),
+        )
+        self._admit()
+        try:
+            return await held.outcome
+        except asyncio.CancelledError:
+            self._spawn(self._end_early([held]))
+            raise
 
-    def abort(self, request_ids: tuple[str, ...] | None) -> "Future[None]":
-        return self._submit(self._abort(request_ids))
+    async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
+        names = self._requests if request_ids is None else request_ids
+        await self._end_early([self._requests[name] for name in names if name in self._requests])
 
-    def pause(self, mode: PauseMode) -> "Future[None]":
-        """Done when the mode is in force; for wait: when the last running request has finished."""
-        return self._submit(self._pause(mode))
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when the mode is in force; for wait: when the last running request has finished."""
+        async with self._command():
+            self._paused = mode
+            number = await self._supersede()
+            if mode == "abort":
+                await self._end_running()
+            await self._hold_or_release()
+        if mode == "wait":
+            await self._drain(number)
 
-    def resume(self) -> "Future[None]":
-        return self._submit(self._resume())
+    async def resume(self) -> None:
+        async with self._command():
+            self._paused = None
+            await self._supersede()
+            await self._hold_or_release()
 
-    def sleep(self, parts: tuple[MemoryPart, ...]) -> "Future[int]":
-        return self._submit(self._sleep(parts))
+    async def sleep(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
+        async with self._command():
+            num_running = len(self._running())
+            if "cache" in parts and num_running:
+                reason = "their keys and values would be lost; pause(abort or wait) first"
+                raise EngineError(f"sleep with {num_running} running requests: {reason}")
+            awake = tuple(part for part in parts if part not in self._asleep)
+            self._asleep |= set(awake)
+            await self._hold_or_release()
+            return await self._core.sleep(awake) if awake else 0
 
-    def wake(self, parts: tuple[MemoryPart, ...]) -> "Future[int]":
-        return self._submit(self._wake(parts))
+    async def wake(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
+        async with self._command():
+            asleep = tuple(part for part in parts if part in self._asleep)
+            num_bytes = await self._core.wake(asleep) if asleep else 0
+            self._asleep -= set(asleep)
+            await self._hold_or_release()
+            return num_bytes
 
-    def needs(self) -> Needs:
-        return self._core.needs()
-
-    def connect(self, offer: TransportOffer) -> None:
-        """Blocks until it has a connection to the senders; nccl: until all have joined."""
-        self._submit(self._step(self._core.connect(offer))).result()
-
-    def begin(self, manifest: Manifest) -> "Future[None]":
-        return self._submit(self._begin(manifest))
-
-    def install(self) -> "Future[None]":
-        return self._submit(self._step(self._core.install()))
-
-    def finish(self, version: int) -> "Future[None]":
-        return self._submit(self._finish(version))
-
-    def health(self) -> EngineHealth:
+    async def health(self) -> EngineHealth:
+        self._check_open()
         status: Literal["stale", "asleep", "paused", "healthy"] = (
             "stale" if self._stale else "asleep" if self._asleep else "paused" if self._paused else "healthy"
         )
@@ -100,88 +131,109 @@ class Gate:
             asleep=tuple(sorted(self._asleep)),
         )
 
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._fail, "the server is shutting down")
-        self._core.close()
+    async def needs(self) -> Needs:
+        return self._core.needs()
 
-    # -- requests, on the loop ---------------------------------------------------------------------------------
+    async def connect(self, offer: TransportOffer) -> None:
+        """Returns when it has a connection to the senders; nccl: when all have joined."""
+        await self._step(self._core.connect, offer)
 
-    def _accept(self, request: ServerRequest) -> None:
+    async def begin(self, manifest: Manifest) -> None:
+        if "weights" in self._asleep:
+            raise WeightError("its weights are asleep: a push would have no memory to go to; wake them first")
+        self._stale = f"the push of version {manifest.version} is in progress"
+        self._pushing, self._version = True, None
+        await self._step(self._begin, manifest)
+
+    async def install(self) -> None:
+        await self._step(self._core.install)
+
+    async def finish(self, version: int) -> None:
+        await self._step(self._finish, version)
+
+    async def close(self) -> None:
+        """End the engine, and every request with EngineUnavailable."""
+        self._shut("the server is shutting down")
+        await asyncio.to_thread(self._core.close)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=1)  # an engine that was ended may not let go
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _check_serves(self, request_id: str) -> None:
+        self._check_open()
         reason = "is asleep; wake it first" if self._asleep else ""
         if self._stale and not (self._pushing and self._paused):
             reason = f"is stale: {self._stale}; push weights first"
         if reason:
-            request.done(EngineUnavailable(f"{request.request_id} refused, the server {reason}"))
-            return
-        if request.request_id in self._requests:
-            request.done(EngineError(f"request_id = {request.request_id!r}: is in flight already; ids must be unique on a server"))
-            return
-        # Fixed width: SGLang aborts by prefix.
-        self._requests[request.request_id] = _Held(request=request, key=f"{next(self._keys):016x}")
-        self._admit()
+            raise EngineRefuses(f"{request_id} refused, the server {reason}")
+        if request_id in self._requests:
+            raise EngineError(f"request_id = {request_id!r}: is in flight already; ids must be unique on a server")
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise EngineUnavailable("the server is not running; start it first")
 
     def _admit(self) -> None:
         if self._paused or self._stale or self._asleep:
             return
         waiting = [held for held in self._requests.values() if held.task is None]
         for held in waiting[: max(self._max_running - len(self._running()), 0)]:
-            held.task = self._loop.create_task(self._run(held))
+            held.task = self._spawn(self._run(held))
 
     async def _run(self, held: _Held) -> None:
-        request = held.request
         try:
-            prompt_ids = [int(token) for token in request.prompt_ids]
-            sampled = await self._core.generate(held.key, prompt_ids, request.sampling, f"push-{self._num_pushes}")
-            self._end(held, _sound(request, sampled))
+            sampled = await self._core.generate(held.key, held.prompt_ids, held.sampling, f"push-{self._num_pushes}")
+            self._end(held, _sound(held.request_id, sampled))
         except EngineError as error:
             self._end(held, error)
         except Exception as error:  # a bug of the engine or of its adapter: the request must not wait for ever
-            self._end(held, EngineError(f"{request.request_id}: the engine failed: {type(error).__name__}: {error}"))
+            self._end(held, EngineError(f"{held.request_id}: the engine failed: {type(error).__name__}: {error}"))
         self._admit()
         async with self._changed:
             self._changed.notify_all()
 
     def _end(self, held: _Held, outcome: Completion | EngineError) -> None:
         """Nothing if it has ended already."""
-        if self._requests.get(held.request.request_id) is held:
-            del self._requests[held.request.request_id]
-            held.request.done(outcome)
+        if self._requests.get(held.request_id) is not held:
+            return
+        del self._requests[held.request_id]
+        if held.outcome.done():  # whoever asked has gone
+            return
+        if isinstance(outcome, EngineError):
+            held.outcome.set_exception(outcome)
+        else:
+            held.outcome.set_result(outcome)
 
     def _running(self) -> list[_Held]:
         return [held for held in self._requests.values() if held.task is not None]
 
-    async def _abort(self, request_ids: Iterable[str] | None) -> None:
-        names = self._requests if request_ids is None else request_ids
-        chosen = [self._requests[name] for name in names if name in self._requests]
+    async def _end_early(self, chosen: Iterable[_Held]) -> None:
+        """With the tokens they have."""
+        running = [held for held in chosen if held.task is not None]
         for held in chosen:  # before those that run, which would make room for them
             if held.task is None:
-                empty = Completion(request_id=held.request.request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort")
-                self._end(held, empty)
-        await asyncio.gather(*(self._core.abort(held.key) for held in chosen if held.task is not None))
+                self._end(held, Completion(request_id=held.request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort"))
+        if running:
+            await asyncio.sleep(0)  # tasks made in this turn have not called the engine yet
+            await asyncio.gather(*(self._core.abort(held.key) for held in running))
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, error: Callable[[str], EngineError], reason: str) -> None:
         for held in list(self._requests.values()):
             if held.task is not None:
-                self._loop.create_task(self._core.abort(held.key))  # nobody waits for it
-            self._end(held, EngineUnavailable(f"{held.request.request_id}: {reason}"))
+                self._spawn(self._core.abort(held.key))  # nobody waits for it
+            self._end(held, error(f"{held.request_id}: {reason}"))
 
-    # -- state, on the loop ------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------
 
-    async def _pause(self, mode: PauseMode) -> None:
+    @asynccontextmanager
+    async def _command(self) -> AsyncIterator[None]:
         async with self._commands:
-            self._paused = mode
-            number = await self._supersede()
-            if mode == "abort":
-                await self._end_running()
-            await self._hold_or_release()
-        if mode == "wait":
-            await self._drain(number)
-
-    async def _resume(self) -> None:
-        async with self._commands:
-            self._paused = None
-            await self._supersede()
-            await self._hold_or_release()
+            self._check_open()
+            yield
 
     async def _supersede(self) -> int:
         """Whoever waits for an earlier pause gives up."""
@@ -191,14 +243,14 @@ class Gate:
             return self._num_pauses
 
     async def _end_running(self) -> None:
-        if self._stale:
-            return  # nothing runs, or the push in progress holds it: mixed weights must not sample
-        if self._is_held:
+        running = self._running()
+        must_stay = bool(self._stale or self._asleep)  # mixed weights, or none, must not sample: such a hold ends before the requests do
+        if self._is_held and not must_stay:
             await self._core.release()
             self._is_held = False
-        running = self._running()
-        await self._abort([held.request.request_id for held in running])
-        await asyncio.gather(*(held.task for held in running if held.task is not None))
+        await self._end_early(running)
+        if not must_stay:
+            await asyncio.gather(*(held.task for held in running if held.task is not None))
 
     async def _drain(self, number: int) -> None:
         async with self._changed:
@@ -207,69 +259,55 @@ class Gate:
             raise EngineError("pause(wait) ended before its requests did, by another pause or resume")
 
     async def _hold_or_release(self) -> None:
-        wants_hold = bool(self._stale) or self._paused in ("keep", "abort")
+        wants_hold = bool(self._stale or self._asleep) or self._paused in ("keep", "abort")
         if wants_hold != self._is_held:
             await (self._core.hold() if wants_hold else self._core.release())
             self._is_held = wants_hold
         self._admit()
 
-    async def _sleep(self, parts: tuple[MemoryPart, ...]) -> int:
-        async with self._commands:
-            if reason := sleep_refusal(parts, len(self._running())):
-                raise EngineError(reason)
-            awake = tuple(part for part in parts if part not in self._asleep)
-            num_bytes = await self._core.sleep(awake) if awake else 0
-            self._asleep |= set(awake)
-            return num_bytes
-
-    async def _wake(self, parts: tuple[MemoryPart, ...]) -> int:
-        async with self._commands:
-            asleep = tuple(part for part in parts if part in self._asleep)
-            num_bytes = await self._core.wake(asleep) if asleep else 0
-            self._asleep -= set(asleep)
-            self._admit()
-            return num_bytes
-
     async def _begin(self, manifest: Manifest) -> None:
-        if reason := push_refusal(self._asleep):
-            raise WeightError(reason)
-        self._stale = f"the push of version {manifest.version} is in progress"
-        self._pushing, self._version = True, None
-        async with self._commands:
-            await self._hold_or_release()
-        await self._step(self._core.begin(manifest))
+        await self._hold_or_release()
+        await self._core.begin(manifest)
 
     async def _finish(self, version: int) -> None:
-        await self._step(self._core.finish(version))
+        await self._core.finish(version)
         self._version, self._stale, self._pushing = version, "", False
         self._num_pushes += 1
-        async with self._commands:
-            await self._hold_or_release()
+        await self._hold_or_release()
 
-    async def _step(self, call: Coroutine[Any, Any, None]) -> None:
-        """Of a push: any error leaves the server stale."""
+    async def _step(self, call: Callable[P, Awaitable[None]], *args: P.args, **options: P.kwargs) -> None:
+        """A step of a push: any error leaves the server stale."""
         try:
-            async with self._commands:
-                await call
+            async with self._command():
+                await call(*args, **options)
+        except EngineUnavailable as error:
+            raise WeightError(str(error)) from error
         except WeightError as error:
             self._stale, self._version, self._pushing = str(error), None, False
-            self._fail(f"the server is stale: {error}")
+            self._fail(EngineRefuses, f"the server is stale: {error}")
             raise
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _shut(self, reason: str) -> None:
+        self._is_open = False
+        self._fail(EngineUnavailable, reason)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
-def _sound(request: ServerRequest, sampled: Sampled) -> Completion | EngineError:
+def _sound(request_id: str, sampled: Sampled) -> Completion | EngineError:
     """The completion; an error where a log-prob is no finite number."""
     position = next((at for at, logprob in enumerate(sampled.logprobs) if not math.isfinite(logprob)), None)
     if position is not None:
         ends = accumulate(span.num_tokens for span in sampled.spans)
         version = next(span.version for span, end in zip(sampled.spans, ends, strict=True) if position < end)
         reason = f"log-probs at response position {position} are not finite with weights of version {version}: the training has diverged"
-        return EngineError(f"{request.request_id}: {reason}")
+        return EngineError(f"{request_id}: {reason}")
     return Completion(
-        request_id=request.request_id,
+        request_id=request_id,
         token_ids=sampled.token_ids,
         logprobs=sampled.logprobs,
         spans=sampled.spans,

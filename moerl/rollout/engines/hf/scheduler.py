@@ -6,7 +6,8 @@ computation. Single-threaded; the generation thread owns it.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -15,64 +16,81 @@ import torch
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.sampling import sample
 from moerl.rollout.engines.hf.slots import SlotTable
-from moerl.rollout.server.engine_core import Prefill, ServerRequest
-from moerl.types.completion import Completion
-from moerl.types.errors import EngineError, EngineUnavailable
+from moerl.rollout.server.engine_core import Sampled
+from moerl.types.completion import SamplingParams
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class SlotRequest:
+    """One completion to be drawn."""
+
+    key: str
+    prompt_ids: np.ndarray  # int64 [prompt length]
+    sampling: SamplingParams
+    done: Callable[[Sampled], None]
+    """Called once, from the generation thread."""
+    slot: int = -1
+    prefill: "Prefill | None" = None
+    """Until its prompt is computed."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Prefill:
+    """A prompt whose keys and values are being computed in the slot of the first of `requests`; the others get a copy."""
+
+    prompt_ids: np.ndarray  # int64 [prompt length]
+    requests: list[SlotRequest] = field(default_factory=list)
+    num_done: int = 0
+    """Prompt tokens."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Routes of the tokens done, chunk by chunk, if a request wants them."""
+
+    @property
+    def wants_routes(self) -> bool:
+        return any(request.sampling.returns_routes for request in self.requests)
 
 
 class Scheduler:
-    """All requests that are in flight, by request id."""
+    """All requests that are in flight, by key."""
 
     def __init__(self, forward: Forward, *, max_context: int):
         num_slots = forward.cache.num_slots
         self._forward = forward
         self._table = SlotTable(num_slots, max_context, forward.vocab_size, forward.routes)
         self._free = list(range(num_slots))  # a heap: the lowest slot first
-        self._requests: dict[str, ServerRequest] = {}
-        self._waiting: dict[str, ServerRequest] = {}
+        self._requests: dict[str, SlotRequest] = {}
+        self._waiting: dict[str, SlotRequest] = {}
         self._prefills: list[Prefill] = []
-        self._decoding: dict[int, ServerRequest] = {}  # by slot
+        self._decoding: dict[int, SlotRequest] = {}  # by slot
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    def has_work(self) -> bool:
+        return bool(self._requests)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._requests) - len(self._waiting)
+    def add(self, requests: Iterable[SlotRequest]) -> None:
+        """Those that find no slot wait for one."""
+        for request in requests:
+            self._requests[request.key] = self._waiting[request.key] = request
 
-    def add(self, request: ServerRequest) -> None:
-        if request.request_id in self._requests:
-            raise EngineError(f"request_id = {request.request_id!r}: is in flight already; ids must be unique on a server")
-        self._requests[request.request_id] = self._waiting[request.request_id] = request
-
-    def step(self, version: int, *, admit: bool) -> None:
-        """One iteration with the weights of `version`; without `admit` waiting requests keep waiting."""
-        if admit and self._waiting and self._free:
+    def step(self, version: int) -> None:
+        """One iteration with the weights of `version`."""
+        if self._waiting and self._free:
             self._admit()
         if self._prefills:
             self._prefill(version)
         elif self._decoding:
             self._decode(version)
 
-    def abort(self, request_ids: Iterable[str] | None, *, waiting: bool = True) -> None:
-        """End these requests (None: all) with the tokens they have; `waiting` includes those without a slot. Unknown ids are ignored."""
-        for request_id in list(self._requests) if request_ids is None else request_ids:
-            request = self._requests.get(request_id)
-            if request is not None and (waiting or request.slot >= 0):
-                self._finish(request, aborted=True)
-
-    def fail(self, reason: str) -> None:
-        """End all requests with EngineUnavailable."""
-        for request in list(self._requests.values()):
-            self._remove(request)
-            request.done(EngineUnavailable(f"{request.request_id}: {reason}"))
+    def abort(self, key: str) -> None:
+        """End this request, if it is in flight, with the tokens it has."""
+        if key in self._requests:
+            self._finish(self._requests[key], aborted=True)
 
     def _admit(self) -> None:
         admitted = []
         joinable = {prefill.prompt_ids.tobytes(): prefill for prefill in self._prefills if prefill.num_done == 0}
         for request in list(islice(self._waiting.values(), len(self._free))):
-            del self._waiting[request.request_id]
+            del self._waiting[request.key]
             request.slot = heapq.heappop(self._free)
             self._table.take(request.slot, len(request.prompt_ids), request.sampling)
             request.prefill = joinable.setdefault(request.prompt_ids.tobytes(), Prefill(prompt_ids=request.prompt_ids))
@@ -124,38 +142,28 @@ class Scheduler:
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, version: int) -> None:
         tokens, logprobs = sample(logits, self._table.draws(slots))
-        sound = np.isfinite(logprobs)
-        for slot in slots[~sound]:
-            self._fail_unsound(self._decoding[int(slot)], version)
-        slots = slots[sound]
-        finished = self._table.record(slots, tokens[sound], logprobs[sound], version)
-        for slot in slots[finished]:
+        finished = self._table.record(slots, tokens, logprobs, version)
+        for slot in slots[finished | ~np.isfinite(logprobs)]:  # nothing can follow such a log-prob, and nobody will take it
             self._finish(self._decoding[int(slot)], aborted=False)
 
-    def _finish(self, request: ServerRequest, *, aborted: bool) -> None:
+    def _finish(self, request: SlotRequest, *, aborted: bool) -> None:
         if request.slot < 0:
-            outcome = Completion(request_id=request.request_id, token_ids=(), logprobs=(), spans=(), finish_reason="abort")
+            sampled = Sampled(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
         else:
-            outcome = self._table.completion(request.slot, request.request_id, aborted=aborted)
+            sampled = self._table.sampled(request.slot, aborted=aborted)
         self._remove(request)
-        request.done(outcome)
+        request.done(sampled)
 
-    def _fail_unsound(self, request: ServerRequest, version: int) -> None:
-        at = int(self._table.num_generated[request.slot])
-        self._remove(request)
-        reason = f"log-probs at response position {at} are not finite with weights of version {version}: the training has diverged"
-        request.done(EngineError(f"{request.request_id}: {reason}"))
-
-    def _remove(self, request: ServerRequest) -> None:
-        del self._requests[request.request_id]
-        self._waiting.pop(request.request_id, None)
+    def _remove(self, request: SlotRequest) -> None:
+        del self._requests[request.key]
+        self._waiting.pop(request.key, None)
         if request.prefill is not None:
             self._leave(request.prefill, request)
         if request.slot >= 0:
             self._decoding.pop(request.slot, None)
             heapq.heappush(self._free, request.slot)
 
-    def _leave(self, prefill: Prefill, request: ServerRequest) -> None:
+    def _leave(self, prefill: Prefill, request: SlotRequest) -> None:
         if prefill.requests[0] is request:
             prefill.num_done, prefill.routes = 0, []  # what was computed goes with the slot
         prefill.requests.remove(request)

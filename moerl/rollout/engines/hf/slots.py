@@ -3,7 +3,8 @@
 import numpy as np
 
 from moerl.rollout.engines.hf.sampling import Draws, uniforms
-from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
+from moerl.rollout.server.engine_core import Sampled
+from moerl.types.completion import FinishReason, SamplingParams, VersionSpan
 from moerl.types.routes import RouteShape
 
 
@@ -69,12 +70,11 @@ class SlotTable:
         at = self.num_generated[slots] - 1
         return self._tokens[slots, at], self.prompt_length[slots] + at
 
-    def completion(self, slot: int, request_id: str, *, aborted: bool) -> Completion:
+    def sampled(self, slot: int, *, aborted: bool) -> Sampled:
         count = int(self.num_generated[slot])
         stopped = count > 0 and bool(self._stops[slot, self._tokens[slot, count - 1]])
         reason: FinishReason = "abort" if aborted else "stop" if stopped else "length"
-        return Completion(
-            request_id=request_id,
+        return Sampled(
             token_ids=tuple(self._tokens[slot, :count].tolist()),
             logprobs=tuple(self._logprobs[slot, :count].tolist()),
             spans=version_spans(self._versions[slot, :count]),
