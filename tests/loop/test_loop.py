@@ -98,7 +98,7 @@ def test_every_server_takes_part_and_gets_every_version(tmp_path):
     engines = [new_engine(f"fake-{i}") for i in range(3)]
     run = play(make_config(tmp_path, num_steps=4), engines=engines)
     assert [run.versions(version) for version in range(1, 5)] == [{0}, {1}, {2}, {3}]
-    assert all((engine.tensors["a"] == 4.0).all() for engine in engines)
+    assert all((engine._core.tensors["a"] == 4.0).all() for engine in engines)
 
 
 # -- dynamic sampling ------------------------------------------------------------------------------------------

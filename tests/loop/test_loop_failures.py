@@ -11,7 +11,7 @@ from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.rewards.reward_pool import RewardPool
-from moerl.rollout.engines.fake_engine import FakeEngine, FakeReceiver
+from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import EngineError, GuardError, MoerlError, TrainError, WeightError
 
@@ -82,7 +82,7 @@ class Dying(FakeEngine):
 
     async def generate(self, prompt_ids, sampling, request_id):
         if request_id.startswith("7-"):
-            self._end_all("the server died")
+            self._fail(EngineError, f"{self.name}: the server died")
             raise EngineError(f"{self.name}: the server died")
         return await super().generate(prompt_ids, sampling, request_id)
 
@@ -154,14 +154,9 @@ def test_a_first_step_whose_log_probs_disagree_is_neither_recorded_nor_saved(tmp
 class OldWeights(FakeEngine):
     """Confirms pushes after the first one and goes on with the old version."""
 
-    def receiver(self):
-        return KeepsOld(self)
-
-
-class KeepsOld(FakeReceiver):
     async def finish(self, version):
         await super().finish(version)
-        self._engine._version = 0
+        self._core.version = 0
 
 
 def test_a_server_that_goes_on_with_old_weights_is_found_by_the_canary(tmp_path):
@@ -171,14 +166,9 @@ def test_a_server_that_goes_on_with_old_weights_is_found_by_the_canary(tmp_path)
 
 
 class RefusesSecond(FakeEngine):
-    def receiver(self):
-        return RefusingReceiver(self)
-
-
-class RefusingReceiver(FakeReceiver):
     async def finish(self, version):
         if version == 2:
-            raise WeightError(f"{self._engine.name}: out of memory")
+            raise WeightError(f"{self.name}: out of memory")
         await super().finish(version)
 
 

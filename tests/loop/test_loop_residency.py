@@ -65,16 +65,9 @@ class Told(FakeEngine):
             self.note("generate")
         return await super().generate(prompt_ids, sampling, request_id)
 
-    def receiver(self):
-        receiver = super().receiver()
-        finish = receiver.finish
-
-        async def noted(version):
-            await finish(version)
-            self.note("pushed")
-
-        receiver.finish = noted
-        return receiver
+    async def finish(self, version):
+        await super().finish(version)
+        self.note("pushed")
 
 
 def colocated(config, engines, *, num_shared):
@@ -180,7 +173,7 @@ def test_a_server_that_ends_while_the_trainer_has_its_gpu_starts_when_the_traine
 
     async def die_once():
         if run.trainer.version == 1:
-            await engine.die()
+            engine.kill()
             await until(lambda: run.residency._pool.fleet.members[0].state == "restarting")
 
     run.trainer.while_updating = die_once
@@ -198,7 +191,7 @@ def test_a_server_that_ends_while_it_is_put_to_sleep_stops_nothing(tmp_path):
     class Ending(Told):
         async def sleep(self, parts=PARTS):
             if self.notes.count(("trainer", "update")) == 1 and parts == PARTS:
-                await self.die()
+                self.kill()
             return await super().sleep(parts)
 
     engines = [new_engine("first", kind=Ending), new_engine("second", kind=Told)]

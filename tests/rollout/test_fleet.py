@@ -73,7 +73,7 @@ def test_requests_of_a_server_that_ends_are_run_on_another_with_the_same_result(
             await pool.pause("keep")
             held = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"r{i}")) for i in range(6)]
             await turns()
-            await engines[0].die()
+            engines[0].kill()
             await pool.resume([pool.fleet.members[1]])
             completions = await asyncio.gather(*held)
             assert [answer.completion.request_id for answer in completions] == [f"r{i}" for i in range(6)]
@@ -87,7 +87,7 @@ def test_requests_of_a_server_that_ends_are_run_on_another_with_the_same_result(
 def test_a_restarted_server_is_stale_and_gets_no_request_before_a_push(run, checkpoints):
     async def scenario():
         async with serving(checkpoints, 1) as (pool, engines):
-            await engines[0].die()
+            engines[0].kill()
             await until(lambda: states(pool) == ["stale"])
             waiting = asyncio.create_task(pool.generate(PROMPT, SAMPLING, "waits"))
             await turns()
@@ -104,13 +104,13 @@ def test_the_last_server_that_ends_too_often_ends_every_request_with_its_last_wo
     async def scenario():
         async with serving(checkpoints, 2, max_restarts=1) as (pool, engines):
             for engine in engines:
-                await engine.die()
+                engine.kill()
                 await until(lambda: "stale" in states(pool))
                 await bring(pool, checkpoints, 2)
-            await engines[0].die()
+            engines[0].kill()
             await until(lambda: states(pool) == ["dead", "healthy"])
             assert (await pool.generate(PROMPT, SAMPLING, "on the other")).completion.finish_reason == "length"
-            await engines[1].die()
+            engines[1].kill()
             with pytest.raises(EngineError, match=r"no rollout server is left \(rollout.max_restarts = 1\): fake-0: the server ended"):
                 await pool.generate(PROMPT, SAMPLING, "nowhere")
             with pytest.raises(EngineError, match="no rollout server is left"):
@@ -167,7 +167,7 @@ def test_a_request_that_ends_every_server_is_given_up(run, checkpoints, monkeypa
             async def poisoned(*args):
                 task = asyncio.create_task(generate(*args))
                 await turns(3)
-                await engines[0].die()
+                engines[0].kill()
                 return await task
 
             monkeypatch.setattr(engines[0], "generate", poisoned)
@@ -190,7 +190,7 @@ def test_the_end_of_a_server_is_no_refusal_after_which_it_would_get_a_push(run, 
             pool.fleet.on_change(lambda: seen.append(states(pool)[0]))
             calls = [asyncio.create_task(pool.generate(PROMPT, SAMPLING, f"r{i}")) for i in range(6)]
             await turns(3)
-            await engines[0].die()
+            engines[0].kill()
             await asyncio.gather(*calls)
             return seen
 
@@ -254,7 +254,7 @@ def test_a_server_that_cannot_be_started_again_uses_up_its_restarts(run, checkpo
                 raise EngineError("fake-0: no memory")
 
             monkeypatch.setattr(engines[0], "start", fail)
-            await engines[0].die()
+            engines[0].kill()
             with pytest.raises(EngineError, match="no rollout server is left.*fake-0: no memory"):
                 await pool.generate(PROMPT, SAMPLING, "r")
             assert pool.fleet.num_restarts == 2
@@ -270,7 +270,7 @@ def test_an_unexpected_failure_of_a_restart_reaches_whoever_waits(run, checkpoin
                 raise OSError("no space left for the log")
 
             monkeypatch.setattr(engines[0], "start", fail)
-            await engines[0].die()
+            engines[0].kill()
             with pytest.raises(OSError, match="no space left for the log"):
                 await pool.generate(PROMPT, SAMPLING, "r")
 

@@ -98,7 +98,7 @@ def running(ready: Any) -> Iterator[None]:
 
 async def serve(options: argparse.Namespace, ready: Any, start: Callable[[], tuple[Core, Limits]], *, version: int | None = None) -> None:
     """Until SIGTERM. `start` returns when the engine has loaded its model, whose weights have `version`."""
-    listener = _listen(options.host, options.port)
+    listener = listen(options.host, options.port)
     core, limits = start()
     gate = Gate(core, max_running=options.max_running, version=version)
     await _ChildServer(gate, limits, ready).serve(sockets=[listener])
@@ -123,7 +123,7 @@ def _exit_with_owner() -> None:
     os._exit(1)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
