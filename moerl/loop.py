@@ -17,7 +17,7 @@ from typing import Any
 from moerl.algorithms.objective import Algorithm
 from moerl.cluster.stop import Stop
 from moerl.config.derive.eval_settings import is_evaluated
-from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.evaluator import Evaluator
 from moerl.evaluation.results import discard, write_results

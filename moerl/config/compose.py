@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from moerl.config.derive.published import shipped_configs
+from moerl.config.derive.model_configs import shipped_configs
 from moerl.types.errors import NOT_SET, ConfigError, Problem, problem
 
 NEAR = 0.8

@@ -5,9 +5,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from moerl.models.bridge_packages import explain_known
 from moerl.models.families.family import BrokenRule, Family
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.registries import explain_known
 from moerl.types.errors import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {

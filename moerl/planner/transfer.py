@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.train.push.planned_tensors import push_tensors
@@ -84,7 +84,7 @@ def plan_push(
     """Of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises ConfigError
     for a rollout that cannot serve the model, or cannot be planned."""
     num_experts = shape_of_config(model_config(config.model)).num_experts
-    rollout = _rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
+    rollout = rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
     if problems := list(_problems(rollout, num_experts)):
         raise ConfigError(problems)
     largest = config.weights.bucket_bytes if bucket_bytes is None else bucket_bytes
@@ -120,7 +120,7 @@ def _measured(plan: TransferPlan, *, card_gbit: float, bucket_bytes: int) -> Pus
     )
 
 
-def _rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
+def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
     layout = config.rollout.layout
     if layout.redundant_experts is not None:
         rule, reason = "cannot be planned", "EPLB decides while it runs which GPUs hold copies"

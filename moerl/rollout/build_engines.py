@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from moerl.cluster.placement import ProcessPlace, RunPlacement
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
-from moerl.config.derive.replayed_routes import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 from moerl.rollout.commands import native_command, port_of, server_command
 from moerl.rollout.fleet.collect import Collector, Decoder, Intake, LocalCollector

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.derive.gpu_map import num_shared
-from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.rules.engine_rules import interpreter
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig

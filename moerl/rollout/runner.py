@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import socket
 
-from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.fleet.collect import Answer

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from moerl.check import load_checked
-from moerl.config.derive.published import published_config, published_names
+from moerl.config.derive.model_configs import published_config, published_names
 from moerl.types.errors import ConfigError
 
 RECIPE = "recipe=grpo-glm-4.5-8n8g-sync"

@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from moerl.__main__ import app
 from moerl.check import load_checked
-from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.derive.model_shape import shape_of_config
-from moerl.config.derive.published import published_config
 from moerl.config.rules import engine_rules
 from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.rules.server_layout_rules import layout_problems, start_problems

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 
 from published_tensors import PUBLISHED_COUNTS, published_tensors
 
-from moerl.config.derive.published import published_config
+from moerl.config.derive.model_configs import published_config
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.joined_stacks import in_parts
 from moerl.convert.sharded.expected_tensors import expected_tensors

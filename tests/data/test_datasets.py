@@ -179,8 +179,8 @@ def test_settings_of_a_task_are_checked_without_importing_the_others_and_by_its_
     """Of tasks in a folder, in a folder's folder and in one whose module needs the others."""
     code = """
 import sys
-from moerl.config.schema.run_config import GymData
-from moerl.rollout.datasets import check_data
+from moerl.config.schema.data_config import GymData
+from moerl.rollout.datasets.load_dataset import check_data
 problems = [*check_data(GymData(task="chain_sum", args={"min_terms": 9, "max_terms": 3})), *check_data(GymData(task="gcd"))]
 print(len(problems), {"reasoning_gym", "sympy", "matplotlib"} & set(sys.modules))
 from moerl.rollout.datasets.gym_tasks import _quick_config_class

@@ -9,7 +9,7 @@ from typing import Any
 from moerl import loop
 from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.cluster.stop import Stop
-from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, make_config, new_engine, parity, play
 
-from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.data_config import TinyData
 from moerl.config.schema.eval_config import EvalConfig, EvalDataset
 from moerl.observe.report import write_report

@@ -14,7 +14,7 @@ from engine_ranks import run_ranks
 from published_tensors import PUBLISHED_COUNTS, published_tensors
 from scale_ranks import Place, Survey, read_survey, survey
 
-from moerl.config.derive.published import published_config, published_names
+from moerl.config.derive.model_configs import published_config, published_names
 from moerl.config.load import load
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.run_config import RunConfig

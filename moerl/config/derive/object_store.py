@@ -1,6 +1,6 @@
 """How much of Ray's object store a run's samples can take. Imports no Ray."""
 
-from moerl.config.derive.replayed_routes import routes_to_replay
+from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 
 TOKEN_BYTES = 12

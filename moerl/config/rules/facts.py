@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.config.derive.hf_config import model_config
+from moerl.config.derive.model_configs import model_config, published_names
 from moerl.config.derive.model_shape import ModelShape, shape_of_config
-from moerl.config.derive.published import published_names
 from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from moerl.config.derive.published import differences, published_config, published_names
+from moerl.config.derive.model_configs import differences, published_config, published_names
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.run_config import RunConfig

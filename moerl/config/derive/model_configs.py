@@ -1,6 +1,7 @@
-"""The config.json of models that recipes are shipped for, as published, so that their layouts can be checked before anything is fetched.
+"""Configurations (config.json) of models: of those that recipes are shipped for, as published, and of a run's, wherever it comes from.
 
-In configs/published. Without quantization_config: moerl loads the weights after their conversion to bfloat16.
+Published ones are in configs/published, so that layouts can be checked before anything is fetched; without quantization_config: moerl loads
+the weights after their conversion to bfloat16.
 """
 
 import json
@@ -9,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import moerl
+from moerl.config.derive.model_shape import read_config, shape_of_config
+from moerl.config.derive.scratch_config import scratch_config
+from moerl.config.schema.model_config import ModelConfig
+from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.family_table import FAMILIES
+from moerl.types.routes import RouteShape
 
 
 def shipped_configs() -> Path:
@@ -39,3 +45,17 @@ def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
     """model_type and what its family tells Megatron."""
     family = FAMILIES[hf["model_type"]]
     return {"model_type": hf["model_type"], "vocab_size": hf["vocab_size"], **family.rotary(hf), **family.transformer_config(hf)}
+
+
+def model_config(model: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model that validation has accepted."""
+    if model.scratch is not None:
+        return scratch_config(model.scratch, model.max_context)
+    return read_config(Path(model.path)) if model.path is not None else published_config(str(model.published))
+
+
+def routes_to_replay(config: RunConfig) -> RouteShape | None:
+    """Shape of the routes that completions of a valid configuration bring; None if it does not replay an engine's routes."""
+    if config.train.router_replay != "rollout":
+        return None
+    return shape_of_config(model_config(config.model)).routes
