@@ -1,7 +1,5 @@
 """Tasks small enough to learn from scratch on a laptop, made from the run's seed."""
 
-import numpy as np
-
 from moerl.config.schema.data_config import TinyData
 from moerl.rollout.datasets.rows import Row
 
@@ -10,6 +8,8 @@ _REPEATS = 8
 
 class TinyDataset:
     def __init__(self, config: TinyData, seed: int):
+        import numpy as np  # not for a check of the settings
+
         self._task = config.task
         # Raw bits of a bit generator are the same in every version of numpy; `integers` may change.
         bits = np.random.Philox(np.random.SeedSequence([seed % 2**64, config.size])).random_raw(2 * config.size)
