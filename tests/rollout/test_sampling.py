@@ -104,9 +104,9 @@ def test_a_slot_taken_again_remembers_nothing():
     table.take(1, 3, SamplingParams(max_tokens=4, seed=1, stop_token_ids=(7,)))
     assert table.record(slots, np.array([5]), np.array([-1.0]), version=4).tolist() == [False]
     assert table.record(slots, np.array([7]), np.array([-2.0]), version=5).tolist() == [True]
-    first = table.completion(1, "a", aborted=False)
+    first = table.sampled(1, aborted=False)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ((5, 7), (-1.0, -2.0), "stop")
     assert first.spans == (VersionSpan(version=4, num_tokens=1), VersionSpan(version=5, num_tokens=1))
     table.take(1, 3, SamplingParams(max_tokens=1, seed=1))
     assert table.record(slots, np.array([7]), np.array([-3.0]), version=5).tolist() == [True]
-    assert table.completion(1, "b", aborted=False).finish_reason == "length"
+    assert table.sampled(1, aborted=False).finish_reason == "length"

@@ -8,7 +8,8 @@ import asyncio
 import hashlib
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import groupby
 
@@ -21,7 +22,7 @@ from moerl.rollout.server.engine_core import Sampled
 from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
 from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
-from moerl.types.errors import EngineError, EngineUnavailable
+from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
 from moerl.weights.receive import WeightSession
@@ -59,13 +60,25 @@ class FakeEngine(Gate):
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         if violation := self._limits.violation(prompt_ids, sampling):
             raise EngineError(f"{self.name}: {request_id}: {violation}")
-        try:
+        with self._named():
             return await super().generate(prompt_ids, sampling, request_id)
-        except EngineError as error:
-            raise type(error)(f"{self.name}: {error}") from error
 
     def receiver(self) -> Gate:
         return self
+
+    @asynccontextmanager
+    async def _command(self) -> AsyncIterator[None]:
+        with self._named():
+            async with super()._command():
+                yield
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors inside begin with the engine's name, as a server's do once they have come over HTTP."""
+        try:
+            yield
+        except (EngineError, WeightError) as error:
+            raise type(error)(f"{self.name}: {error}") from error
 
 
 class FakeCore:
