@@ -12,10 +12,9 @@ from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.rules.engine_rules import interpreter
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.engines.engine_arguments import as_command_line
+from moerl.rollout.engines.engine_arguments import Options, as_command_line
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
-from moerl.rollout.server.server_options import Options
 
 _LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
 

@@ -9,10 +9,9 @@ from types import ModuleType
 
 from moerl.config.load import load
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.rollout.engines.engine_arguments import as_command_line
+from moerl.rollout.engines.engine_arguments import Options, as_command_line
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
-from moerl.rollout.server.server_options import Options
 
 DIRECTORY = Path(__file__).parent / "launch"
 RECIPES = {

@@ -15,9 +15,9 @@ from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.summary import summary
 from moerl.rollout.commands import described, native_command
 from moerl.rollout.engines.engine_arguments import as_command_line
+from moerl.rollout.engines.engine_process import LAYOUT, _parse
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
-from moerl.rollout.server.gate_process import LAYOUT, _parse
 from moerl.types.errors import EngineError
 
 CASES = cases()

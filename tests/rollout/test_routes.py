@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.hf_model import load_model
 from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
-from moerl.rollout.fleet.route_check import check_routes
+from moerl.rollout.fleet.completion_check import check_routes
 from moerl.rollout.server import wire
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineError

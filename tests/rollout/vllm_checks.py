@@ -11,9 +11,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
-from moerl.rollout.engines.vllm.reload import begin_reload, check_reached, finish_reload
 from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
 from moerl.rollout.engines.vllm.vllm_sampling import advance
+from moerl.rollout.engines.vllm.vllm_worker import begin_reload, check_reached, finish_reload
 from moerl.types.errors import WeightError
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first_push, serve_sender
 
-from moerl.rollout.engines.expert_share import needed_names
+from moerl.rollout.engines.process_push import needed_names
 from moerl.types.errors import HangError, WeightError
 from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.sync import WeightSync

@@ -1,4 +1,5 @@
-"""rollout.engine_args against the engine's own argument parser."""
+"""Settings that an engine is given: moerl's own, by the names that versions of it have for them, and rollout.engine_args, which are held
+against its own argument parser."""
 
 import argparse
 import difflib
@@ -6,13 +7,63 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from packaging.specifiers import SpecifierSet
 
-from moerl.types.errors import Problem
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.types.errors import EngineError, Problem
 
 PATH = "rollout.engine_args"
+
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""quantization_config of a checkpoint in DeepSeek-V3's format."""
+
+_LEFT_OUT = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+"""By model_type: what transformers takes for granted and leaves out of the config.json it writes, where engines take something else for
+granted. Without the last two an engine takes a softmax router without a bias."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of one node of a server, as moerl decides them; the names are those of the hf server."""
+
+    model: Path
+    dtype: str
+    max_context: int
+    max_running: int
+    """Requests of the whole server."""
+    prefill_chunk: int
+    """Tokens of each data-parallel group."""
+    returns_routes: bool
+    shares_gpus: bool
+    """It must be able to give its memory back."""
+    engine_args: Mapping[str, Any]
+    layout: ServerLayout = field(default_factory=ServerLayout)
+    node_rank: int = 0
+    head: str = "127.0.0.1"
+    """Host of node 0 of this server."""
+    host: str = "127.0.0.1"
+    """Address of this node, at which the other nodes of this server reach it."""
+
+
+Names = Mapping[str, str]
+"""From a field of moerl's settings, e.g. rollout.layout.dp, to the engine's argument."""
+
+
+def names_of(engine: str, table: Mapping[str, Names], version: str) -> Names:
+    """`table`: by range of versions, as in pyproject.toml. EngineError with the ranges if none has `version`."""
+    for versions, names in table.items():
+        if version in SpecifierSet(versions, prereleases=True):
+            return names
+    raise EngineError(f"{engine} {version}: moerl knows the arguments of {', '.join(f'{engine}{versions}' for versions in table)}")
+
+
+def left_out(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields to be added to the model's configuration."""
+    return {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}
 
 
 def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
@@ -26,7 +77,7 @@ def version_problems(engine: str, packages: Sequence[str], supported: str) -> li
 
 
 def installed_version(packages: Sequence[str]) -> str:
-    """Of the first of `packages` that is there; one must be."""
+    """Version of the first of `packages` that is there; one must be."""
     return next(version for package in packages if (version := _version(package)) is not None)
 
 

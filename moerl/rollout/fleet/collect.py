@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from moerl.rollout.fleet.completion_check import check_completion
+from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.fleet.partial import completed, joined, rest
-from moerl.rollout.fleet.route_check import check_routes
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Payload, Stored, StoredCompletion

@@ -17,14 +17,12 @@ import torch
 
 from moerl.cluster.free_ports import free_ports
 from moerl.config.derive.model_shape import read_config, shape_of_config
-from moerl.rollout.engines.engine_arguments import QuietParser, argument_problems, as_command_line, version_problems
+from moerl.rollout.engines.engine_arguments import Options, QuietParser, argument_problems, as_command_line, left_out, version_problems
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
-from moerl.rollout.engines.left_out import left_out
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart
 from moerl.rollout.server.engine_core import Sampled, engine_seed, version_spans
-from moerl.rollout.server.server_options import Options
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer

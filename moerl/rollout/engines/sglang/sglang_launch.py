@@ -3,8 +3,7 @@
 from typing import Any
 
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.rollout.engines.engine_names import FP8_BLOCKS, Names, names_of
-from moerl.rollout.server.server_options import Options
+from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Names, Options, names_of
 
 SUPPORTED = ">=0.5.23,<0.6"
 TESTED = "0.5.23"

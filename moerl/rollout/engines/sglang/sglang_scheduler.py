@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from moerl.rollout.engines.expert_share import needs_of_processes
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
-from moerl.rollout.engines.push_steps import run_step
+from moerl.rollout.engines.process_push import needs_of_processes, run_step
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs
 from moerl.weights.receive import WeightSession

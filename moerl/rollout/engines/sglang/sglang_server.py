@@ -1,4 +1,4 @@
-"""The server process: `python -m moerl.rollout.engines.sglang.sglang_server --model DIR ...`, see moerl.rollout.server.gate_process.
+"""The server process: `python -m moerl.rollout.engines.sglang.sglang_server --model DIR ...`, see moerl.rollout.engines.engine_process.
 
 SGLang's own processes import this module before anything else, so the CPU's stand-ins are there when they come to sglang. It is not a
 __main__.py, which multiprocessing would not import.
@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 # moerl.max_context is the limit; the engine gets a few positions more than the model's configuration names.
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
+from moerl.rollout.engines.engine_process import main  # after the stand-ins
 from moerl.rollout.engines.sglang.sglang_core import find_problems, follow, start
-from moerl.rollout.server.gate_process import main  # after the stand-ins
 
 if __name__ == "__main__":
     main("sglang", find_problems=find_problems, start=start, follow=follow)

@@ -12,8 +12,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NoReturn
 
+from moerl.rollout.engines.engine_arguments import Options
 from moerl.rollout.engines.vllm.vllm_core import engine_arguments
-from moerl.rollout.server.server_options import Options
 from moerl.types.errors import EngineError
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from moerl.rollout.engines.expert_share import needs_of_processes
+from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.types.push import Needs
 
 FAILED = "a step of the push failed: "

@@ -11,15 +11,21 @@ from typing import Any, NoReturn
 import torch
 
 from moerl.config.derive.model_shape import read_config
-from moerl.rollout.engines.engine_arguments import QuietParser, argument_problems, as_command_line, installed_version, version_problems
+from moerl.rollout.engines.engine_arguments import (
+    Options,
+    QuietParser,
+    argument_problems,
+    as_command_line,
+    installed_version,
+    left_out,
+    version_problems,
+)
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
-from moerl.rollout.engines.left_out import left_out
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_launch
 from moerl.rollout.engines.vllm.processes import FAILED, needs_of
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import PARTS, MemoryPart
 from moerl.rollout.server.engine_core import Sampled, engine_seed, version_spans
-from moerl.rollout.server.server_options import Options
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer

@@ -1,4 +1,4 @@
-"""The server process: `python -m moerl.rollout.engines.vllm.vllm_server --model DIR ...`, see moerl.rollout.server.gate_process.
+"""The server process: `python -m moerl.rollout.engines.vllm.vllm_server --model DIR ...`, see moerl.rollout.engines.engine_process.
 
 vLLM's own processes import this module before anything else, and inherit its environment. It is not a __main__.py, which
 multiprocessing would not import.
@@ -16,10 +16,10 @@ os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"  # a fork of a proces
 os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # moerl.rollout.engines.vllm.vllm_sampling is for the first one's sampler
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
+from moerl.rollout.engines.engine_process import main  # after the settings, which vLLM reads as it is imported
 from moerl.rollout.engines.vllm import vllm_cpu
 from moerl.rollout.engines.vllm.follower import follow
 from moerl.rollout.engines.vllm.vllm_core import find_problems, start
-from moerl.rollout.server.gate_process import main  # after the settings, which vLLM reads as it is imported
 
 if __name__ == "__mp_main__":
     vllm_cpu.sleep_instead_of_spinning()
