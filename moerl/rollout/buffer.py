@@ -39,7 +39,7 @@ class GroupBuffer:
 
     @property
     def oldest_untrained_ticket(self) -> int:
-        """Where a resumed run goes on drawing. Groups count as trained once taken: read it after their update."""
+        """Place at which a resumed run goes on drawing. Groups count as trained once taken: read it after their update."""
         return next(iter(self._live), self._next_ticket)
 
     @property

@@ -1,4 +1,4 @@
-"""From the configuration to the run's rollout engines, and to who receives what they answer."""
+"""Rollout engines of a run, and who receives what they answer, from its configuration."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from moerl.types.stored import keep
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Of one process."""
+    """Host and start of one process."""
 
     host: str = "127.0.0.1"
     process: NewProcess = ServerProcess
@@ -30,7 +30,7 @@ class _Place:
 
 @dataclass(frozen=True, kw_only=True)
 class _Home:
-    """Of one server."""
+    """Nodes of one server."""
 
     index: int
     nodes: tuple["_Place", ...]
@@ -51,7 +51,7 @@ def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, seats: RunP
 
 
 def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Collector:
-    """Who receives completions: this process those of engines inside it, Ray actors those of servers. Train ranks can fetch them."""
+    """Receiver of completions: this process those of engines inside it, Ray actors those of servers. Train ranks can fetch them."""
     rollout = config.rollout
     intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
     if rollout.engine == "fake":

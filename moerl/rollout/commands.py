@@ -1,4 +1,4 @@
-"""What starts each process of a rollout server, and what its engine is told there. Pure: nothing is started, and no torch is imported."""
+"""Commands that start each process of a rollout server, and what its engine is told there. Nothing is started, and no torch imported."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ _LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
 
 
 def server_command(config: RunConfig, model_dir: Path, index: int, *, module: str, extra: list[str], host: str) -> list[str]:
-    """Of server `index`, in the terms that all servers have."""
+    """Command of server `index`, in the terms that all servers have."""
     rollout = config.rollout
     options = {
         "--model": model_dir,
@@ -37,7 +37,7 @@ def server_command(config: RunConfig, model_dir: Path, index: int, *, module: st
 def native_command(
     config: RunConfig, model_dir: Path, index: int, *, host: str = "127.0.0.1", node_rank: int = 0, head: str | None = None
 ) -> list[str]:
-    """What starts the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are
+    """Command for the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are
     started together, with the same `head`: the host of node 0 (None: `host`), which alone reports a port and answers requests on `host`."""
     layout = config.rollout.layout
     extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
@@ -64,7 +64,7 @@ def given(layout: ServerLayout) -> dict[str, Any]:
 
 
 _ANY_PORT = 25000
-"""In what is printed, for one that is chosen at the start."""
+"""Port in what is printed, for one that is chosen at the start."""
 
 
 def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head: str = "127.0.0.1") -> tuple[dict[str, str], list[str]]:

@@ -80,7 +80,7 @@ class PromptSource:
         )
 
     def state(self) -> dict[str, int]:
-        """For a checkpoint, as JSON."""
+        """State for a checkpoint, as JSON."""
         return {"drawn": self._drawn, "num_rows": self.num_rows}
 
     def seek(self, state: dict[str, int]) -> None:

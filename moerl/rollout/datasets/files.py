@@ -26,7 +26,7 @@ class _File(Protocol):
         """Raises ValueError if the row is damaged."""
 
     def row_number(self, index: int) -> int:
-        """From 1."""
+        """Number in its file, from 1."""
 
 
 class FileDataset:

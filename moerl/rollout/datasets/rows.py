@@ -25,7 +25,7 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
     def name_of(self, index: int) -> str:
-        """For messages: "train.jsonl, row 3" (rows count from 1; in a .jsonl file they are its lines)."""
+        """Name in messages: "train.jsonl, row 3" (rows count from 1; in a .jsonl file they are its lines)."""
 
 
 class Complaints:

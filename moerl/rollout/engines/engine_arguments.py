@@ -22,7 +22,7 @@ FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynami
 """quantization_config of a checkpoint in DeepSeek-V3's format."""
 
 _LEFT_OUT = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
-"""By model_type: what transformers takes for granted and leaves out of the config.json it writes, where engines take something else for
+"""Settings by model_type that transformers takes for granted and leaves out of the config.json it writes, where engines take others for
 granted. Without the last two an engine takes a softmax router without a bias."""
 
 
@@ -50,7 +50,7 @@ class Options:
 
 
 Names = Mapping[str, str]
-"""From a field of moerl's settings, e.g. rollout.layout.dp, to the engine's argument."""
+"""Names from a field of moerl's settings, e.g. rollout.layout.dp, to the engine's argument."""
 
 
 def names_of(engine: str, table: Mapping[str, Names], version: str) -> Names:

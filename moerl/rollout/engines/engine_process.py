@@ -24,7 +24,7 @@ LAYOUT = TypeAdapter(ServerLayout)
 
 
 FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Problem]]
-"""Of the installed version, of engine_args, and of a model's config.json if it is known."""
+"""Problems of the installed version, of engine_args, and of a model's config.json if it is known."""
 
 
 def main(

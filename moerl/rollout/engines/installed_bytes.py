@@ -1,4 +1,4 @@
-"""What an engine's own loader put where.
+"""Bytes that an engine's own loader put into its model.
 
 Engines fuse and cut tensors as they load them (q, k and v in one parameter, a rank's share of an expert). So that the bytes in the
 model can be compared with those that were sent, the copies the loader makes are noted while it runs, and read back through. A parameter

@@ -1,4 +1,4 @@
-"""What is done with an engine's answer in the process that receives it, and who that process is.
+"""Work on an engine's answer in the process that receives it, and who that process is.
 
 It is checked, joined with what earlier parts of the request brought, decoded, and put where the trainer will find it; the pool gets a few
 numbers.
@@ -50,12 +50,12 @@ class Intake:
     vocab_size: int
     decoder: Decoder
     routes: RouteShape | None = None
-    """Of what completions that ask for routes bring."""
+    """Shape of the routes that completions bring if they are asked for."""
 
     async def ask(
         self, generate: Generate, request: CollectRequest, so_far: tuple[StoredCompletion, Payload] | None, *, server: str, keep: Keep
     ) -> Answer:
-        """What is missing of `request`, from `server`. EngineError for an answer that cannot be right."""
+        """Answer with what is missing of `request`, from `server`. EngineError for an answer that cannot be right."""
         before = None if so_far is None else so_far[0].whole(so_far[1])
         prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
         more = await generate(prompt_ids, sampling, request.request_id)
@@ -73,12 +73,12 @@ class Intake:
 
 
 class Collector(Protocol):
-    """Who receives completions. Implementations: LocalCollector, moerl.rollout.fleet.ray_collectors.RayCollectors."""
+    """Receiver of completions. Implementations: LocalCollector, moerl.rollout.fleet.ray_collectors.RayCollectors."""
 
     async def start(self) -> None: ...
 
     async def ask(self, engine: Any, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
-        """From `engine`, a RolloutEngine; raises what its `generate` does, and EngineError for an answer that cannot be right."""
+        """Answer from `engine`, a RolloutEngine; raises what its `generate` does, and EngineError for an answer that cannot be right."""
 
     async def close(self) -> None: ...
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 NUM_PROBES = 3
 LOSS_SECONDS = 5.0
-"""How long after a failure its cause may take to show: the end of a server is seen by its owner a moment later than by its clients."""
+"""Time after a failure that its cause may take to show: the end of a server is seen by its owner a moment later than by its clients."""
 
 State = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 _RUNNING: tuple[State, ...] = ("healthy", "suspect", "stale")
@@ -42,7 +42,7 @@ class Member:
     """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
     is_starting: bool = False
     num_turns: int = 0
-    """How often it got weights, or its GPUs back."""
+    """Times that it got weights, or its GPUs back."""
 
 
 class Fleet:
@@ -53,7 +53,7 @@ class Fleet:
         server go before it is ended for its silence; None: nowhere."""
         self._hangs = hangs
         self.phase: Literal["rollout", "push"] = "rollout"
-        """What a server that hangs was to do."""
+        """Work that a server which hangs was to do."""
         self.members = tuple(Member(engine=engine) for engine in engines)
         self._max_restarts, self._probe_seconds = max_restarts, probe_seconds
         self._watches: list[asyncio.Task[None]] = []
@@ -62,11 +62,11 @@ class Fleet:
 
     @property
     def num_restarts(self) -> int:
-        """Of all servers, so far."""
+        """Number of all servers' restarts so far."""
         return sum(member.num_starts - 1 for member in self.members)
 
     def watch(self) -> None:
-        """From here on servers are probed and restarted. All of them must have started."""
+        """Begin to watch: from here on servers are probed and restarted. All of them must have started."""
         self._watches = [asyncio.create_task(self._watch(member)) for member in self.members]
         for watch in self._watches:
             watch.add_done_callback(lambda _: self._tell())
@@ -141,7 +141,7 @@ class Fleet:
         await self._until(lambda: bool(self.stale()))
 
     async def lost(self, members: Mapping[Member, int]) -> bool:
-        """Whether one of them, with its num_starts at the time, has ended since; waits a moment for the news."""
+        """True if one of them, with its num_starts at the time, has ended since; waits a moment for the news."""
 
         def has_ended() -> bool:
             return any(member.num_starts != starts or member.state not in _RUNNING for member, starts in members.items())
@@ -252,6 +252,6 @@ class Fleet:
             await self._changed.wait()
 
     def _last_words(self) -> EngineError | None:
-        """Of the server that was first in the configuration, when every one is gone."""
+        """Last words of the server that was first in the configuration, when every one is gone."""
         reasons = [member.gone for member in self.members if member.gone is not None]
         return reasons[0] if len(reasons) == len(self.members) else None

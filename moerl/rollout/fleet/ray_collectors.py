@@ -123,7 +123,7 @@ class RayCollectors:
 
 
 def _lost(error: ray.exceptions.RayError) -> StoreError:
-    """What goes with a collector, and why it ended."""
+    """Error that says what goes with a collector, and why it ended."""
     is_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
     why = "\n".join(memory_report(error)) if is_memory else str(error)
     lost = StoreError(

@@ -36,7 +36,7 @@ class Claim:
     """One request, for as long as it lives; it may need several places, one after the other."""
 
     number: int
-    """In the order of arrival."""
+    """Place in the order of arrival."""
     session: str
     place: "asyncio.Future[Member]" = field(init=False)
     """The one it waits for, or had last."""
@@ -46,7 +46,7 @@ class RequestQueue:
     """Owned by one event loop."""
 
     def __init__(self, fleet: Fleet, *, max_running: int, max_queued: int):
-        """Of each server."""
+        """Both limits are of each server."""
         self._fleet = fleet
         self._per_server = max_running + max_queued
         self._slack = max_running // _STICKY_SHARE

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 5
-"""Of one request: one that ends every server it comes to must not go on."""
+"""Attempts that a request has: one that ends every server it comes to must not go on."""
 
 
 class RolloutPool:
@@ -49,7 +49,7 @@ class RolloutPool:
 
     @property
     def num_resumed(self) -> int:
-        """How often a request went on elsewhere, or later, from the tokens it had; so far."""
+        """Times that a request went on elsewhere, or later, from the tokens it had; so far."""
         return self._num_resumed
 
     async def start(self) -> None:
@@ -125,7 +125,7 @@ class RolloutPool:
             await self._collector.close()
 
     async def healths(self) -> dict[str, EngineHealth]:
-        """Of those that run, by their names."""
+        """Health of those that run, by their names."""
         members = self.fleet.running()
         healths = await self._all("health", lambda engine: engine.health(), members)
         return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
@@ -161,7 +161,7 @@ class RolloutPool:
         return True
 
     async def _all(self, action: str, call: Callable[[RolloutEngine], Awaitable[T]], members: Collection[Member] | None = None) -> list[T]:
-        """Of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""
+        """Answers of all that run, or of `members`. Waits for every server, also when one fails; EngineError with every failure."""
         asked = {member: member.num_starts for member in (self.fleet.running() if members is None else members)}
         outcomes = await asyncio.gather(*(call(member.engine) for member in asked), return_exceptions=True)
         failures = {member: outcome for member, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, BaseException)}

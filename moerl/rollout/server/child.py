@@ -28,7 +28,7 @@ from moerl.types.errors import EngineError
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
-"""For answers that are being written at SIGTERM."""
+"""Time for answers that are being written at SIGTERM."""
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections (15 s), so that none is closed just as it is used again."""

@@ -21,7 +21,7 @@ from moerl.types.push import Manifest, Needs, TransportOffer
 T = TypeVar("T")
 
 EXIT_SECONDS = 2.0
-"""How long a server that broke a connection may take to end, before it counts as alive."""
+"""Time a server that broke a connection may take to end, before it counts as alive."""
 
 
 class BrokenConnection(EngineUnavailable):
@@ -44,12 +44,12 @@ class HTTPEngine:
 
     @property
     def url(self) -> str:
-        """Of a server that was started."""
+        """Address of a server that was started."""
         return f"http://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
 
     @property
     def pid(self) -> int | None:
-        """Of the server process; None before start."""
+        """Id of the server process; None before start."""
         return self._process.pid
 
     @property
@@ -136,7 +136,7 @@ def new_session() -> aiohttp.ClientSession:
 async def generate_at(
     session: aiohttp.ClientSession, url: str, name: str, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str
 ) -> Completion:
-    """From the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, BrokenConnection."""
+    """Completion from the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, BrokenConnection."""
     body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
     data = wire.GENERATE.dump_json(body)
     content = await _exchange(session, "POST", url, "/generate", data, name=name, about=f": {request_id}")

@@ -1,4 +1,5 @@
-"""What every rollout server can do, whichever engine it runs. Implementations: hf, fake; tests/rollout/test_contract.py holds for each.
+"""Verbs of every rollout server, whichever engine it runs. HTTPEngine and FakeEngine have them; tests/rollout/test_contract.py holds
+for each.
 
 A server is STALE until a verified push and never serves then: `generate` raises EngineUnavailable, or waits if the server is paused, which
 is how a push holds requests back.
@@ -18,7 +19,7 @@ finish first. abort: running requests return what they have, finish_reason "abor
 
 
 MemoryPart = Literal["weights", "cache"]
-"""Of a server's memory on its GPUs. cache: keys and values, and recorded graphs, which hold on to them."""
+"""Parts of a server's memory on its GPUs. cache: keys and values, and recorded graphs, which hold on to them."""
 PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
 
@@ -30,7 +31,7 @@ class EngineRefuses(EngineUnavailable):
 class EngineHealth:
     status: Literal["stale", "healthy", "paused", "asleep"]
     version: int | None
-    """Of the weights it serves; None before the first verified push."""
+    """Version of the weights it serves; None before the first verified push."""
     num_running: int
     num_waiting: int
     reason: str = ""
@@ -51,7 +52,7 @@ class RolloutEngine(Protocol):
         """Its process on every node, for the report about one that hangs."""
 
     def kill(self) -> None:
-        """At once and without a word, as a server that hangs is ended; `ended` tells of it."""
+        """End it at once and without a word, as a server that hangs is ended; `ended` tells of it."""
 
     async def start(self) -> None:
         """Returns when the server answers; raises EngineError with its last log lines if it dies first. After close it starts anew."""

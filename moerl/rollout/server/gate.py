@@ -212,7 +212,7 @@ class Gate:
         return [held for held in self._requests.values() if held.task is not None]
 
     async def _end_early(self, chosen: Iterable[_Held]) -> None:
-        """With the tokens they have."""
+        """Requests end with the tokens they have."""
         running = [held for held in chosen if held.task is not None]
         for held in chosen:  # before those that run, which would make room for them
             if held.task is None:
@@ -236,7 +236,7 @@ class Gate:
             yield
 
     async def _supersede(self) -> int:
-        """Whoever waits for an earlier pause gives up."""
+        """Number of the pause that begins; whoever waits for an earlier one gives up."""
         async with self._changed:
             self._num_pauses += 1
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What a request must respect, whichever engine serves it."""
+"""Limits of a request, whichever engine serves it."""
 
 from dataclasses import dataclass
 

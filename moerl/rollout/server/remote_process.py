@@ -58,7 +58,7 @@ class ProcessOwner:
             return error
 
     def _look_at_links(self) -> None:
-        """Of this node: they are not those of the driver's."""
+        """Settings of this node's network, which are not the driver's."""
         self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
 
     async def label(self, label: str) -> None:
@@ -172,7 +172,7 @@ class RemoteProcess:
             self._settings["has_log"] = True
 
     async def _done(self, verb: str, *arguments: Any) -> Any:
-        """What the owner returns; raises the error that it returns."""
+        """Answer of the owner; raises the error that it returns."""
         found = await self._ask(verb, *arguments)
         if isinstance(found, MoerlError):
             raise found

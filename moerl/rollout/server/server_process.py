@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _NOTHING_MORE: Mapping[str, str] = MappingProxyType({})
 LOG_LINES = 20
-"""Of the server's log, in an error."""
+"""Lines of the server's log in an error."""
 
 
 class ServerProcess:
@@ -92,7 +92,7 @@ class ServerProcess:
             raise EngineError(f"{self.label}: {line.error}")
 
     async def port(self) -> int:
-        """Of a process that was launched, and serves."""
+        """Port of a process that was launched, and serves."""
         return await self._read_port()
 
     async def free_ports(self, count: int) -> int:
@@ -156,7 +156,7 @@ class ServerProcess:
 
 
 async def _start(command: Sequence[str], environment: Mapping[str, str], log: int) -> asyncio.subprocess.Process | ForkedChild:
-    """In a session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order."""
+    """A process in a session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order."""
     if can_fork(command):
         try:
             return await ForkedChild.start(command, stderr=log, environment=environment)

@@ -61,7 +61,7 @@ class SpreadProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the first node's process."""
+        """Id of the first node's process."""
         return self._processes[0].pid
 
     @property
@@ -89,7 +89,7 @@ class SpreadProcess:
                 await self.close()
 
     async def death(self) -> EngineUnavailable:
-        """Of the process that ends first. Cancel it if the server turns out to live."""
+        """End of the process that ends first. Cancel it if the server turns out to live."""
         end, failure = self._end, self._failure
         if failure is None:
             assert end is not None

@@ -1,4 +1,4 @@
-"""What goes over HTTP between the driver and a rollout server: JSON of these dataclasses and of those in moerl.types.errors.
+"""Bodies of HTTP between the driver and a rollout server: JSON of these dataclasses and of those in moerl.types.errors.
 
 A completion is one line of JSON, and after it the bytes of its arrays, little-endian: token ids (int32), log-probs (float32), and its
 routes, if it has any (tokens * layers * top_k of uint8 or uint16).
@@ -66,14 +66,14 @@ class FinishBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """With every status but 200: 400 the request is wrong, 409 the server's state forbids it, 500 a bug."""
+    """Reason that goes with every status but 200: 400 the request is wrong, 409 the server's state forbids it, 500 a bug."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyLine:
-    """What a server writes to its stdout, a line each: where it serves, or why it cannot. Before that, of a server of several nodes, that
+    """Line that a server writes to its stdout: where it serves, or why it cannot. Before that, of a server of several nodes, that
     this one's process is about to meet the others; it is all that nodes after the first write."""
 
     port: int | None = None

@@ -16,12 +16,12 @@ ATTENTION = "moerl_slots"
 """The name under which `attend` is registered with transformers."""
 
 COLUMN_MULTIPLE = 16
-"""Of the columns that queries see: whole SIMD vectors in the attention kernel."""
+"""Step of the number of columns that queries see: whole SIMD vectors in the attention kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What one forward pass reads and writes. B rows, C tokens each."""
+    """Tensors that one forward pass reads and writes. B rows, C tokens each."""
 
     slots: torch.Tensor | None  # int64 [B]; None: row i is slot i, of all slots
     write_at: torch.Tensor  # int64 [B, C]
@@ -63,7 +63,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """What transformers models write to and read from, as their `past_key_values`."""
+    """Cache that transformers models write to and read from, as their `past_key_values`."""
 
     def __init__(self, config: PretrainedConfig, *, num_slots: int, max_context: int, dtype: torch.dtype):
         self.scratch_column = -(-max_context // COLUMN_MULTIPLE) * COLUMN_MULTIPLE

@@ -17,12 +17,12 @@ from moerl.rollout.engines.hf.cache import Rows, SlotCache
 from moerl.rollout.engines.hf.route_recorder import RouteRecorder
 
 PREFILL_TOKENS = 512
-"""Of one prefill pass, over all its rows: enough to keep one CPU core's matrix units busy."""
+"""Tokens of one prefill pass, over all its rows: enough to keep one CPU core's matrix units busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """What a pass over n rows found."""
+    """Results of a pass over n rows."""
 
     logits: torch.Tensor  # [n, vocab], of the next token
     routes: np.ndarray | None  # uint8 or uint16 [n, tokens, layers, top_k], if they were asked for; padding behind a row's tokens
@@ -106,7 +106,7 @@ class Forward:
         ).last_hidden_state
 
     def _masks(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """By type of layer, if some layers have windows (transformers, config.layer_types)."""
+        """Masks by type of layer, if some layers have windows (transformers, config.layer_types)."""
         full = self._mask(positions, kv_length, None)
         if self._window is None:
             return full

@@ -66,7 +66,7 @@ def tensor_specs(views: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 
 def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """What a push to a model of `model_dir` must bring; allocates no weights."""
+    """Tensors that a push to a model of `model_dir` must bring; allocates no weights."""
     config = _checked_config(model_dir, max_context=1)
     with torch.device("meta"):
         return tensor_specs(checkpoint_views(_random(config, dtype=dtype)))

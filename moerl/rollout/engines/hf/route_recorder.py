@@ -35,7 +35,7 @@ class RouteRecorder:
                 hook.remove()
 
     def table(self, chosen: list[torch.Tensor], rows: int) -> np.ndarray:
-        """What was recorded in one pass over `rows` rows: [rows, tokens per row, layers, top_k]."""
+        """Routes that were recorded in one pass over `rows` rows: [rows, tokens per row, layers, top_k]."""
         assert self._shape is not None
         shape = (rows, -1, self._shape.num_layers, self._shape.top_k)
         return torch.stack(chosen, dim=1).numpy().astype(self._shape.dtype).reshape(shape)

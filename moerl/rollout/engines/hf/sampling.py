@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """How each of n rows is sampled, as in SamplingParams."""
+    """Settings by which each of n rows is sampled, as in SamplingParams."""
 
     temperature: np.ndarray  # float64 [n]
     top_k: np.ndarray  # int64 [n]

@@ -37,7 +37,7 @@ class SlotTable:
         self._routes.pop(slot, None)
 
     def draws(self, slots: np.ndarray) -> Draws:
-        """For the next token of each of `slots`."""
+        """Draws of the next token of each of `slots`."""
         return Draws(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -53,7 +53,7 @@ class SlotTable:
         return self._stops[slots, tokens] | (at + 1 == self._max_tokens[slots])
 
     def take_routes(self, slot: int, prompt_routes: np.ndarray) -> None:
-        """Of the prompt of `slot`; from now on those of its tokens are kept too."""
+        """Routes of the prompt of `slot`; from now on those of its tokens are kept too."""
         assert self._route_shape is not None, "limits refuse the request"
         length = self.prompt_length[slot] + self._max_tokens[slot]
         self._routes[slot] = np.zeros((length, self._route_shape.num_layers, self._route_shape.top_k), dtype=self._route_shape.dtype)

@@ -50,7 +50,7 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "enable_memory_saver": "placement.mode=colocated",
     "enable_weights_cpu_backup": "placement.mode=colocated",
 }
-"""What moerl sets or relies on, and what to write instead."""
+"""Arguments that moerl sets or relies on, and what to write instead."""
 
 _TURN_SECONDS = 0.002
 
@@ -208,8 +208,8 @@ class SGLangCore:
             Path(reader.path).unlink(missing_ok=True)
 
     async def _call(self, step: str, body: bytes) -> None:
-        """On every scheduler. As SGLang's collective_rpc, which with data-parallel attention reaches only one group, and waits on the event
-        loop: this goes the way of its other orders, and the first scheduler of each group answers."""
+        """Call on every scheduler. SGLang's collective_rpc reaches only one group with data-parallel attention and waits on the event loop:
+        this goes the way of its other orders, and the first scheduler of each group answers."""
         from sglang.srt.managers.io_struct import RpcReqInput, sock_recv
 
         order = RpcReqInput(method=sglang_scheduler.INSTALL_METHOD, parameters={"step": step, "body": body.decode()})
@@ -236,7 +236,7 @@ class SGLangCore:
         return await self._bytes_of(parts)
 
     async def _bytes_of(self, parts: tuple[MemoryPart, ...]) -> int:
-        """On all GPUs, as the first of each group of tensor-parallel ranks measured its own when it started."""
+        """Bytes on all GPUs, as the first of each group of tensor-parallel ranks measured its own when it started."""
         args = self._engine.server_args
         measured = [state["memory_usage"] for state in await self._manager.get_internal_state()]
         gigabytes = sum(usage["weight" if part == "weights" else "kvcache"] for usage in measured for part in parts)

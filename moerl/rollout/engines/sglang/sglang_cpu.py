@@ -1,4 +1,4 @@
-"""What SGLang needs to run where there is no GPU: stand-ins for the compiled packages it imports and, in float32 on CPU, never calls.
+"""Stand-ins that SGLang needs to run where there is no GPU, for the compiled packages it imports and, in float32 on CPU, never calls.
 
 `prepare` comes before the first import of sglang, in the server and in every process it starts.
 """
@@ -24,7 +24,7 @@ ARGUMENTS = {
     "mem_fraction_static": 0.3,
     "sleep_on_idle": True,
 }
-"""Of SGLang's server, on CPU. Without sleep_on_idle its scheduler turns in a loop while there is no request, at the cost of a core."""
+"""Arguments of SGLang's server on CPU. Without sleep_on_idle its scheduler turns in a loop while there is no request, and takes a core."""
 
 _ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 _DETECTION_OPS = ("nms", "qnms")
@@ -159,7 +159,7 @@ def _rotate(value: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _stub_triton() -> None:
-    """By SGLang's own stand-in, which it installs on Apple computers only."""
+    """Install SGLang's own stand-in, which it installs on Apple computers only."""
     package = importlib.util.find_spec("sglang")
     assert package is not None and package.origin is not None
     spec = importlib.util.spec_from_file_location("moerl_sglang_stubs", Path(package.origin).parent / "_platform_stubs.py")

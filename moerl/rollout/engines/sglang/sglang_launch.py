@@ -7,7 +7,7 @@ from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Names, Options, n
 
 SUPPORTED = ">=0.5.23,<0.6"
 TESTED = "0.5.23"
-"""What `moerl check` renders for, where no environment says which version it has."""
+"""Version that `moerl check` renders for, where no environment says which version it has."""
 
 NAMES: dict[str, Names] = {
     SUPPORTED: {
@@ -31,7 +31,7 @@ NAMES: dict[str, Names] = {
         "rollout.layout.cuda_graph_requests": "cuda_graph_max_bs_decode",
     }
 }
-"""By range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
+"""Names by range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
 
 SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
@@ -42,7 +42,7 @@ _DISPATCH_TOKENS = 128
 
 
 def arguments(options: Options, version: str) -> dict[str, Any]:
-    """By name, with underscores. EngineError for a version that is not in NAMES."""
+    """Arguments by name, with underscores. EngineError for a version that is not in NAMES."""
     names, layout = names_of("sglang", NAMES, version), options.layout
     sizes = {
         "model.path": options.model,
@@ -57,7 +57,7 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
 
 
 def environment(options: Options) -> dict[str, str]:
-    """Of the server process, before SGLang is imported."""
+    """Environment of the server process, before SGLang is imported."""
     layout, own = options.layout, {}
     if layout.gpus > 1:
         # Of no use but while it starts, and it would leave 25 MB in /dev/shm.
@@ -69,7 +69,7 @@ def environment(options: Options) -> dict[str, str]:
 
 
 def _spread(layout: ServerLayout) -> dict[str, Any]:
-    """By setting, without those that are SGLang's defaults."""
+    """Values by setting, without those that are SGLang's defaults."""
     values: dict[str, Any] = {}
     for name in ("gpus", "dp", "ep"):
         if getattr(layout, name) > 1:
@@ -92,7 +92,7 @@ def _spread(layout: ServerLayout) -> dict[str, Any]:
 
 
 def _modes(options: Options) -> dict[str, Any]:
-    """What goes with a setting and has none of its own."""
+    """Arguments that go with a setting and have none of their own."""
     own: dict[str, Any] = {}
     layout = options.layout
     if layout.dp > 1:

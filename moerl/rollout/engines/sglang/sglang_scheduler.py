@@ -1,4 +1,4 @@
-"""In the process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
+"""Process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ INSTALL_METHOD = "moerl_weights"
 
 _FUSED = "fused_qkv_a_proj_with_mqa.weight"
 _PARTS_OF_FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-"""In the order of its rows."""
+"""Tensors in the order of its rows."""
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -45,7 +45,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
-    """Of all processes of a server, from the `names` of its model's tensors."""
+    """Needs of all processes of a server, from the `names` of its model's tensors."""
     return needs_of_processes(names, num_processes=server_args.tp_size, expert_parallel=server_args.ep_size)
 
 
@@ -83,7 +83,7 @@ def _weights(scheduler: Any, step: str, body: str) -> None:
 
 
 def _explain(reasons: list[str | None]) -> str:
-    """By rank; None: it has not failed."""
+    """Failures of all ranks, from one entry of each; None: it has not failed."""
     ranks: dict[str, list[str]] = {}
     for rank, reason in enumerate(reasons):
         if reason is not None:

@@ -1,4 +1,4 @@
-"""What vLLM's loader put into its model, while the model is loaded anew layer by layer (vllm/model_executor/model_loader/reload).
+"""Bytes that vLLM's loader put into its model, while the model is loaded anew layer by layer (vllm/model_executor/model_loader/reload).
 
 vLLM keeps the tensors it is given until a layer has all of its own. Then it copies them into new memory in the checkpoint's layout, repacks
 that if its kernels want another one, and copies the result to where the kernels read. Each tensor is compared when these copies are made:
@@ -38,7 +38,7 @@ class LayerwiseBytes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """What vLLM copies inside is compared with what was sent."""
+        """Copies that vLLM makes inside are compared with what was sent."""
         with CopyLog() as log:
             yield
         self._compare([(target, source) for target, source in log.copies if not target.is_meta and not source.is_meta])
@@ -71,7 +71,7 @@ def _is_whole(source: torch.Tensor) -> bool:
 
 
 def _followed(target: torch.Tensor, moves: Copies) -> torch.Tensor:
-    """Where `target` went when all of its memory was copied on, in the same layout; else `target`."""
+    """Memory to which `target` went when all of its memory was copied on, in the same layout; else `target`."""
     for moved, source in moves:
         same = (moved.shape, moved.stride(), moved.dtype) == (source.shape, source.stride(), source.dtype)
         if same and memory_of(source) == memory_of(target):

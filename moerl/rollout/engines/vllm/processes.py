@@ -15,7 +15,7 @@ def process_number(parallel: Any) -> int:
 
 
 def needs_of(parallel: Any, names: Iterable[str]) -> Needs:
-    """Of all processes, from the `names` of the model's tensors; at least of those up to this one."""
+    """Needs of all processes, from the `names` of the model's tensors; at least of those up to this one."""
     # In a replica of a dense model vLLM sets data_parallel_size to 1: nothing there depends on the others.
     size = max(parallel.data_parallel_size, parallel.data_parallel_index + 1) * parallel.world_size
     return needs_of_processes(names, num_processes=size, expert_parallel=size if parallel.enable_expert_parallel else 1)

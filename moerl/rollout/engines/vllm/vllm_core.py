@@ -48,7 +48,7 @@ OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for s
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "master_addr": "leave it out: moerl places the nodes of a server",
 }
-"""What moerl sets or relies on, and what to write instead."""
+"""Arguments that moerl sets or relies on, and what to write instead."""
 
 
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:

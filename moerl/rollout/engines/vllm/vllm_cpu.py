@@ -1,4 +1,4 @@
-"""What vLLM 0.32 needs to run where there is no GPU, and which models its CPU kernels are compiled for."""
+"""Settings that vLLM 0.32 needs to run where there is no GPU, and which models its CPU kernels are compiled for."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -30,24 +30,25 @@ _POLL_SECONDS = 1e-4
 
 _LATENT_RANK, _LATENT_ROTARY = 512, 64
 _EXPERT_MULTIPLE = 32
-"""Of hidden size and experts' inner size (CPUUnquantizedExperts.output_alignment; vLLM pads the inner size by itself)."""
+"""Divisor of hidden size and experts' inner size (CPUUnquantizedExperts.output_alignment; vLLM pads the inner size by itself)."""
 
 
 def model_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Of latent attention: where the processor has AMX, vLLM would take kernels that refuse float32 (CpuPlatform.get_attn_backend_cls)."""
+    """Arguments of latent attention: where the processor has AMX, vLLM would take kernels that refuse float32
+    (CpuPlatform.get_attn_backend_cls)."""
     return {"attention_backend": "CPU_MLA"} if "kv_lora_rank" in model else {}
 
 
 def node_arguments(layout: ServerLayout) -> dict[str, Any]:
-    """Of a server over several nodes, by name: its processes on one. vLLM would count devices, of which the CPU is one (MessageQueue in
-    vllm/distributed/device_communicators/shm_broadcast.py), and take processes of the first node for another's."""
+    """Arguments of a server over several nodes: its processes on one. vLLM would count devices, of which the CPU is one (MessageQueue
+    in vllm/distributed/device_communicators/shm_broadcast.py), and take processes of the first node for another's."""
     if layout.nodes == 1 or layout.gpus_per_node == 1:
         return {}
     return {"device_ids": ",".join(map(str, range(layout.gpus_per_node)))}
 
 
 def sleep_instead_of_spinning() -> None:
-    """Where there is no GPU, for vLLM's own processes, which wait for each other's messages in loops of sched_yield. Two that did so on
+    """Patch of vLLM's own processes where there is no GPU: they wait for each other's messages in loops of sched_yield. Two that did so on
     two cores kept the server's process from answering, /health also, for as long as a request ran (Linux 6.18)."""
     if not torch.cuda.is_available():
         from vllm.distributed.device_communicators import shm_broadcast

@@ -7,7 +7,7 @@ from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, Names, Options, n
 
 SUPPORTED = ">=0.32,<0.34"
 TESTED = "0.32.0"
-"""What `moerl check` renders for, where no environment says which version it has."""
+"""Version that `moerl check` renders for, where no environment says which version it has."""
 
 NAMES: dict[str, Names] = {
     SUPPORTED: {
@@ -30,13 +30,13 @@ NAMES: dict[str, Names] = {
         "rollout.layout.cuda_graph_requests": "max_cudagraph_capture_size",
     }
 }
-"""By range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
+"""Names by range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
 
 _ALL_TO_ALL = {"deepep_normal": "deepep_high_throughput", "deepep_low_latency": "deepep_low_latency"}
 
 
 def arguments(options: Options, version: str) -> dict[str, Any]:
-    """By name, with underscores. EngineError for a version that is not in NAMES."""
+    """Arguments by name, with underscores. EngineError for a version that is not in NAMES."""
     names, layout = names_of("vllm", NAMES, version), options.layout
     requests = -(-options.max_running // layout.dp)
     sizes = {
@@ -51,12 +51,12 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
 
 
 def environment(options: Options) -> dict[str, str]:
-    """Of the server process, before vLLM is imported: nothing depends on the layout."""
+    """Environment of the server process, before vLLM is imported: nothing depends on the layout."""
     return {}
 
 
 def _spread(layout: ServerLayout) -> dict[str, Any]:
-    """By setting, without those that are vLLM's defaults. Its sizes multiply: tensor parallel within a data-parallel group."""
+    """Values by setting, without those that are vLLM's defaults. Its sizes multiply: tensor parallel within a data-parallel group."""
     values: dict[str, Any] = {}
     if layout.tp > 1:
         values["gpus"] = layout.tp
@@ -87,7 +87,7 @@ def _drafts(tokens: int) -> dict[str, Any]:
 
 
 def _modes(options: Options) -> dict[str, Any]:
-    """What goes with a setting and has none of its own."""
+    """Arguments that go with a setting and have none of their own."""
     own: dict[str, Any] = {}
     layout = options.layout
     if layout.redundant_experts is not None:

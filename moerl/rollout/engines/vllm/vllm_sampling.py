@@ -11,7 +11,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 NUM_DRAWN = "num_drawn"
-"""In extra_args of vLLM's SamplingParams: SamplingParams.num_drawn."""
+"""Name of SamplingParams.num_drawn in extra_args of vLLM's SamplingParams."""
 
 saw_nan = Event()
 """Log-probs were not numbers, on CPU; whoever cleans up clears it."""
@@ -51,7 +51,7 @@ def _add_request_with_numbers(batch: Any, request: Any) -> int:
 
 
 def advance(generator: torch.Generator, num_tokens: int, vocab_size: int) -> None:
-    """As if it had drawn `num_tokens` tokens (TopKTopPSampler.forward_cpu, forward_native)."""
+    """Bring `generator` to its state after it has drawn `num_tokens` tokens (TopKTopPSampler.forward_cpu, forward_native)."""
     if generator.device.type == "cpu":
         torch.randint(0, 2**31, (num_tokens,), generator=generator, dtype=torch.long)
         return

@@ -1,4 +1,4 @@
-"""In the process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
+"""Process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
 
 import logging
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
         self._session = WeightSession(expected, self._installed, needs=needs, device=device)
         self.failures: tuple[str, ...] = ()
-        """Of the last step, of all workers."""
+        """Failures of the last step, of all workers."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._together(partial(self._run_step, "connect", init_info.offer))
@@ -138,7 +138,7 @@ vllm_sampling.activate()
 
 
 def begin_reload(model: torch.nn.Module, *, on_cpu: bool) -> None:
-    """From here until `finish_reload` the model cannot compute. May follow one that was never finished."""
+    """Reload begins: until `finish_reload` the model cannot compute. May follow one that was never finished."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():  # it has a part of its tensors
