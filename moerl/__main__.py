@@ -101,6 +101,16 @@ def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
 
 
 @app.command()
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A setting or a section, e.g. train.layout; every section if not given.")] = "",
+) -> None:
+    """Print what a setting means, takes and is by default; of a section, each of its settings. Loads no torch."""
+    from moerl.config.reference import explanation
+
+    typer.echo(explanation(key), nl=False)
+
+
+@app.command()
 def launch(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,

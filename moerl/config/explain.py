@@ -14,7 +14,7 @@ from moerl.types.errors import NOT_SET, Problem, problem
 Node = Mapping[str, Any]
 """A JSON schema, or a part of one."""
 
-_LEFT_OUT = {
+LEFT_OUT = {
     "rollout.over_sampling": (
         "the first to finish of more groups than needed are the shorter ones, and the prompts of the others are lost",
         "max_staleness=1, which starts twice as many groups as a step takes and trains them all, with rollout.partial=true",
@@ -51,12 +51,12 @@ class Explainer:
         return self._missing(path, node, "a file or an override leaves it open with ???")
 
     def _missing(self, path: str, node: Node, reason: str) -> Problem:
-        reason = ": ".join(filter(None, [reason, _description(node)]))
-        return problem(path, NOT_SET, "must be given", reason, f"write {path}=<{self._words(node)}>")
+        reason = ": ".join(filter(None, [reason, description(node)]))
+        return problem(path, NOT_SET, "must be given", reason, f"write {path}=<{words(node)}>")
 
     def _unknown(self, path: str, value: object, owner: Node) -> Problem:
-        if path in _LEFT_OUT:
-            return problem(path, value, "is not a setting", *_LEFT_OUT[path])
+        if path in LEFT_OUT:
+            return problem(path, value, "is not a setting", *LEFT_OUT[path])
         head, _, name = path.rpartition(".")
         names = list(owner["properties"])
         near = difflib.get_close_matches(name, names, n=1)
@@ -68,12 +68,12 @@ class Explainer:
         return problem(path, value, "is not a setting", f"{where} has {', '.join(names)}", fix)
 
     def _wrong(self, path: str, node: Node, error: ErrorDetails) -> Problem:
-        value, words = error["input"], self._words(node)
+        value, wanted = error["input"], words(node)
         is_type = error["type"].endswith("_type")
         general = "a value of another type is refused, so that a slip is seen" if is_type else "other values have no meaning here"
-        reason = _description(node) or general
+        reason = description(node) or general
         choices = [str(choice) for choice in node.get("enum", ())]
-        return problem(path, value, f"must be {words}", reason, _nearest(f"{path}=", value, choices, words))
+        return problem(path, value, f"must be {wanted}", reason, _nearest(f"{path}=", value, choices, wanted))
 
     # -- walking the schema ------------------------------------------------------------------------------------
 
@@ -90,17 +90,7 @@ class Explainer:
         return ".".join(names), node, owner
 
     def _resolve(self, node: Node) -> Node:
-        """Follows references and the non-null side of an optional value, keeping the description of the field itself."""
-        outer = node
-        while True:
-            if "$ref" in node:
-                node = self._root["$defs"][node["$ref"].rpartition("/")[2]]
-            elif "anyOf" in node:
-                node = next(option for option in node["anyOf"] if option.get("type") != "null")
-            else:
-                break
-        extra = {"description": outer.get("description", ""), "optional": "anyOf" in outer}
-        return {**node, **extra}
+        return resolve(self._root, node)
 
     def _paths(self, node: Node, prefix: str) -> Iterator[str]:
         node = self._resolve(node)
@@ -111,11 +101,28 @@ class Explainer:
             yield path
             yield from self._paths(child, path)
 
-    def _words(self, node: Node) -> str:
-        text = _plain_words(node)
-        bounds = [f"{sign} {node[key]}" for key, sign in _BOUNDS.items() if key in node]
-        text = " ".join([text, " and ".join(bounds)]) if bounds else text
-        return f"{text}, or null" if node.get("optional") else text
+
+def resolve(root: Node, node: Node) -> Node:
+    """`node` behind its references and as the non-null side of an optional value; its description is that of the field itself, which a
+    section's own (`section`) does not replace."""
+    outer = node
+    while True:
+        if "$ref" in node:
+            node = root["$defs"][node["$ref"].rpartition("/")[2]]
+        elif "anyOf" in node:
+            node = next(option for option in node["anyOf"] if option.get("type") != "null")
+        else:
+            break
+    section = node.get("description", "") if "properties" in node else ""
+    return {**node, "description": outer.get("description", ""), "section": section, "optional": "anyOf" in outer}
+
+
+def words(node: Node) -> str:
+    """What a resolved node takes, for a person."""
+    text = _plain_words(node)
+    bounds = [f"{sign} {node[key]}" for key, sign in _BOUNDS.items() if key in node]
+    text = " ".join([text, " and ".join(bounds)]) if bounds else text
+    return f"{text}, or null" if node.get("optional") else text
 
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -150,7 +157,7 @@ def _child(node: Node, part: int | str) -> Node:
     return further if isinstance(further, Mapping) else {}
 
 
-def _description(node: Node) -> str:
+def description(node: Node) -> str:
     return " ".join(node.get("description", "").split())
 
 

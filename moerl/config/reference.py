@@ -1,0 +1,157 @@
+"""Reference of every setting, from the JSON schema that pydantic derives: the text of `moerl explain` and of the site's page are one."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pydantic import TypeAdapter
+
+from moerl.config.explain import LEFT_OUT, Node, description, resolve, words
+from moerl.config.schema.run_config import RunConfig
+from moerl.types.errors import ConfigError, Problem, problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A setting, or a section of them."""
+
+    path: str
+    """Dotted; NAME stands for a name of the user's choice."""
+    takes: str
+    """Type, bounds and default in words."""
+    text: str
+    """The string under the field in the schema."""
+    only: tuple[str, ...] = ()
+    """Choices with which there is this setting, e.g. data.kind=files; empty: with all."""
+    is_section: bool = False
+
+    @property
+    def lines(self) -> list[str]:
+        """One line of facts, then the text: the same on the terminal and on the page."""
+        only = f"; only with {' or '.join(self.only)}" if self.only else ""
+        return [f"{self.takes}{only}", *([self.text] if self.text else [])]
+
+
+def explanation(key: str) -> str:
+    """The text of the setting or section; of a section also every field. Empty key: the sections of a run. Raises ConfigError."""
+    found = [setting for setting in settings() if re.fullmatch(_pattern(setting.path), key)]
+    if key and not found:
+        raise ConfigError([_unknown(key)])
+    fields = [setting for setting in settings() if re.fullmatch(_pattern(_parent(setting.path)), key)]
+    blocks = [*found, *(field for field in fields if field not in found)]
+    return "".join("\n".join([block.path, *(f"    {line}" for line in block.lines)]) + "\n" for block in blocks)
+
+
+def reference_page() -> str:
+    """Every setting as Markdown, a heading for each section."""
+    intro = (
+        "# Settings\n\nEvery setting of a run, from the schema (`moerl/config/schema`). `moerl explain KEY` prints what stands here, "
+        "`moerl check` the values that a run has. NAME stands for a name of your choice.\n"
+    )
+    parts = [intro, "\n## The run\n\n", *(_item(setting) for setting in settings() if not _parent(setting.path))]
+    for section in settings():
+        fields = [setting for setting in settings() if _parent(setting.path) == section.path]
+        if fields:
+            parts.append(f"\n## {section.path} {{ #{section.path} }}\n\n")
+            parts += [*(f"{_escaped(line)}\n\n" for line in section.lines), *map(_item, fields)]
+    return "".join(parts)
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """Every setting, a section before its fields."""
+    root = TypeAdapter(RunConfig).json_schema()
+    merged: dict[Setting, list[str]] = {}
+    for setting in _fields(root, root, "", ()):
+        merged.setdefault(replace(setting, only=()), []).extend(setting.only)
+    return tuple(replace(setting, only=tuple(dict.fromkeys(only))) for setting, only in merged.items())
+
+
+def _fields(root: Node, section: Node, prefix: str, only: tuple[str, ...]) -> Iterator[Setting]:
+    for name, node in section.get("properties", {}).items():
+        yield from _setting(root, node, f"{prefix}{name}", only, is_required=name in section.get("required", ()))
+
+
+def _setting(root: Node, field: Node, path: str, only: tuple[str, ...], *, is_required: bool) -> Iterator[Setting]:
+    node = resolve(root, field)
+    named = node.get("additionalProperties")
+    named = named if isinstance(named, dict) and "$ref" in named else None
+    is_section = named is not None or "properties" in node or "discriminator" in node
+    text = " ".join(filter(None, [description(node), " ".join(node["section"].split())]))
+    yield Setting(path=path, takes=_takes(field, node, is_required, is_section), text=text, only=only, is_section=is_section)
+    if named is not None:
+        yield from _setting(root, named, f"{path}.NAME", only, is_required=False)
+    elif "discriminator" in node:
+        yield from _chosen(root, node, path, only)
+    else:
+        yield from _fields(root, node, f"{path}.", only)
+
+
+def _chosen(root: Node, node: Node, path: str, only: tuple[str, ...]) -> Iterator[Setting]:
+    """The fields of a section that one of them, the tag, decides about."""
+    tag, kinds = node["discriminator"]["propertyName"], node["discriminator"]["mapping"]
+    options = {kind: resolve(root, {"$ref": reference}) for kind, reference in kinds.items()}
+    text = " ".join(f"{kind}: {' '.join(option['section'].split())}" for kind, option in options.items() if option["section"])
+    yield Setting(path=f"{path}.{tag}", takes=f"one of {', '.join(kinds)}; must be given with the section", text=text, only=only)
+    found = {
+        kind: [setting for setting in _fields(root, option, f"{path}.", ()) if setting.path != f"{path}.{tag}"]
+        for kind, option in options.items()
+    }
+    for kind, fields in found.items():
+        for setting in fields:
+            is_in_all = all(setting in others for others in found.values())
+            yield replace(setting, only=only if is_in_all else (f"{path}.{tag}={kind}",))
+
+
+def _takes(field: Node, node: Node, is_required: bool, is_section: bool) -> str:
+    takes = ("a section, or null" if node["optional"] else "a section") if is_section else words(node)
+    if is_required and not is_section:
+        return f"{takes}; must be given"
+    return f"{takes}; default {json.dumps(field['default'])}" if "default" in field else takes
+
+
+def _unknown(key: str) -> Problem:
+    if key in LEFT_OUT:
+        return problem("KEY", key, "is not a setting", *LEFT_OUT[key])
+    paths = [setting.path for setting in settings()]
+    parent = next(start for start in _parents(key) if not start or start in paths)
+    beside = [path for path in paths if _parent(path) == parent]
+    same_name = [path for path in paths if path.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = list(dict.fromkeys([*difflib.get_close_matches(key, beside, n=1), *same_name[:3], *difflib.get_close_matches(key, paths, n=1)]))
+    has = f"{parent if parent else 'a run'} has {', '.join(path.rpartition('.')[2] for path in beside)}"
+    return problem("KEY", key, "is not a setting", has, f"did you mean {' or '.join(near)}?" if near else "name one of those")
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        path = _parent(path)
+        yield path
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _pattern(path: str) -> str:
+    """A regular expression for the path, and for what a user wrote in place of NAME."""
+    return re.escape(path).replace("NAME", r"[^.]+")
+
+
+def _item(setting: Setting) -> str:
+    """An entry of a definition list; one that is a section of its own leads there."""
+    name = f"[`{setting.path}`](#{setting.path})" if setting.is_section and _has_fields(setting.path) else f"`{setting.path}`"
+    first, *further = map(_escaped, setting.lines)
+    return "".join([f"{name}\n:   {first}\n\n", *(f"    {line}\n\n" for line in further)])
+
+
+def _has_fields(path: str) -> bool:
+    return any(_parent(setting.path) == path for setting in settings())
+
+
+def _escaped(text: str) -> str:
+    """Markdown that shows the text as it is, but for code in backticks."""
+    parts: Sequence[str] = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([\\*_<>\[\]{}|])", r"\\\1", part) for part in parts)
