@@ -1,6 +1,6 @@
 """What the accounting says has left the GPU has left it, by CUDA's own allocator; and the numbers stay.
 
-Written against the same engine as the CPU tests; not run on a GPU so far (docs/design.md, "Residency").
+Written against the same engine as the CPU tests; not run on a GPU so far (docs/design/memory.md, "Residency").
 """
 
 import numpy as np

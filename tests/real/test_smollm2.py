@@ -29,7 +29,7 @@ from moerl.types.completion import SamplingParams
 
 pytestmark = [pytest.mark.real, pytest.mark.skipif(find_wheel() is None, reason="needs the wheel that make test-real fetches")]
 
-TEXT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
+TEXT = Path(__file__).resolve().parents[2] / "docs" / "design" / "weights.md"
 NUM_SEQUENCES, LENGTH = 4, 96
 ATOL = 2e-4
 """Of logits up to 42 behind 30 layers, in float32. Found: 0 on one rank and over two stages, 5e-5 with tensor parallelism, 6e-5 for
