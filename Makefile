@@ -25,7 +25,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test venv-py312 test-py312 test-real test-bridges engines test-engines test-slurm lint format clean
+.PHONY: help venv demo test venv-py312 test-py312 test-real test-bridges engines test-engines test-slurm lint docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: venv ## the documentation as a site, in build/site; fetches nothing
+	$(BIN)/mkdocs build --quiet --strict
 
 format: venv ## ruff, with fixes
 	$(BIN)/ruff check --fix .

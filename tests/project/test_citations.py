@@ -12,11 +12,11 @@ from lanes import LANES
 from ratchet import Ratchet, gone
 from sources import ROOT, TESTS, is_test, markers_by_test
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TESTING = ROOT / "docs" / "testing.md"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
 def test_every_test_that_a_document_cites_runs_with_each_change(document):
     assert problems(document.read_text(), str(document.relative_to(ROOT))) == []
 
@@ -98,7 +98,7 @@ def recipes() -> dict[str, list[str]]:
 
 def test_the_makefile_runs_each_lane_by_its_markers_and_paths():
     commands = recipes()
-    assert {lane.target for lane in LANES if lane.target} == {name for name in commands if name == "lint" or name.startswith("test")}
+    assert {lane.target for lane in LANES if lane.target} == {name for name in commands if name in ("lint", "docs") or name.startswith("test")}
     for lane in LANES:
         calls = [shlex.split(command) for command in commands.get(lane.target, []) if "-m pytest" in command]
         if lane.target and lane.paths:

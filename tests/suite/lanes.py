@@ -41,6 +41,7 @@ _PLAIN = "not engine and not slurm and not gpu and not real"
 
 LANES = (
     Lane(name="lint", paths=(), target="lint", in_ci=True),
+    Lane(name="docs", paths=(), target="docs", in_ci=True),
     Lane(name="test", marker=_PLAIN, target="test", in_ci=True),
     Lane(
         name="bridges",

@@ -1,0 +1,47 @@
+"""Pages that code writes, as a hook of MkDocs: settings from the schema, commands from the command line. Nothing of them is committed."""
+
+import textwrap
+from typing import Any
+
+import typer.main
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from moerl.__main__ import app
+from moerl.__main__ import main as exit_codes
+from moerl.config.reference import reference_page
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, content in (("settings.md", reference_page()), ("commands.md", commands_page())):
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def commands_page() -> str:
+    group: Any = typer.main.get_command(app)
+    context = group.make_context("moerl", [], resilient_parsing=True)
+    parts = [
+        "# Commands\n\n`moerl COMMAND --help` prints the same. A recipe is named as `recipe=NAME`; `KEY=VALUE` sets what "
+        "[Settings](settings.md) lists, `~KEY` takes a setting of the recipe out.\n\n",
+        f"{' '.join((exit_codes.__doc__ or '').split())} [Failures](failures.md) says more of them.\n",
+    ]
+    for name, command in sorted(group.commands.items()):
+        parts.append(_section(command, command.make_context(name, [], parent=context, resilient_parsing=True)))
+    return "".join(parts)
+
+
+def _section(command: Any, context: Any) -> str:
+    usage = " ".join(command.get_usage(context).removeprefix("Usage: ").split())
+    rows = [_entry(parameter) for parameter in command.params if parameter.name != "help"]
+    return f"\n## moerl {context.info_name}\n\n    {usage}\n\n{textwrap.dedent(command.help or '').strip()}\n\n" + "".join(rows)
+
+
+def _entry(parameter: Any) -> str:
+    """An entry of a definition list."""
+    name = parameter.metavar or parameter.type.name.upper()
+    if parameter.param_type_name == "option":
+        name = ", ".join([*parameter.opts, *parameter.secondary_opts]) + ("" if parameter.is_flag else f" {name}")
+    has_default = parameter.default not in (None, False, "") and not callable(parameter.default)
+    default = f" Default: {str(parameter.default).lower() if parameter.default is True else parameter.default}." if has_default else ""
+    return f"`{name}`\n:   {parameter.help or ''}{default}\n\n"
