@@ -70,7 +70,7 @@ lint: venv ## ruff and mypy
 	$(BIN)/mypy
 
 docs: venv ## the documentation as a site, in build/site; fetches nothing
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: venv ## ruff, with fixes
 	$(BIN)/ruff check --fix .

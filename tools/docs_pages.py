@@ -33,15 +33,9 @@ def commands_page() -> str:
 
 def _section(command: Any, context: Any) -> str:
     usage = " ".join(command.get_usage(context).removeprefix("Usage: ").split())
-    rows = [_entry(parameter) for parameter in command.params if parameter.name != "help"]
-    return f"\n## moerl {context.info_name}\n\n    {usage}\n\n{textwrap.dedent(command.help or '').strip()}\n\n" + "".join(rows)
-
-
-def _entry(parameter: Any) -> str:
-    """An entry of a definition list."""
-    name = parameter.metavar or parameter.type.name.upper()
-    if parameter.param_type_name == "option":
-        name = ", ".join([*parameter.opts, *parameter.secondary_opts]) + ("" if parameter.is_flag else f" {name}")
-    has_default = parameter.default not in (None, False, "") and not callable(parameter.default)
-    default = f" Default: {str(parameter.default).lower() if parameter.default is True else parameter.default}." if has_default else ""
-    return f"`{name}`\n:   {parameter.help or ''}{default}\n\n"
+    text = textwrap.dedent(command.help or "").strip()
+    records = [record for parameter in command.params if (record := parameter.get_help_record(context)) is not None]
+    entries = [
+        f"`{' '.join(names.replace('<list[str]>', '').split())}`\n:   {' '.join(help_text.split())}\n\n" for names, help_text in records
+    ]
+    return f"\n## moerl {context.info_name}\n\n    {usage}\n\n{text}\n\n" + "".join(entries)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN, END = "<!-- order: begin (tools/package_order.py draws it) -->", "<!-- order: end -->"
+BEGIN, END = "<!-- order: begin -->", "<!-- order: end -->"
 
 Graph = Mapping[str, set[str]]
 """name -> the names that it imports"""
@@ -102,7 +102,7 @@ def _below(graph: Graph, names: Iterable[str]) -> set[str]:
 def page(text: str) -> str:
     """The text of the page with the order of today between its marks."""
     before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n{drawn()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n{drawn()}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":
