@@ -1,4 +1,4 @@
-"""Pushes whose buckets stay on GPUs: CUDA IPC between processes, NCCL between trainer and servers. Not run so far (docs/design/weights.md)."""
+"""Pushes whose buckets stay on GPUs: CUDA IPC between processes, NCCL between trainer and servers. Not run so far (design/weights.md)."""
 
 import asyncio
 from multiprocessing import get_context

@@ -98,7 +98,9 @@ def recipes() -> dict[str, list[str]]:
 
 def test_the_makefile_runs_each_lane_by_its_markers_and_paths():
     commands = recipes()
-    assert {lane.target for lane in LANES if lane.target} == {name for name in commands if name in ("lint", "docs") or name.startswith("test")}
+    assert {lane.target for lane in LANES if lane.target} == {
+        name for name in commands if name in ("lint", "docs") or name.startswith("test")
+    }
     for lane in LANES:
         calls = [shlex.split(command) for command in commands.get(lane.target, []) if "-m pytest" in command]
         if lane.target and lane.paths:
