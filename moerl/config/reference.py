@@ -15,7 +15,7 @@ from moerl.types.errors import ConfigError, Problem, problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ReferenceEntry:
     """A setting, or a section of them."""
 
     path: str
@@ -61,27 +61,27 @@ def reference_page() -> str:
 
 
 @cache
-def settings() -> tuple[Setting, ...]:
+def settings() -> tuple[ReferenceEntry, ...]:
     """Every setting, a section before its fields."""
     root = TypeAdapter(RunConfig).json_schema()
-    merged: dict[Setting, list[str]] = {}
+    merged: dict[ReferenceEntry, list[str]] = {}
     for setting in _fields(root, root, "", ()):
         merged.setdefault(replace(setting, only=()), []).extend(setting.only)
     return tuple(replace(setting, only=tuple(dict.fromkeys(only))) for setting, only in merged.items())
 
 
-def _fields(root: Node, section: Node, prefix: str, only: tuple[str, ...]) -> Iterator[Setting]:
+def _fields(root: Node, section: Node, prefix: str, only: tuple[str, ...]) -> Iterator[ReferenceEntry]:
     for name, node in section.get("properties", {}).items():
         yield from _setting(root, node, f"{prefix}{name}", only, is_required=name in section.get("required", ()))
 
 
-def _setting(root: Node, field: Node, path: str, only: tuple[str, ...], *, is_required: bool) -> Iterator[Setting]:
+def _setting(root: Node, field: Node, path: str, only: tuple[str, ...], *, is_required: bool) -> Iterator[ReferenceEntry]:
     node = resolve(root, field)
     named = node.get("additionalProperties")
     named = named if isinstance(named, dict) and "$ref" in named else None
     is_section = named is not None or "properties" in node or "discriminator" in node
     text = " ".join(filter(None, [description(node), " ".join(node["section"].split())]))
-    yield Setting(path=path, takes=_takes(field, node, is_required, is_section), text=text, only=only, is_section=is_section)
+    yield ReferenceEntry(path=path, takes=_takes(field, node, is_required, is_section), text=text, only=only, is_section=is_section)
     if named is not None:
         yield from _setting(root, named, f"{path}.NAME", only, is_required=False)
     elif "discriminator" in node:
@@ -90,12 +90,12 @@ def _setting(root: Node, field: Node, path: str, only: tuple[str, ...], *, is_re
         yield from _fields(root, node, f"{path}.", only)
 
 
-def _chosen(root: Node, node: Node, path: str, only: tuple[str, ...]) -> Iterator[Setting]:
+def _chosen(root: Node, node: Node, path: str, only: tuple[str, ...]) -> Iterator[ReferenceEntry]:
     """The fields of a section that one of them, the tag, decides about."""
     tag, kinds = node["discriminator"]["propertyName"], node["discriminator"]["mapping"]
     options = {kind: resolve(root, {"$ref": reference}) for kind, reference in kinds.items()}
     text = " ".join(f"{kind}: {' '.join(option['section'].split())}" for kind, option in options.items() if option["section"])
-    yield Setting(path=f"{path}.{tag}", takes=f"one of {', '.join(kinds)}; must be given with the section", text=text, only=only)
+    yield ReferenceEntry(path=f"{path}.{tag}", takes=f"one of {', '.join(kinds)}; must be given with the section", text=text, only=only)
     found = {
         kind: [setting for setting in _fields(root, option, f"{path}.", ()) if setting.path != f"{path}.{tag}"]
         for kind, option in options.items()
@@ -140,7 +140,7 @@ def _pattern(path: str) -> str:
     return re.escape(path).replace("NAME", r"[^.]+")
 
 
-def _item(setting: Setting) -> str:
+def _item(setting: ReferenceEntry) -> str:
     """An entry of a definition list; one that is a section of its own leads there."""
     name = f"[`{setting.path}`](#{setting.path})" if setting.is_section and _has_fields(setting.path) else f"`{setting.path}`"
     first, *further = map(_escaped, setting.lines)
