@@ -42,6 +42,14 @@ def test_problems_of_settings_data_and_reward_come_together(moerl):
     assert [path in done.stderr for path in ("* group_size =", "* data.files.0 =", "* reward.terms.x.pattern =")] == [True] * 3
 
 
+def test_explain_prints_a_setting_and_exits_2_for_one_that_is_none(moerl):
+    done = moerl("explain", "train.layout.tp")
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "train.layout.tp")
+    done = moerl("explain", "train.layuot")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "did you mean train.layout?" in done.stderr
+
+
 @pytest.mark.parametrize("verb", ["train", "check"])
 def test_a_verb_without_a_recipe_lists_the_recipes(moerl, verb: str):
     done = moerl(verb)
@@ -75,6 +83,7 @@ def test_check_loads_neither_torch_nor_megatron_nor_ray():
         "import sys; from moerl.__main__ import app\n"
         f"app(['check', '{DEMO}'], standalone_mode=False)\n"
         "app(['check', 'recipe=grpo-glm-4.5-8n8g-sync'], standalone_mode=False)\n"
+        "app(['explain', 'train.layout'], standalone_mode=False)\n"
         "print('loaded:', {'torch', 'megatron', 'ray', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
