@@ -8,7 +8,6 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from moerl.__main__ import app
-from moerl.__main__ import main as exit_codes
 from moerl.config.reference import reference_page
 
 
@@ -24,7 +23,7 @@ def commands_page() -> str:
     parts = [
         "# Commands\n\n`moerl COMMAND --help` prints the same. A recipe is named as `recipe=NAME`; `KEY=VALUE` sets what "
         "[Settings](settings.md) lists, `~KEY` takes a setting of the recipe out.\n\n",
-        f"{' '.join((exit_codes.__doc__ or '').split())} [Failures](failures.md) says more of them.\n",
+        "What a command ends with is in [Exit codes](failures.md#exit-codes).\n",
     ]
     for name, command in sorted(group.commands.items()):
         parts.append(_section(command, command.make_context(name, [], parent=context, resilient_parsing=True)))
