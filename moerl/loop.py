@@ -52,6 +52,7 @@ async def run(
         await weights.push(first_version)
     buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)
     cursor = buffer.oldest_untrained_ticket
+    observe.ask(buffer, weights, residency)
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
             try:
@@ -69,11 +70,8 @@ async def run(
             with observe.phase("update"):
                 stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
             _check(config, stats, step=step, is_first=step == first_version, is_reference=not state)
-            version, cursor, num_dropped = step + 1, buffer.oldest_untrained_ticket, buffer.num_drawn_by_last_take - len(groups)
-            observe.step(
-                version, groups, stats, dropped_groups=num_dropped, restarts=weights.num_restarts, resumed=weights.num_resumed,
-                moves=residency.moves(), pushed=weights.last_push,
-            )  # fmt: skip
+            version, cursor = step + 1, buffer.oldest_untrained_ticket
+            observe.step(version, groups, stats)
             del groups, batch  # with them go their samples in the object store
             if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs
                 await _save(version, cursor, prompts, train, observe)

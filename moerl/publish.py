@@ -14,6 +14,7 @@ import numpy as np
 from moerl.canary import CanaryResult, run_canary
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
+from moerl.observe.metrics import push_metrics
 from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
@@ -36,31 +37,27 @@ class WeightPublisher:
         vocab_size: int,
     ):  # fmt: skip
         """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer."""
-        self._config, self._train, self._pool, self._residency = config, train, pool, residency
+        self._config, self._train, self._residency = config, train, residency
+        self._pool, self._fleet = pool, pool.fleet
         self._prompts, self._vocab_size = [prompt.token_ids for prompt in canary_prompts], vocab_size
         self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
         self._connected_to: list[tuple[str, int]] = []
         self._transport: Transport | None = None
         self._pushing = asyncio.Lock()
-        self.last_push: PushStats | None = None
-        """The newest one of this version, also to a server that came back; None if no server was there."""
+        self._last_push: PushStats | None = None
 
-    @property
-    def num_restarts(self) -> int:
-        """Of rollout servers, in this process of the run."""
-        return self._pool.fleet.num_restarts
-
-    @property
-    def num_resumed(self) -> int:
-        """Completions that went on from their tokens after a push, counted each time."""
-        return self._pool.num_resumed
+    def step_metrics(self) -> dict[str, float]:
+        """Counts of servers that were restarted and of completions that went on after a push, so far; and the newest push of this
+        version, which is absent if no server was there."""
+        counts = {"fleet/restarts": float(self._fleet.num_restarts), "fleet/resumed": float(self._pool.num_resumed)}
+        return counts if self._last_push is None else counts | push_metrics(self._last_push)
 
     async def push(self, version: int) -> CanaryResult | None:
         """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. Afterwards the
         servers have their GPUs back. The canary's result, when it ran."""
-        self._version, self._num_pushes, self.last_push = version, self._num_pushes + 1, None
-        return await self._bring(self._pool.fleet.running, with_canary=self._canary_is_due())
+        self._version, self._num_pushes, self._last_push = version, self._num_pushes + 1, None
+        return await self._bring(self._fleet.running, with_canary=self._canary_is_due())
 
     async def serve_while(self, work: Awaitable[T], phase: Literal["rollout", "eval"] = "rollout") -> T:
         """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
@@ -81,23 +78,23 @@ class WeightPublisher:
             await asyncio.gather(working, reviving, return_exceptions=True)
 
     async def _late_rollout(self, deadline: str) -> MoerlError:
-        busy = [member for member in self._pool.fleet.members if member.num_in_flight]
+        busy = [member for member in self._fleet.members if member.num_in_flight]
         hang = await self._pool.hang(deadline, busy)
         return hang if hang is not None else EngineError(f"what was asked of the servers took longer than {deadline}")
 
     async def _revive(self) -> None:
         while True:
-            await self._pool.fleet.until_stale()
+            await self._fleet.until_stale()
             async with self._pushing:
-                await self._bring(self._pool.fleet.stale, with_canary=True)
+                await self._bring(self._fleet.stale, with_canary=True)
 
     async def _bring(self, select: Callable[[], list[Member]], *, with_canary: bool) -> CanaryResult | None:
         """The present version to `select()`; anew, to those that are left, if one of them ends meanwhile."""
-        self._pool.fleet.phase = "push"
+        self._fleet.phase = "push"
         try:
             return await self._bring_to(select, with_canary=with_canary)
         finally:
-            self._pool.fleet.phase = "rollout"
+            self._fleet.phase = "rollout"
 
     async def _bring_to(self, select: Callable[[], list[Member]], *, with_canary: bool) -> CanaryResult | None:
         while members := select():
@@ -105,7 +102,7 @@ class WeightPublisher:
             try:
                 return await self._push(members, with_canary=with_canary)
             except (EngineError, WeightError) as error:
-                if not await self._pool.fleet.lost(before):
+                if not await self._fleet.lost(before):
                     raise
                 logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
         await self._residency.share()
@@ -116,8 +113,8 @@ class WeightPublisher:
         await self._residency.share()
         sync = await self._sync_with(members)
         await self._pool.pause("abort" if self._config.rollout.partial else "keep", members)
-        self.last_push = await sync.push(self._version)
-        self._pool.fleet.served(members)
+        self._last_push = await sync.push(self._version)
+        self._fleet.served(members)
         await self._pool.resume([member for member in members if not member.is_lent])
         await self._residency.serve()
         return await self._canary(members) if with_canary else None
@@ -125,19 +122,19 @@ class WeightPublisher:
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
         if self._transport is None:
-            hosts = [host for member in self._pool.fleet.members for host in member.engine.hosts]
+            hosts = [host for member in self._fleet.members for host in member.hosts]
             self._transport = resolve_transport(
                 self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
             )
-        wanted = [(member.engine.name, member.num_starts) for member in members]
+        wanted = [(member.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
-            receivers = {member.engine.name: member.engine.receiver() for member in members}
+            receivers = {member.name: member.receiver() for member in members}
             deadlines = self._config.deadlines
             self._sync = WeightSync(
                 self._train.weight_source,
                 receivers,
                 transport=self._transport,
-                nodes={member.engine.name: member.engine.hosts for member in members},
+                nodes={member.name: member.hosts for member in members},
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
@@ -147,15 +144,15 @@ class WeightPublisher:
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
-        servers = {party.name: member for member in members for party in member.engine.parties}
-        names = [name for name, member in servers.items() if member.engine.name in silent]
+        servers = {party.name: member for member in members for party in member.parties}
+        names = [name for name, member in servers.items() if member.name in silent]
         ranks = [party.name for party in self._train.parties] if SOURCE in silent else []
         deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
-        all_parties = [party for member in members for party in member.engine.parties]
+        all_parties = [party for member in members for party in member.parties]
         error = await hangs.report("push", deadline, parties=all_parties, silent=[*names, *ranks])
         if all(name in servers for name in error.names):
             for name in error.names:
-                servers[name].engine.kill()
+                servers[name].kill()
         return error
 
     def _canary_is_due(self) -> bool:

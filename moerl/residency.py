@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Literal
 
+from moerl.observe.metrics import move_metrics
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.contract import PARTS, MemoryPart
@@ -38,8 +39,8 @@ class Residency:
 
     def __init__(self, train: TrainGroup, pool: RolloutPool, *, num_shared: int):
         """`num_shared`: the first so many servers are on the trainer's GPUs."""
-        self._train, self._pool = train, pool
-        self._shared: Sequence[Member] = pool.fleet.members[:num_shared]
+        self._train, self._pool, self._fleet = train, pool, pool.fleet
+        self._shared: Sequence[Member] = self._fleet.members[:num_shared]
         self.state: State = "training"
         self._entering: State | None = None
         self._moves: dict[str, Move] = {}
@@ -71,12 +72,12 @@ class Residency:
             await self._timed("trainer_sleep", self._train.sleep())
             await self._timed("servers_wake_cache", self._each(lambda member: self._pool.wake(("cache",), [member])))
             await self._each(self._resume)
-            self._pool.fleet.take_back(self._shared)
+            self._fleet.take_back(self._shared)
 
-    def moves(self) -> dict[str, Move]:
-        """Those since the last call, by name; none where no GPU is shared."""
+    def step_metrics(self) -> dict[str, float]:
+        """Metrics of the moves since the last call; none where no GPU is shared."""
         moves, self._moves = self._moves, {}
-        return moves if self._shared else {}
+        return move_metrics(moves) if self._shared else {}
 
     @asynccontextmanager
     async def _enter(self, after: State) -> AsyncIterator[None]:
@@ -91,7 +92,7 @@ class Residency:
         self.state, self._entering = after, None
 
     async def _servers_leave(self, parts: tuple[MemoryPart, ...]) -> None:
-        await self._pool.fleet.lend(self._shared)
+        await self._fleet.lend(self._shared)
         await self._timed("servers_sleep", self._each(lambda member: self._sleep(member, parts)))
 
     async def _sleep(self, member: Member, parts: tuple[MemoryPart, ...]) -> int:
@@ -105,7 +106,7 @@ class Residency:
 
     async def _each(self, call: Callable[[Member], Awaitable[int]]) -> int:
         """The sum over shared servers that run."""
-        running = [member for member in self._pool.fleet.running() if member in self._shared]
+        running = [member for member in self._fleet.running() if member in self._shared]
         return sum(await asyncio.gather(*(self._unless_lost(member, call) for member in running)))
 
     async def _unless_lost(self, member: Member, call: Callable[[Member], Awaitable[int]]) -> int:
@@ -114,7 +115,7 @@ class Residency:
         try:
             return await call(member)
         except EngineError as error:
-            if not await self._pool.fleet.lost(before):
+            if not await self._fleet.lost(before):
                 raise
             logger.warning("a server ended while its GPUs changed hands: %s", error)
             return 0

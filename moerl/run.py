@@ -221,7 +221,7 @@ async def _assembled(
             trains=trained_on is not None,
         )  # fmt: skip
         residency = Residency(group, pool, num_shared=num_shared(config))
-        hangs.include_in_pushes(lambda: [party for member in pool.fleet.members for party in member.engine.parties])
+        hangs.include_in_pushes(pool.parties)
         hangs.include_in_pushes(lambda: group.parties)
         async with AsyncExitStack() as stack:
             # For the servers, which this process starts; ranks look at the node that Ray chose for them.

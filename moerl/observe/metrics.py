@@ -135,14 +135,9 @@ def step_metrics(
     *,
     phase_seconds: Mapping[str, float],
     step_seconds: float,
-    dropped_groups: int,
-    restarts: int,
-    resumed: int,
-    moves: Mapping[str, Move],
-    pushed: PushStats | None,
     full_reward: float,
 ) -> dict[str, float]:
-    """Everything about the step that produced `version`, trained on `groups`.
+    """Metrics of the step that produced `version`, by its samples, its update and its clock; others come from their owners.
 
     `full_reward` is the most a sample can get. What the step has no sample for, or no reference for, is absent, not 0.
     """
@@ -154,14 +149,8 @@ def step_metrics(
         **_length_metrics(samples),
         **_staleness_metrics(version - 1, samples),
         **_group_metrics(groups, full_reward),
-        "groups/dropped": float(dropped_groups),
-        "fleet/restarts": float(restarts),
-        "fleet/resumed": float(resumed),
         **_train_metrics(stats),
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
-        **{f"residency/seconds/{name}": move.seconds for name, move in moves.items()},
-        **{f"residency/bytes/{name}": float(move.num_bytes) for name, move in moves.items()},
-        **({} if pushed is None else _push_metrics(pushed)),
         **({} if stats.routing is None else _routing_metrics(stats.routing)),
         **_payload_metrics(samples),
         "tokens/response": float(num_tokens),
@@ -258,7 +247,13 @@ def _train_metrics(stats: StepStats) -> dict[str, float]:
     }
 
 
-def _push_metrics(pushed: PushStats) -> dict[str, float]:
+def move_metrics(moves: Mapping[str, Move]) -> dict[str, float]:
+    """Metrics of the moves of GPU memory between trainer and servers, by name."""
+    seconds = {f"residency/seconds/{name}": move.seconds for name, move in moves.items()}
+    return seconds | {f"residency/bytes/{name}": float(move.num_bytes) for name, move in moves.items()}
+
+
+def push_metrics(pushed: PushStats) -> dict[str, float]:
     return {
         "push/seconds": pushed.seconds,
         "push/bytes": float(pushed.num_bytes),

@@ -3,7 +3,7 @@
     with Observer(config) as observe:
         with observe.phase("rollout"): ...
         with observe.phase("update"): ...
-        observe.step(version, groups, stats, dropped_groups=0)
+        observe.step(version, groups, stats)
 
 A resumed run needs nothing more: the first step it reports removes what an earlier process recorded from that step on.
 """
@@ -13,8 +13,8 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType, TracebackType
-from typing import Literal, Self
+from types import TracebackType
+from typing import Literal, Protocol, Self
 
 from rich.console import Console
 
@@ -30,13 +30,18 @@ from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
 from moerl.types.errors import RunStopped, StoreError
 from moerl.types.groups import Group
-from moerl.types.push import PushStats
-from moerl.types.stats import Move, SavedCheckpoint, StepStats
+from moerl.types.stats import SavedCheckpoint, StepStats
 
 log = logging.getLogger(__name__)
 
 Status = Literal["finished", "failed", "interrupted"]
-_NO_MOVES: Mapping[str, Move] = MappingProxyType({})
+
+
+class Owner(Protocol):
+    """Owner of something that every step's metrics tell: rollout servers, shared GPUs, the buffer of groups."""
+
+    def step_metrics(self) -> Mapping[str, float]:
+        """Metrics of the step that was just trained, under names of moerl/observe/metrics.py. Called once a step."""
 
 
 class Observer:
@@ -45,6 +50,7 @@ class Observer:
         self._run_dir = config.run_dir
         self._full_reward = full_reward(config.reward)
         self._clock = PhaseClock()
+        self._owners: tuple[Owner, ...] = ()
         self._last_version: int | None = None
         self._failed_in: str | None = None
         (config.run_dir / FILE).unlink(missing_ok=True)
@@ -79,12 +85,12 @@ class Observer:
         finally:
             self._show_phase(None)
 
-    def step(
-        self, version: int, groups: Sequence[Group], stats: StepStats, *, dropped_groups: int = 0, restarts: int = 0, resumed: int = 0,
-        moves: Mapping[str, Move] = _NO_MOVES, pushed: PushStats | None = None,
-    ) -> dict[str, float]:  # fmt: skip
-        """Records the step that produced `version`, which was trained on `groups`; returns its metrics. `restarts` of servers and
-        `resumed` completions: so far. `moves` of the GPUs' memory: since the step before. `pushed`: the push before it."""
+    def ask(self, *owners: Owner) -> None:
+        """`owners` add what they know to every step from now on."""
+        self._owners = owners
+
+    def step(self, version: int, groups: Sequence[Group], stats: StepStats) -> dict[str, float]:
+        """Records the step that produced `version`, which was trained on `groups`; returns its metrics."""
         if self._last_version is None:
             self._forget_after(version - 1)
         assert self._last_version is None or version > self._last_version, f"step {version} after step {self._last_version}"
@@ -95,13 +101,10 @@ class Observer:
             stats,
             phase_seconds=phase_seconds,
             step_seconds=step_seconds,
-            dropped_groups=dropped_groups,
-            restarts=restarts,
-            resumed=resumed,
-            moves=moves,
-            pushed=pushed,
             full_reward=self._full_reward,
         )
+        for owner in self._owners:
+            metrics |= owner.step_metrics()
         metrics |= self._checkpoint_metrics
         self._checkpoint_metrics = {}
         for writer in self._writers:

@@ -28,7 +28,7 @@ class GroupBuffer:
         self._live: dict[int, Group | None] = {}  # ascending; None: still being produced
         self._dropped: dict[int, str] = {}  # ticket -> why, for tickets after the last one taken
         self._num_unreleased = 0
-        self._num_drawn_by_last_take = 0
+        self._num_dropped_by_last_take = 0
         self._free = asyncio.Semaphore(self.capacity)
         self._changed = asyncio.Event()
         self._error: MoerlError | None = None
@@ -42,10 +42,9 @@ class GroupBuffer:
         """Place at which a resumed run goes on drawing. Groups count as trained once taken: read it after their update."""
         return next(iter(self._live), self._next_ticket)
 
-    @property
-    def num_drawn_by_last_take(self) -> int:
-        """Groups the last `take` cost: those it returned and those dropped on the way to them."""
-        return self._num_drawn_by_last_take
+    def step_metrics(self) -> dict[str, float]:
+        """Groups that the last `take` passed over, for the observer."""
+        return {"groups/dropped": float(self._num_dropped_by_last_take)}
 
     async def reserve(self) -> int:
         """Waits for a free slot and returns the next ticket; raises like `take` once the buffer failed."""
@@ -84,7 +83,7 @@ class GroupBuffer:
         tickets = list(islice(self._live, num_groups))
         groups = [self._live.pop(ticket) for ticket in tickets]
         later = {ticket: why for ticket, why in self._dropped.items() if ticket > tickets[-1]}
-        self._num_drawn_by_last_take = num_groups + len(self._dropped) - len(later)
+        self._num_dropped_by_last_take = len(self._dropped) - len(later)
         self._dropped = later
         self._num_unreleased += num_groups
         self._check_draws()

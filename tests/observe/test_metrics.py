@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moerl.evaluation.estimates import Outcome, result_of
-from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, step_metrics, summarize
+from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, move_metrics, push_metrics, step_metrics, summarize
 from moerl.types.push import PushStats
 from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint
 
@@ -12,9 +12,7 @@ from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint
 @pytest.fixture
 def measure(make_stats):
     def measure(*groups, version=1, **changes):
-        settings = dict(
-            phase_seconds={"update": 2.0}, step_seconds=4.0, dropped_groups=0, restarts=0, resumed=0, moves={}, pushed=None, full_reward=1.0
-        )  # fmt: skip
+        settings = dict(phase_seconds={"update": 2.0}, step_seconds=4.0, full_reward=1.0)
         stats = changes.pop("stats", make_stats())
         return step_metrics(version, groups, stats, **{**settings, **changes})
 
@@ -47,10 +45,9 @@ def test_rewards_lengths_and_parts_are_over_samples_not_groups(measure, make_gro
 
 def test_groups_are_solved_only_with_the_full_reward(measure, make_group, make_sample):
     solved, failed, mixed = (make_group(*map(make_sample, rewards)) for rewards in [(0.9 + 0.1, 1.0), (0.0, 0.0), (0.0, 1.0)])
-    values = measure(solved, failed, failed, mixed, dropped_groups=3)
+    values = measure(solved, failed, failed, mixed)
     assert values["groups/solved"] == 0.25
     assert values["groups/uniform"] == 0.75
-    assert values["groups/dropped"] == 3.0
 
 
 def test_samples_that_could_not_be_scored_are_counted_and_leave_the_rest_alone(measure, make_group, make_sample):
@@ -84,7 +81,9 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     sample = make_sample(1.0, math=1.0, routes=np.zeros((5, 1, 2), dtype=np.uint8))
     stats = make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing)
     pushed = PushStats(version=0, num_tensors=3, num_bytes=64, num_buckets=1, num_senders=1, seconds=0.5, num_network=48)
-    values = measure(make_group(sample), stats=stats, moves={"servers_sleep": Move(seconds=0.25, num_bytes=8)}, pushed=pushed)
+    values = measure(make_group(sample), stats=stats) | push_metrics(pushed)
+    values |= move_metrics({"servers_sleep": Move(seconds=0.25, num_bytes=8)})
+    values |= {"groups/dropped": 3.0, "fleet/restarts": 0.0, "fleet/resumed": 0.0}  # of the buffer and of the publisher
     assert (values["residency/seconds/servers_sleep"], values["residency/bytes/servers_sleep"]) == (0.25, 8.0)
     assert [values[f"push/{name}"] for name in ("seconds", "bytes", "network_bytes", "written_bytes")] == [0.5, 64.0, 48.0, 0.0]
     assert {name: values[name] for name in values if name.startswith("memory/")} == {

@@ -188,3 +188,21 @@ def test_a_full_reward_is_the_sum_of_the_positive_weights(make_config):
     weights = {"math": 0.75, "format": 0.25, "repetition": -1.0}
     config = replace(make_config().reward, terms={name: replace(terms["prefix"], weight=weight) for name, weight in weights.items()})
     assert full_reward(config) == 1.0
+
+
+def test_owners_are_asked_at_each_step_for_what_they_know(make_config, make_stats, make_group, make_sample):
+    class Counter:
+        count = 0.0
+
+        def step_metrics(self):
+            self.count += 1
+            return {"fleet/restarts": self.count}
+
+    told = []
+    with Observer(make_config()) as observe:
+        observe.ask(Counter())
+        for version in (1, 2):
+            with observe.phase("update"):
+                pass
+            told.append(observe.step(version, [make_group(make_sample())], make_stats())["fleet/restarts"])
+    assert told == [1.0, 2.0]

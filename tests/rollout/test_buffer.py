@@ -255,7 +255,7 @@ def test_a_dropped_group_frees_its_slot_at_once_and_a_taken_one_only_when_releas
         waiting = asyncio.create_task(buffer.reserve())
         buffer.fill(ticket, make_group(ticket))
         assert [group.prompt.index for group in await buffer.take(1)] == [1]
-        assert buffer.num_drawn_by_last_take == 2
+        assert buffer.step_metrics() == {"groups/dropped": 1.0}
         await asyncio.sleep(0)
         assert not waiting.done()
         buffer.release(1)
@@ -289,8 +289,8 @@ def test_the_cost_of_a_step_counts_only_its_own_draws():
         costs = []
         for _ in range(2):
             await buffer.take(1)
-            costs.append(buffer.num_drawn_by_last_take)
-        assert costs == [1, 2]
+            costs.append(buffer.step_metrics()["groups/dropped"])
+        assert costs == [0, 1]
 
     asyncio.run(main())
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moerl.hangs.hang_reports import HangReports
+from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.errors import EngineError, EngineUnavailable
+from moerl.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,24 @@ class Member:
     is_starting: bool = False
     num_turns: int = 0
     """Times that it got weights, or its GPUs back."""
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.engine.hosts
+
+    @property
+    def parties(self) -> tuple[WatchedProcess, ...]:
+        return self.engine.parties
+
+    def receiver(self) -> WeightReceiver:
+        return self.engine.receiver()
+
+    def kill(self) -> None:
+        self.engine.kill()
 
 
 class Fleet:
@@ -194,13 +214,13 @@ class Fleet:
         return await self._hung(member)
 
     async def _hung(self, member: Member) -> EngineError:
-        error = EngineUnavailable(f"{member.engine.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
+        error = EngineUnavailable(f"{member.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
         if self._hangs is not None:
-            parties, deadline = member.engine.parties, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            parties, deadline = member.parties, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
             hang = await self._hangs.report(self.phase, deadline, parties=parties, silent=[party.name for party in parties])
             error = EngineUnavailable(f"{error}\n{hang}")
             error.__cause__, error.origin = hang, hang.origin
-        member.engine.kill()  # it would hear no SIGTERM
+        member.kill()  # it would hear no SIGTERM
         return error
 
     async def _answers(self, member: Member) -> bool:
@@ -236,7 +256,7 @@ class Fleet:
         self._enter(member, "suspect")
 
     def _enter(self, member: Member, state: State) -> None:
-        logger.info("%s: %s -> %s", member.engine.name, member.state, state)
+        logger.info("%s: %s -> %s", member.name, member.state, state)
         member.state = state
         self._tell()
 

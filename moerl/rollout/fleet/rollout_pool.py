@@ -80,7 +80,7 @@ class RolloutPool:
             if not asked:
                 raise EngineError(
                     f"{request_id} got no server within deadlines.completion_seconds = {self._request_seconds:g}; "
-                    f"{', '.join(f'{member.engine.name} is {member.state}' for member in self.fleet.members)}"
+                    f"{', '.join(f'{member.name} is {member.state}' for member in self.fleet.members)}"
                 ) from error
             hang = await self.hang(f"{self._request_seconds:g} s (deadlines.completion_seconds)", asked[-1:])
             raise EngineError(
@@ -89,13 +89,17 @@ class RolloutPool:
                 "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
             ) from (error if hang is None else hang)
 
+    def parties(self) -> list[WatchedProcess]:
+        """Processes of all servers."""
+        return [party for member in self.fleet.members for party in member.parties]
+
     async def hang(self, deadline: str, members: Collection[Member]) -> HangError | None:
         """The report about a rollout that is late for the sake of `members`, or, without any, of the driver."""
         if self.hangs is None:
             return None
         driver = WatchedProcess(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
-        parties = [*(party for member in self.fleet.members for party in member.engine.parties), driver]
-        silent = [party.name for member in members for party in member.engine.parties] if members else [driver.name]
+        parties = [*self.parties(), driver]
+        silent = [party.name for member in members for party in member.parties] if members else [driver.name]
         return await self.hangs.report("rollout", deadline, parties=parties, silent=silent)
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
@@ -128,7 +132,7 @@ class RolloutPool:
         """Health of those that run, by their names."""
         members = self.fleet.running()
         healths = await self._all("health", lambda engine: engine.health(), members)
-        return {member.engine.name: health for member, health in zip(members, healths, strict=True)}
+        return {member.name: health for member, health in zip(members, healths, strict=True)}
 
     async def _generate(self, request: CollectRequest, claim: Claim, asked: list[Member]) -> Answer:
         """`asked` gets the server while it is asked."""
@@ -167,6 +171,6 @@ class RolloutPool:
         failures = {member: outcome for member, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, BaseException)}
         if failures:
             lines = [f"{action} failed on {len(failures)} of {len(asked)} servers"]
-            lines += [f"* {e}" if isinstance(e, EngineError) else f"* {member.engine.name}: {e!r}" for member, e in failures.items()]
+            lines += [f"* {e}" if isinstance(e, EngineError) else f"* {member.name}: {e!r}" for member, e in failures.items()]
             raise EngineError("\n".join(lines)) from next(iter(failures.values()))
         return outcomes  # type: ignore[return-value]
