@@ -10,7 +10,7 @@ from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 
 
 def submit(config: RunConfig, script: str) -> str:
-    """`script`: of the run, or of an evaluation of it (script.py). Says which job it is and where it writes.
+    """`script`: of the run, or of an evaluation of it (job_script.py). Says which job it is and where it writes.
 
     ConfigError, or MoerlError with Slurm's own words if it refuses.
     """

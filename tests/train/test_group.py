@@ -217,7 +217,7 @@ def test_a_rank_whose_file_system_hangs_in_a_push_is_named_although_all_others_w
     async def scenario(group, pids):
         with pytest.raises(HangError, match=r"^push: rank 1 did not arrive within 12 s \(deadlines.push_seconds\)\n") as caught:
             await push_to_one(group, block, "disk", deadline_seconds=12, settle_seconds=1)
-        assert re.search(r"DiskSender.write \(/.*disk.py:\d+\)", report_of(caught.value)[1]["rank 1"])
+        assert re.search(r"DiskSender.write \(/.*disk_transport.py:\d+\)", report_of(caught.value)[1]["rank 1"])
 
     run_with(scenario, deadlines=DeadlineConfig(push_seconds=12, settle_seconds=1))
 

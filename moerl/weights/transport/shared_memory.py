@@ -1,4 +1,5 @@
-"""Memory of one process that others on the same host can map: an anonymous memfd, reached through /proc/PID/fd/N; on a GPU, cuda.py's.
+"""Memory of one process that others on the same host can map: an anonymous memfd, reached through /proc/PID/fd/N; on a GPU,
+gpu_transport.py's.
 
 It has no name in any file system, so the kernel frees it with its last user, however that one ends.
 """
