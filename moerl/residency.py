@@ -46,7 +46,7 @@ class Residency:
         self._moves: dict[str, Move] = {}
 
     async def make_room(self) -> None:
-        """Of servers that have just started, for a trainer that starts next: an engine takes the memory that it finds free."""
+        """Memory of servers that have just started, for a trainer that starts next: an engine takes the memory that it finds free."""
         await self._servers_leave(PARTS)
 
     async def train(self) -> None:

@@ -16,7 +16,7 @@ class Trace:
     name: str
     y: list[float | None]
     upper: list[float | None] | None = None
-    """For a band: it lies between `y` and `upper`."""
+    """Other edge of a band: it lies between `y` and `upper`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def _reward_chart(rows: Rows) -> Chart:
 
 
 def _evaluation_chart(rows: Rows) -> Chart:
-    """Of steps that were evaluated: joined by lines, whatever lies between."""
+    """Chart of steps that were evaluated: joined by lines, whatever lies between."""
     measured = [row for row in rows if any(name.startswith("eval/") for name in row)]
     names = [
         name for name in _family(measured, "eval/") if name.rpartition("/")[2].startswith(("pass@", "reward")) and "_error" not in name

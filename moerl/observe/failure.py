@@ -1,4 +1,4 @@
-"""What ended a run, for a person: who failed first, where and at what, in the last lines on the terminal and in run_dir/failure.txt.
+"""Cause that ended a run, for a person: who failed first, where and at what, in the last lines on the terminal and in run_dir/failure.txt.
 
 A failure is the end of a chain of exceptions; the deepest one that knows its process names it. All others are in the file alone.
 """
@@ -32,7 +32,7 @@ def write_failure(run_dir: Path, error: BaseException, *, phase: str | None, ver
 
 
 def origin_of(error: BaseException, phase: str | None) -> Origin:
-    """Of the deepest failure in its chain that names its process; else the driver."""
+    """Origin of the deepest failure in its chain that names its process; else the driver."""
     origins = [each.origin for each in chain_of(error) if isinstance(each, MoerlError) and each.origin is not None]
     doing = phase if phase is not None else "no phase"
     if not origins:

@@ -1,4 +1,4 @@
-"""What the loop tells about itself, once per step: metrics to every destination, a row on the terminal, sample dumps, the log.
+"""Observer of the loop, which is told each step: metrics to every destination, a row on the terminal, sample dumps, the log.
 
     with Observer(config) as observe:
         with observe.phase("rollout"): ...

@@ -1,4 +1,4 @@
-"""What a person watching the run sees: one aligned row per step and, on a terminal, a live bar with the current phase.
+"""View of a person watching the run: one aligned row per step and, on a terminal, a live bar with the current phase.
 
 Where output is not a terminal (CI logs, files) the same rows are printed without control codes, and there is no bar.
 """
@@ -52,7 +52,7 @@ class Terminal:
             self._progress.start()
 
     def phase(self, name: str | None) -> None:
-        """What the loop does now; None: between two phases."""
+        """Phase in which the loop is; None: between two phases."""
         self._progress.update(self._task, description=name if name is not None else "")
 
     def row(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -96,7 +96,7 @@ class Terminal:
 
 
 def number(value: float) -> str:
-    """For people: four digits that count, no exponent unless there must be one."""
+    """Text for people: four digits that count, no exponent unless there must be one."""
     if value == int(value) and abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -1,4 +1,5 @@
-"""What a training rank needs of the run's configuration. Apart from the engine, so that the driver can build it without Megatron."""
+"""Settings that a training rank needs of the run's configuration. Apart from the engine, so that the driver can build it without
+Megatron."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from moerl.config.schema.train_config import TrainConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What a rank needs of the run's configuration."""
+    """Parts of the run's configuration that a rank needs."""
 
     train: TrainConfig
     model_dir: Path
@@ -16,7 +17,7 @@ class EngineSettings:
     temperature: float
     uses_reference: bool
     export_dtype: str
-    """Of the tensors that leave for the rollout servers."""
+    """Dtype of the tensors that leave for the rollout servers."""
     push_fp8: bool = False
     """Those that published checkpoints quantize leave in blocks of FP8 instead."""
     trains: bool = True

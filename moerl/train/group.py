@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainGroup(Protocol):
-    """What the loop needs of a trainer. Implementations: MegatronTrainGroup, FakeTrainGroup."""
+    """Trainer as the loop needs it. Implementations: MegatronTrainGroup, FakeTrainGroup."""
 
     async def start(self) -> None:
         """It starts awake."""
@@ -76,7 +76,7 @@ class TrainGroup(Protocol):
 
     @property
     def weight_source(self) -> WeightSource:
-        """What a push is fed from."""
+        """Source that a push is fed from."""
 
 
 class MegatronTrainGroup:
@@ -153,7 +153,7 @@ class MegatronTrainGroup:
         return state["version"], state
 
     async def load_weights(self, directory: Path) -> int:
-        """Of this checkpoint, and nothing else; its version. For a group that does not train."""
+        """Weights of this checkpoint, and nothing else; its version. For a group that does not train."""
         assert not self._trains, "a trainer's optimizer would go on from other weights"
         return int((await self._load(directory))["version"])
 

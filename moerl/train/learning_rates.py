@@ -6,7 +6,7 @@ from moerl.config.schema.train_config import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, num_steps: int) -> float:
-    """Of step `step`, counted from 0, in a run of `num_steps`.
+    """Learning rate of step `step`, counted from 0, in a run of `num_steps`.
 
     Warm-up: step s < W uses lr * (s + 1) / W. Decay: lr at step W, min_lr at num_steps and after.
     """

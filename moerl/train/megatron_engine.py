@@ -78,7 +78,7 @@ class MegatronEngine:
         return self._residency.wake()
 
     def shed(self) -> int:
-        """What scoring and export do not need leaves the device, until a verb needs it; bytes that left."""
+        """Move of what scoring and export do not need: it leaves the device, until a verb needs it; bytes that left."""
         return self._residency.shed()
 
     def sleep(self) -> int:  # afterwards every verb but wake is refused
@@ -269,7 +269,7 @@ class MegatronEngine:
         return Share.of(batch, plan[parallel_state.get_data_parallel_rank()])
 
     def _micro_batches(self, share: Share) -> list[PackedMicroBatch]:
-        """Of this rank: those of its data-parallel rank, of each the tokens of its context-parallel rank."""
+        """Sequences of this rank: those of its data-parallel rank, of each the tokens of its context-parallel rank."""
         return [self._pack(share.batch, members) for members in share.bins]
 
     def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
@@ -278,7 +278,7 @@ class MegatronEngine:
         return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
 
     def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
-        """What `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
+        """Results that `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
         # Multi-token prediction runs only where gradients are wanted.
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
@@ -311,7 +311,7 @@ class MegatronEngine:
         )
 
     def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
-        """Of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
+        """Targets of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
         num_depths = self.model.config.mtp_num_layers
         if num_depths is None:
             return None

@@ -36,7 +36,7 @@ _PHASES: Mapping[str, Phase] = {
     "wake": "wake", "shed": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "update": "update",
     "stage_checkpoint": "save", "write_checkpoint": "save", "finish_checkpoint": "save", "export_hf": "save",
 }  # fmt: skip
-"""Of a call; all others belong to a push."""
+"""Phase of a call; all others belong to a push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class RankPlace:
     process: ProcessId
     log: Path
     memory_counter: Path | None
-    """Of its cgroup, see moerl.hangs.examine.memory_counter."""
+    """Counter of its cgroup, see moerl.hangs.examine.memory_counter."""
     memory_kills: int | None
     """When it started."""
 
@@ -192,7 +192,7 @@ async def _memory(place: RankPlace) -> list[str]:
 
 
 def _crash(log: Path) -> list[str]:
-    """What faulthandler wrote at a crash: a process killed from outside writes nothing."""
+    """Text that faulthandler wrote at a crash: a process killed from outside writes nothing."""
     try:
         text = log.read_text(errors="replace")
     except OSError as error:

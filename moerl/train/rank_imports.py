@@ -1,4 +1,4 @@
-"""What a training rank imports, in its order: for a rank, and for the process that ranks are forked from. None of it imports Ray."""
+"""Imports of a training rank, in its order: for a rank, and for the process that ranks are forked from. None of it imports Ray."""
 
 import importlib
 

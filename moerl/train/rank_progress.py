@@ -25,7 +25,7 @@ POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 """Noted, not counted: two ranks of a group alone take part."""
 
 _record: ProgressRecord | None = None
-"""Of this process. None in a process that is no rank of a run."""
+"""Record of this process. None in a process that is no rank of a run."""
 _is_watching = False
 
 

@@ -80,7 +80,7 @@ class TrainWorker:
         )
 
     def address(self) -> str:
-        """Of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
+        """Address of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
         return ray.util.get_node_ip_address()
 
     def use_network(self, network: NetworkConfig) -> dict[str, str]:

@@ -37,7 +37,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine returns: `token_ids` and `logprobs` have the same length, and so have the spans in total.
+    """Answer of an engine: `token_ids` and `logprobs` have the same length, and so have the spans in total.
 
     Example: token_ids (17, 4, 1), logprobs (-0.2, -1.1, -0.01), spans (VersionSpan(version=3, num_tokens=3),).
     """

@@ -34,7 +34,7 @@ class Origin:
     log: str = ""
     """The file to open; empty if it has none."""
     details: str = ""
-    """For the failure report alone: the whole traceback, and what failed after it."""
+    """Text for the failure report alone: the whole traceback, and what failed after it."""
 
 
 class MoerlError(Exception):
@@ -43,7 +43,7 @@ class MoerlError(Exception):
     origin: Origin | None = None
     """None: this process, where it was raised."""
     exit_code: int = ExitCode.FAILED
-    """Of a run that ends with it."""
+    """Exit code of a run that ends with it."""
 
     def began_in(self, origin: Origin) -> Self:
         """Sets `origin`; for `raise Error(...).began_in(...)`."""
@@ -92,7 +92,7 @@ class HangError(MoerlError, RuntimeError):
     """A phase missed its deadline. Names the processes that did not arrive, and the report with the stacks of all."""
 
     names: tuple[str, ...] = ()
-    """Of the processes."""
+    """Names of the processes."""
 
 
 class ResidencyError(TrainError):

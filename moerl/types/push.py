@@ -1,4 +1,4 @@
-"""What one weight push consists of, as it crosses processes."""
+"""Parts of one weight push, as it crosses processes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +24,7 @@ class Piece:
     """In the tensor, along every axis."""
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Of the trainer: each holds it, digests what it holds, and sends it, to different readers."""
+    """Ranks of the trainer: each holds it, digests what it holds, and sends it, to different readers."""
     digest: str
     """xxh3_128 of its row-major bytes as these ranks computed it, hex."""
 
@@ -44,7 +44,7 @@ class BucketEntry:
     """Where a piece lies in a bucket."""
 
     name: str
-    """Of its tensor."""
+    """Name of its tensor."""
     start: tuple[int, ...]
     shape: tuple[int, ...]
     """The piece's."""
@@ -66,7 +66,7 @@ class Bucket:
     """Model processes of the rollout, counted over all servers. Over a network the first gets it from the sender; the others are on its
     node and then read it in its memory."""
     round: int = 0
-    """Of the schedule (weights/plan/rounds.py)."""
+    """Round of the schedule (weights/plan/rounds.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ Needs = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushStats:
-    """Of one push that succeeded."""
+    """Figures of one push that succeeded."""
 
     version: int
     num_tensors: int

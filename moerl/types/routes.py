@@ -32,7 +32,7 @@ class RouteShape:
 
 
 def unknown_route(dtype: "np.dtype[Any]") -> int:
-    """What all entries of a token's route are when nobody recorded it."""
+    """Value of all entries of a token's route when nobody recorded it."""
     return 2 ** (8 * dtype.itemsize) - 1
 
 

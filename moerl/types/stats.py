@@ -17,7 +17,7 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Of memory to or from GPUs that trainer and servers share; what several moves took, where they have one name."""
+    """Move of memory to or from GPUs that trainer and servers share; what several moves took, where they have one name."""
 
     seconds: float
     num_bytes: int
@@ -30,7 +30,7 @@ class RoutingStats:
     layers: tuple[int, ...]
     """Their numbers in the model, from 0."""
     load_max: tuple[float, ...]
-    """Of the busiest expert: its share of the layer's routes * experts - 1."""
+    """Load of the busiest expert: its share of the layer's routes * experts - 1."""
     load_min: tuple[float, ...]
     """The same of the idlest; -1: it got no token."""
     load_mean: tuple[float, ...]
@@ -45,7 +45,7 @@ class RoutingStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one `TrainGroup.update` measured, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
+    """Measurements of one `TrainGroup.update`, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
 
     loss: float
     grad_norm: float

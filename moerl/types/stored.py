@@ -1,4 +1,4 @@
-"""What a completion holds for every token, and where it is: in this process, or in Ray's object store.
+"""Contents of a completion for every token, and where it is: in this process, or in Ray's object store.
 
 The driver keeps `StoredCompletion`s: a few numbers and a reference. Who needs tokens, log-probs, routes or text fetches the payload.
 Ray is imported where it is used: validation and unit tests run without.
@@ -27,7 +27,7 @@ class Payload:
     logprobs: np.ndarray  # float32, one for each of token_ids
     routes: np.ndarray | None  # see Completion.routes
     text: str
-    """Of the response; empty while it is unfinished."""
+    """Text of the response; empty while it is unfinished."""
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], completion: Completion, text: str) -> "Payload":
@@ -112,18 +112,18 @@ def _get(references: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCompletion:
-    """What the driver knows of a completion."""
+    """Completion as the driver knows it."""
 
     request_id: str
     num_tokens: int
-    """Of the response."""
+    """Tokens of the response."""
     num_prompt: int
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     routes_bytes: int
     """0: it has none."""
     num_bytes: int
-    """Of the payload."""
+    """Bytes of the payload."""
     payload: Stored[Payload] = field(compare=False)
 
     @classmethod

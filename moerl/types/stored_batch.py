@@ -13,7 +13,7 @@ from moerl.types.stored import Payload, Stored, fetch
 
 
 class Batch(Protocol):
-    """What the trainer asks of a batch. Implementations: StoredBatch; TrainBatch, which is laid out as a whole."""
+    """Batch as the trainer asks for it. Implementations: StoredBatch; TrainBatch, which is laid out as a whole."""
 
     @property
     def num_sequences(self) -> int: ...
@@ -56,7 +56,7 @@ class StoredBatch:
     advantages: np.ndarray  # float32 [num_sequences], of all response tokens
     starts: np.ndarray  # int64 [num_sequences], where the sequence begins in the log-probs below
     routes: RouteShape | None = None
-    """Of the model, where payloads bring routes that are used."""
+    """Shape of the model's routes, where payloads bring routes that are used."""
     old_logprobs: Stored[np.ndarray] | Literal["rollout"] | None = None
     """float32 [T] of the whole step, from the trainer before the update; "rollout": those of the payloads."""
     reference_logprobs: Stored[np.ndarray] | None = None

@@ -16,14 +16,14 @@ DEVICE_BYTES = 2 * 256 * 2**20
 
 
 class Assembly:
-    """Of one push."""
+    """Memory of one push."""
 
     def __init__(self, *, device_bytes: int = DEVICE_BYTES):
         """`device_bytes`: at most so many are on a device at a time."""
         self._left = device_bytes
 
     def empty(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-        """For the whole tensor, whose pieces arrive on `device`: there, or in host memory."""
+        """Memory for the whole tensor, whose pieces arrive on `device`: there, or in host memory."""
         num_bytes = prod(spec.shape) * torch_dtype(spec).itemsize
         if device != CPU and num_bytes > self._left:
             device = CPU

@@ -40,7 +40,7 @@ class _Waiting:
 
 
 class WeightSession:
-    """What the model holds and how far a push has come. Safe to call from several threads: one call runs at a time."""
+    """Weights that the model holds, and how far a push has come. Safe to call from several threads: one call runs at a time."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class WeightSession:
 
     @property
     def version(self) -> int | None:
-        """Of the last verified push; None before it, and from begin until finish, when the model holds a mixture."""
+        """Version of the last verified push; None before it, and from begin until finish, when the model holds a mixture."""
         return self._version
 
     def connect(self, offer: TransportOffer) -> None:

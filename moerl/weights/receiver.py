@@ -9,7 +9,7 @@ class WeightReceiver(Protocol):
     """The engine's side of a weight push. Every method raises WeightError with the engine's own reason; the engine is then STALE."""
 
     async def needs(self) -> Needs:
-        """What a push must bring to each of its model processes: all but the experts that others of them have."""
+        """Tensors that a push must bring to each of its model processes: all but the experts that others of them have."""
 
     async def connect(self, offer: TransportOffer) -> None: ...
 

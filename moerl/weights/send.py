@@ -89,7 +89,7 @@ class WeightSender:
                 )  # fmt: skip
 
     def digests(self) -> list[str]:
-        """Of every entry of the job, made from what is held, not from what is sent; once of what goes to several nodes."""
+        """Digests of every entry of the job, made from what is held, not from what is sent; once of what goes to several nodes."""
         found: dict[tuple[str, tuple[int, ...]], str] = {}
         entries = [entry for bucket in self._job for entry in bucket.entries]
         for entry in entries:

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SOURCE = "trainer"
-"""What the sending side is called in errors."""
+"""Name of the sending side in errors."""
 
 _PATIENCE = 0.9
-"""Of the deadline of a call: a side that has waited so long for another says so, and who says nothing by the deadline is the one that
+"""Share of the deadline of a call: a side that has waited so long for another says so, and who says nothing by the deadline is the one that
 hangs."""
 
 OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
@@ -39,10 +39,10 @@ OnLate = Callable[[str, Sequence[str]], Awaitable[HangError]]
 
 
 class WeightSource(Protocol):
-    """What the trainer offers: the verbs of weights.send.WeightSender on its ranks. Only `digests` may be collective among them."""
+    """Trainer's side of a push: the verbs of weights.send.WeightSender on its ranks. Only `digests` may be collective among them."""
 
     async def outline(self) -> Outline:
-        """Of every push."""
+        """Outline of every push."""
 
     async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
         """Start afresh with this transport, on these ranks; the address for TransportOffer. `seconds`: as there."""
@@ -218,7 +218,7 @@ def _is_local(address: str) -> bool:
 
 
 def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
-    """What happened to sides that only lost another comes last, if more is known of others."""
+    """Errors of all sides; of those that only lost another they come last, if more is known of others."""
     said = {name: "did not end in time and was cancelled" if name in silent else _headline(failure) for name, failure in failures.items()}
     echoes = [name for name, failure in failures.items() if name not in silent and is_echo(failure)]
     causes = [name for name in failures if name not in echoes] or echoes

@@ -34,10 +34,10 @@ _FULL_ROUNDS = (0, 1, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """What a plan costs, in tokens; add the mini-batches of a step up. See `sequence_costs`."""
+    """Cost of a plan, in tokens; add the mini-batches of a step up. See `sequence_costs`."""
 
     mean: float
-    """Of the ranks' totals: what each would take if nothing were uneven."""
+    """Mean of the ranks' totals: what each would take if nothing were uneven."""
     busiest: float
     """The largest of the ranks' totals: what all take if they wait once, at the end."""
     rounds: float
@@ -66,7 +66,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sequences:
-    """What there is to plan, and within which limits. A slot is a sequence's padded length."""
+    """Sequences that there are to plan, and within which limits. A slot is a sequence's padded length."""
 
     slots: np.ndarray  # int64
     costs: np.ndarray  # float64

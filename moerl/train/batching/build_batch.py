@@ -53,7 +53,7 @@ def sft_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatc
 
 
 def _credited(group: Group, algorithm: Algorithm) -> Iterator[tuple[StoredCompletion, float]]:
-    """What is trained on, with its advantage."""
+    """Samples that are trained on, with its advantage."""
     mask_G, advantages_G = algorithm.sample_mask(group), algorithm.advantages(group)
     for sample, kept, advantage in zip(group.samples, mask_G, advantages_G, strict=True):
         if kept and sample.score.error is None and sample.completion.num_tokens:

@@ -15,7 +15,7 @@ from moerl.types.stored_batch import Batch, StoredBatch
 
 
 def shares(batch: StoredBatch, planner: Planner, num_updates: int) -> list[StoredBatch]:
-    """For each data-parallel rank the batch with the payloads of its sequences, if it is processed in `num_updates` mini-batches."""
+    """Batch for each data-parallel rank with the payloads of its sequences, if it is processed in `num_updates` mini-batches."""
     plan = planner.plan_step(batch.lengths, num_updates)
     return [batch.share({member for members in bins for member in members}) for bins in plan]
 
@@ -29,7 +29,7 @@ class Share:
     sequences: np.ndarray
     """int64, where they stand in the whole batch."""
     bins: Bins
-    """For each micro-batch, which of `sequences`."""
+    """Indices for each micro-batch: which of `sequences`."""
 
     @classmethod
     def of(cls, whole: Batch, bins: Bins) -> "Share":

@@ -1,4 +1,4 @@
-"""What a token of the model costs, as far as balancing needs it: attention against everything else."""
+"""Cost of a token of the model, as far as balancing needs it: attention against everything else."""
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -14,14 +14,14 @@ def attention_tokens(config: TransformerConfig, vocab_size: int) -> float:
 
 
 def _head_widths(config: TransformerConfig) -> tuple[int, int]:
-    """Of a head: keys, values."""
+    """Widths of a head: keys, values."""
     if config.multi_latent_attention:
         return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
     return config.kv_channels, config.kv_channels
 
 
 def _attention_weights(config: TransformerConfig) -> int:
-    """Of one layer."""
+    """Weights of one layer."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     key, value = _head_widths(config)
     if not config.multi_latent_attention:
@@ -33,7 +33,7 @@ def _attention_weights(config: TransformerConfig) -> int:
 
 
 def _mlp_weights(config: TransformerConfig) -> int:
-    """Of all layers: the experts a token goes to, shared ones and the router in its mixture layers, the MLP in the others."""
+    """Weights of all layers: the experts a token goes to, shared ones and the router in its mixture layers, the MLP in the others."""
     matrices = 3 if config.gated_linear_unit else 2
     dense = matrices * config.hidden_size * config.ffn_hidden_size
     if config.num_moe_experts is None:

@@ -14,7 +14,7 @@ from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, FileDigests,
 from moerl.types.errors import CheckpointError
 
 _METADATA = ".metadata"
-"""Of torch.distributed.checkpoint: which file holds which tensor. Pickled, so it is read only after its digest was checked."""
+"""Index of torch.distributed.checkpoint: which file holds which tensor. Pickled, so it is read only after its digest was checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

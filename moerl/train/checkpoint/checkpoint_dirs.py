@@ -31,7 +31,7 @@ FileDigests = dict[str, tuple[int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenShards:
-    """What one rank has written."""
+    """Files that one rank has written."""
 
     files: FileDigests
     index: bytes
@@ -101,7 +101,7 @@ def contents_digest(contents: Mapping[str, Any]) -> str:
 
 
 def digest_files(directory: Path, names: Iterable[str]) -> FileDigests:
-    """Of what is on disk."""
+    """Digest of what is on disk."""
     return {name: ((directory / name).stat().st_size, digest_of(directory / name)) for name in names}
 
 

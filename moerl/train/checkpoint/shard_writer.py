@@ -64,7 +64,7 @@ class ShardWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the staged tensors of this rank."""
+        """Bytes of the staged tensors of this rank."""
         return sum(each.numel() * each.element_size() for each in self._staged if isinstance(each, Tensor))
 
     def _share_out(self, sharded: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training rank, as Megatron's sharded tensors: every one a view, nothing gathered or copied.
+"""Contents of a checkpoint on a training rank, as Megatron's sharded tensors: every one a view, nothing gathered or copied.
 
     decoder.layers.7.mlp.experts...            weights and buffers, under global layer numbers, whatever the pipeline split
     optimizer.state.exp_avg.<weight>           of every weight, in the weight's own shape; exp_avg_sq likewise
@@ -28,7 +28,7 @@ _STATE, _MASTER = "optimizer.state", "optimizer.state.param"
 
 
 def model_state(chunks: Iterable[nn.Module]) -> dict[str, Any]:
-    """Of every chunk. The chunks' keys differ because layers are numbered globally."""
+    """State of every chunk. The chunks' keys differ because layers are numbered globally."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "non_homogeneous_layers": True,  # a key per layer: no layout decides how layers are stacked
@@ -162,7 +162,7 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[Shard
 
 
 def rng_state(rank: int, num_ranks: int) -> ShardedObject:
-    """What draws random numbers in training: PyTorch's streams and Megatron's, per rank.
+    """States of what draws random numbers in training: PyTorch's streams and Megatron's, per rank.
 
     Without dropout nothing does, except router jitter (train.megatron.moe_input_jitter_eps) and forced load balancing. Sampling
     seeds and the data order are functions of the run's seed and have no state.

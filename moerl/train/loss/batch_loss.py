@@ -36,7 +36,7 @@ class Denominators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossColumns:
-    """What the loss needs to know about each label position, on the device of the log-probs. See `PackedMicroBatch`."""
+    """Columns that the loss needs about each label position, on the device of the log-probs. See `PackedMicroBatch`."""
 
     response_mask_T: Tensor  # bool
     response_tokens_T: Tensor  # int64
@@ -146,7 +146,8 @@ def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 def _token_weights(response_tokens_T: Tensor, normalize_by: NormalizeBy, denominators: Denominators) -> Tensor | float:
-    """What a response token's loss is multiplied by, in their own dtype. Counts of 0 occur only where there is nothing to weigh."""
+    """Weights by which a response token's loss is multiplied, in their own dtype. Counts of 0 occur only where there is nothing to
+    weigh."""
     if normalize_by == "token":
         return 1.0 / max(denominators.num_tokens, 1)
     return 1.0 / (response_tokens_T.clamp(min=1) * max(denominators.num_sequences, 1))

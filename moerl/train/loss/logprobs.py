@@ -65,8 +65,8 @@ class _Shard:
 
 
 def _floor(dtype: torch.dtype) -> float:
-    """Of probability 0 beside any logit, and finite: a rank that holds nothing else has a maximum too, 0 times it is 0, and so is its sum
-    over the columns of a vocabulary."""
+    """Logit of probability 0 beside any logit, and finite: a rank that holds nothing else has a maximum too, 0 times it is 0, and so is its
+    sum over the columns of a vocabulary."""
     return torch.finfo(dtype).min / 2**24
 
 
@@ -84,7 +84,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Of a log-prob over its logits: (1 at the label - probability) / temperature."""
+        """Gradient of a log-prob over its logits: (1 at the label - probability) / temperature."""
         logits_TV, labels_T, log_sum_T = ctx.saved_tensors
         shard: _Shard = ctx.shard
         weight_T = gradients[0] / shard.temperature
@@ -98,7 +98,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def _local_sums(logits_TV: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Of this rank's columns [T]: the maximum m; [3, T]: sum of e = exp(x - m), sum of e (x - m), the label's x or 0."""
+    """Sums of this rank's columns [T]: the maximum m; [3, T]: sum of e = exp(x - m), sum of e (x - m), the label's x or 0."""
     columns_T, here_T = shard.local(labels_T)
     dtype = torch.promote_types(logits_TV.dtype, torch.float32)
     maximum_T = logits_TV.new_empty(len(logits_TV), dtype=dtype)

@@ -17,7 +17,7 @@ from moerl.types.stored_batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPTargets:
-    """What each depth predicts in a mini-batch: the response tokens that have enough tokens before them."""
+    """Targets that each depth predicts in a mini-batch: the response tokens that have enough tokens before them."""
 
     batch: TrainBatch
     """The sequences of this rank."""

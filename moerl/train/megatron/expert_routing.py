@@ -46,7 +46,7 @@ class _Running:
 
 
 class Routing:
-    """Of this rank, in all its chunks; `layers` count those with experts, over the whole model."""
+    """Routers of this rank, in all its chunks; `layers` count those with experts, over the whole model."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module], layout: Layout, *, replays: bool):
         self._layers = mixture_layers(config)
@@ -106,7 +106,7 @@ class Routing:
             self._running = None
 
     def noted(self, packed: Sequence[PackedMicroBatch]) -> list[np.ndarray]:
-        """Of the last run: uint8 or uint16 [positions of this rank, layers of this rank, top_k] for each micro-batch."""
+        """Routes of the last run: uint8 or uint16 [positions of this rank, layers of this rank, top_k] for each micro-batch."""
         assert self._noted is not None and self._shape is not None, "the run kept no choices"
         dtype, places = self._shape.dtype, range(len(self._rows))
         chosen = [self._noted[id(micro)] for micro in packed]
@@ -170,7 +170,7 @@ class Routing:
     # -- this rank's part ------------------------------------------------------------------------------------
 
     def _mine(self, column_T: np.ndarray) -> np.ndarray:
-        """Of the positions of a context-parallel rank those of this tensor-parallel rank, which sequence parallelism gives it."""
+        """Positions of a context-parallel rank: those of this tensor-parallel rank, which sequence parallelism gives it."""
         return np.split(column_T, self._tp)[parallel_state.get_tensor_model_parallel_rank()]
 
     def _table(self, micro: PackedMicroBatch) -> np.ndarray | None:

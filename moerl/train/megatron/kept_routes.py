@@ -14,7 +14,7 @@ from moerl.types.errors import TrainError
 
 
 class KeptRoutes:
-    """Of the mini-batches of one update, in order."""
+    """Routes of the mini-batches of one update, in order."""
 
     def __init__(self) -> None:
         self._mini_batches: list[list[tuple[np.ndarray, np.ndarray]]] = []

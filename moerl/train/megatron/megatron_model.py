@@ -41,7 +41,7 @@ _ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What a rank holds before it is wrapped for training."""
+    """Model of a rank before it is wrapped for training."""
 
     family: Family
     config: TransformerConfig

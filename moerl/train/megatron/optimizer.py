@@ -21,7 +21,7 @@ def build_optimizer(train: TrainConfig, wrapped: Sequence[nn.Module]) -> Megatro
 
 
 class NoOptimizer:
-    """Of a rank that does not train: it holds nothing, and an update is not among its verbs."""
+    """Optimizer of a rank that does not train: it holds nothing, and an update is not among its verbs."""
 
     chained_optimizers: tuple[MegatronOptimizer, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What routers do beside routing, off unless train.megatron asks for it: load-balancing losses and the update of the experts' biases.
+"""Duties of routers beside routing, off unless train.megatron asks for it: load-balancing losses and the update of the experts' biases.
 
 Both are of tokens alone, whatever padding the layout, its cut into micro-batches or FP8 add. Megatron counts padding too: its own mask has
 the wrong shape for the biases (0.16.1, 0.19.2), weighs the ranks that share a micro-batch by the tokens each happens to hold, and divides
@@ -35,7 +35,7 @@ from moerl.types.errors import TrainError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
 
     is_token_T: Tensor  # bool, of this rank's positions: False for padding
     count: int
@@ -51,7 +51,7 @@ class _Running:
 
 
 class Routers:
-    """Of this rank."""
+    """Routers of this rank."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module], layout: Layout):
         self._tp = layout.tp

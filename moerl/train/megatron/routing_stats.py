@@ -16,7 +16,7 @@ NUM_COUNTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingCounts:
-    """Of tokens, padding left out."""
+    """Counts of tokens, padding left out."""
 
     layers: tuple[int, ...]
     """Layers with experts, by their number in the model."""

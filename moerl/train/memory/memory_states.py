@@ -45,7 +45,7 @@ ON_DEVICE: Mapping[Offload, Mapping[State, frozenset[Kind]]] = {
 class Bytes:
     device: int
     host: int
-    """Of copies, which stay allocated for the next time."""
+    """Bytes of copies, which stay allocated for the next time."""
 
 
 class MemoryStates:
@@ -75,7 +75,7 @@ class MemoryStates:
 
     @contextmanager
     def running(self, call: Call) -> Iterator[None]:
-        """What `call` needs is on the device inside, and no other call may begin."""
+        """Context in which what `call` needs is on the device inside, and no other call may begin."""
         self._check(call, is_legal=self.state != "asleep" and self._running is None)
         self._enter(_NEEDS[call])
         self._running = call

@@ -15,7 +15,7 @@ from moerl.models.fp8_blocks import block_maxima, scales_of
 
 
 class BlockScales:
-    """Of one push."""
+    """Scales of one push."""
 
     def __init__(self, shard: Callable[[str], tuple[Tensor, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]):
         """`shard`: of the tensor with that name what this rank holds of it, in the dtype that is quantized, and where that begins.

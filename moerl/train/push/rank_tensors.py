@@ -1,4 +1,4 @@
-"""What one training rank has for a push: pieces of what it holds, by their Hugging Face names.
+"""Tensors that one training rank has for a push: pieces of what it holds, by their Hugging Face names.
 
 The native bridge says what every rank holds, so each sends its own. The packages of train.bridge gather whole tensors on rank 0, which
 then holds all of them in host memory, until it has sent them. FP8 is made here, by the rank that sends.
@@ -39,7 +39,7 @@ class PushedTensors:
         return Outline(tensors=planned, layout=layout, bucket_bytes=bucket_bytes)
 
     def specs(self) -> list[TensorSpec]:
-        """Of every tensor, stacks whole; shapes from the checkpoint."""
+        """Specs of every tensor, stacks whole; shapes from the checkpoint."""
         with HFCheckpoint(self._source) as checkpoint:
             names = self._bridge.names(with_mtp=False)
             return [_spec(name, checkpoint.shape(name), self._bridge.dtype(name, self._dtype)) for name in names]
@@ -63,7 +63,7 @@ class PushedTensors:
         return self._unquantized(name, start, shape)
 
     def release(self) -> None:
-        """Of what was made for the push."""
+        """End of what was made for the push."""
         self._gathered, self._scales = None, self._no_scales()
 
     def _planned(self) -> list[PlannedTensor]:

@@ -19,10 +19,10 @@ from moerl.weights.plan.rounds import first_fit
 from moerl.weights.plan.transfer_plan import PlannedTensor, TransferPlan
 
 ALIGNMENT = 64
-"""Of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
+"""Alignment of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
 
 Job = tuple[Bucket, ...]
-"""What one trainer rank sends in every push."""
+"""Buckets that one trainer rank sends in every push."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
 
 
 class _Group(NamedTuple):
-    """Of buckets that should come together: a batch, where it is read."""
+    """Key of buckets that should come together: a batch, where it is read."""
 
     is_late: bool
     """Experts, which go to fewer readers, go before all else."""
@@ -145,7 +145,7 @@ def _entry(plan: TransferPlan, part: int) -> BucketEntry:
 
 
 def _units(plan: TransferPlan, parts: Sequence[int]) -> Iterator[list[BucketEntry]]:
-    """What may not be separated: a piece, and the scales that follow it."""
+    """Units that may not be separated: a piece, and the scales that follow it."""
     unit: list[BucketEntry] = []
     for part in sorted(parts):
         if unit and not plan.parts.follows[part]:

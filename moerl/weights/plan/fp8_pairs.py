@@ -26,7 +26,7 @@ def with_scales(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:
 
 
 def fp8_specs(spec: TensorSpec) -> list[TensorSpec]:
-    """Of the FP8 tensor and its scales; only `spec` itself for a tensor that stays as it is."""
+    """Specs of the FP8 tensor and its scales; only `spec` itself for a tensor that stays as it is."""
     if not is_quantized_when_published(spec.name, spec.shape):
         return [spec]
     scales = TensorSpec(name=spec.name + SCALE_SUFFIX, shape=scale_shape(spec.shape), dtype="float32")
@@ -34,7 +34,7 @@ def fp8_specs(spec: TensorSpec) -> list[TensorSpec]:
 
 
 def in_fp8(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
-    """What a server that takes FP8 expects, by name. `specs`: of the checkpoint in the rollout's dtype."""
+    """Specs that a server that takes FP8 expects, by name. `specs`: of the checkpoint in the rollout's dtype."""
     return {found.name: found for spec in specs for found in fp8_specs(spec)}
 
 

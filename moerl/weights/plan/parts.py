@@ -42,7 +42,8 @@ def parts_of(tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutL
 
 
 def _batches(tensors: Sequence[PlannedTensor], rollout: RolloutLayout, *, limit: int) -> list[int]:
-    """Of every tensor; counted within its stage, of experts and of all else. `limit`: bytes for a GPU, one layer of experts at least."""
+    """Batch of every tensor; counted within its stage, of experts and of all else. `limit`: bytes for a GPU, one layer of experts at
+    least."""
     last: dict[tuple[int, bool], tuple[int, int]] = {}
     units: dict[tuple[int, str], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -67,7 +68,7 @@ def _unit(tensor: PlannedTensor) -> str:
 
 
 def _scales_part(values: _Box, scales: PlannedTensor) -> _Box | None:
-    """Of the blocks that begin in `values`; None: there are none."""
+    """Part of the blocks that begin in `values`; None: there are none."""
     row, column, num_rows, num_columns, _ = values
     first, left, stop, right = (-(-edge // BLOCK) for edge in (row, column, row + num_rows, column + num_columns))
     size = (stop - first) * (right - left)
@@ -75,7 +76,7 @@ def _scales_part(values: _Box, scales: PlannedTensor) -> _Box | None:
 
 
 def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, part_bytes: int) -> Iterator[_Box]:
-    """Of one shard, which is cut into parts by rows."""
+    """Parts of one shard, which is cut into parts by rows."""
     extents = (*tensor.spec.shape, 1, 1)[:2]
     bounds = [(0, extent) for extent in extents]
     if tensor.cut_dim is not None:

@@ -1,4 +1,4 @@
-"""What is wrong with a plan of a push. Pure."""
+"""Faults of a plan of a push. Pure."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from moerl.weights.plan.transfer_plan import TransferPlan, holders, readers
 
 
 def faults(plan: TransferPlan, num_experts: int) -> list[str]:
-    """What is wrong with a plan, for people: a part that a reader lacks, gets twice, or that somebody sends without having it."""
+    """Faults of a plan, for people: a part that a reader lacks, gets twice, or that somebody sends without having it."""
     num_parts = len(plan.parts.tensor)
     arrivals = [plan.network.target.astype(np.int64) * num_parts + plan.network.part]
     arrivals.append(plan.spread.target.astype(np.int64) * num_parts + plan.spread.part)

@@ -20,7 +20,7 @@ from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, RolloutL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What a trainer has to push."""
+    """Tensors that a trainer has to push."""
 
     tensors: Sequence[PlannedTensor]
     layout: Layout
@@ -78,7 +78,7 @@ def _rollout(num_experts: int, needs: Mapping[str, Needs], nodes: Nodes | None) 
 
 
 def _node_of(size: int, nodes: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """Of every process of servers of `size` processes each."""
+    """Node of every process of servers of `size` processes each."""
     numbers: dict[str, int] = {}
     found = []
     for names in nodes:

@@ -48,7 +48,7 @@ def expert_of(name: str) -> int | None:
 
 
 def manifest_difference(expected: Iterable[TensorSpec], offered: Iterable[TensorSpec], *, shown: int = 3) -> str:
-    """What tells the two apart, as counts and the first `shown` names of each kind; empty if they agree."""
+    """Differences of the two, as counts and the first `shown` names of each kind; empty if they agree."""
     offered = tuple(offered)
     want, have = {spec.name: spec for spec in expected}, {spec.name: spec for spec in offered}
     counts = Counter(spec.name for spec in offered)

@@ -18,7 +18,7 @@ from moerl.types.push import TensorSpec
 from moerl.weights.plan.tensor_specs import num_bytes
 
 PART_BYTES = 32 * 2**20
-"""Of tensors that every GPU reads: a hundred parts and more for each GPU of a node in the largest models."""
+"""Parts of tensors that every GPU reads: a hundred parts and more for each GPU of a node in the largest models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class RolloutLayout:
     expert_parallel: int | None = None
     """GPUs of a server over which the experts are spread, or groups of GPUs that share them; None: all."""
     node_of: tuple[int, ...] | None = None
-    """Of every GPU; None: `gpus_per_node` are on each, in order."""
+    """Node of every GPU; None: `gpus_per_node` are on each, in order."""
 
     @property
     def expert_shares(self) -> int:

@@ -32,7 +32,7 @@ _PRESENCE = "sender"
 """A file by which a receiver knows that it sees the sender's directory."""
 
 Read = Callable[[str], torch.Tensor]
-"""What the model now holds under a checkpoint name."""
+"""Tensor that the model now holds under a checkpoint name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a push does with buckets that stay on a GPU: memory shared by CUDA IPC, and a group over NCCL. Not run so far (tests/gpu).
+"""Buckets that stay on a GPU: memory shared by CUDA IPC, and a group over NCCL. Not run so far (tests/gpu).
 
 Everything else of the transports is the same code on CPU, where memory is a memfd (shared_memory.py) and the group gloo's
 (network_transport.py).

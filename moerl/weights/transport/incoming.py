@@ -15,8 +15,8 @@ from moerl.weights.transport.shared_memory import SharedReader
 
 
 class Incoming:
-    """Of all pushes until an error. The constructor returns when it has connected to those from whom buckets come; nccl: when all have
-    joined."""
+    """Buckets of all pushes until an error. The constructor returns when it has connected to those from whom buckets come; nccl: when all
+    have joined."""
 
     def __init__(self, offer: TransportOffer, *, device: torch.device, read: Read | None):
         self._device, self._seconds = device, offer.seconds
@@ -27,7 +27,7 @@ class Incoming:
         self._from = self._reader(offer, Deadline(min(offer.seconds, JOIN_SECONDS)), read)
 
     def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Of one push, each with its bytes: uint8 [bucket.num_bytes], which the caller has used when it asks for the next."""
+        """Buckets of one push, each with its bytes: uint8 [bucket.num_bytes], which the caller has used when it asks for the next."""
         deadline = Deadline(self._seconds)
         for bucket in self._buckets:
             yield bucket, self._from.fetch(bucket, deadline)

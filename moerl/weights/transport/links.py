@@ -1,4 +1,4 @@
-"""What a process that has buckets in its memory (or files) and those that read them there tell each other.
+"""Messages between a process that has buckets in its memory (or files) and those that read them there.
 
     lender: "bucket 5 lies here" --> borrower reads, installs --> "done" --> lender fills that memory again
 
@@ -69,7 +69,7 @@ class Link:
 
 
 class Lender:
-    """Of one process, whose memory has slots for buckets."""
+    """Side of one process, whose memory has slots for buckets."""
 
     def __init__(self, key: str, name: str, host: str, rendezvous: Rendezvous, readers: Collection[int]):
         """`key`, under which `readers` look for it in the `rendezvous`; its `name` for errors; an address of this `host`."""
@@ -197,12 +197,12 @@ class Borrower:
 
 
 def rank_key(rank: int) -> str:
-    """Of a trainer rank as a lender."""
+    """Key of a trainer rank as a lender."""
     return f"rank {rank}"
 
 
 def reader_key(reader: int) -> str:
-    """Of a reader that lends on."""
+    """Key of a reader that lends on."""
     return f"reader {reader}"
 
 

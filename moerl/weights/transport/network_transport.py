@@ -59,7 +59,7 @@ class NetworkSender:
             self._sending[slot] = (self._group.send(data, self._num_senders + bucket.readers[0], bucket.index), bucket)
 
     def wait(self, slot: int, deadline: Deadline) -> None:
-        """What was sent from it last may be overwritten."""
+        """Wait until the buffer that was sent last may be overwritten."""
         if (sending := self._sending.pop(slot, None)) is not None:
             with explained(f"weights.transport = nccl: {describe(sending[1])} could not be sent"):
                 self._group.wait(sending[0], deadline, self._lender.check)

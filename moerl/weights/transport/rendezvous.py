@@ -12,14 +12,14 @@ from torch.distributed import Store, TCPStore
 from moerl.types.errors import WeightError
 
 JOIN_SECONDS = 120.0
-"""For all sides of a push to meet, at most: one that is gone by then keeps the others from a new attempt for so long."""
+"""Seconds for all sides of a push to meet, at most: one that is gone by then keeps the others from a new attempt for so long."""
 
 TOKEN_KEY = "moerl/token"
 """Its value only those know who can reach the store."""
 
 
 class Deadline:
-    """Of one call to one side of a push, whatever it waits for."""
+    """Time of one call to one side of a push, whatever it waits for."""
 
     def __init__(self, seconds: float):
         self._seconds, self._end = seconds, time.monotonic() + seconds

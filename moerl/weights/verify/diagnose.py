@@ -1,4 +1,4 @@
-"""What a push that disagrees says to people: the tensor, the trainer ranks that hold it, and the likely cause.
+"""Explanation of a push that disagrees, for people: the tensor, the trainer ranks that hold it, and the likely cause.
 
 A manifest knows the digest of every tensor, and a session those of the version before: a digest that is not the expected one often
 is another tensor's, or an old one.
@@ -23,17 +23,17 @@ class Damage:
     """The tensor's."""
     piece: Piece
     received: str
-    """What arrived, before the engine's loader had it."""
+    """Digest of what arrived, before the engine's loader had it."""
     installed: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What a session verified in its last complete push; nothing before the first."""
+    """Tensors that a session verified in its last complete push; nothing before the first."""
 
     version: int | None = None
     digests: Mapping[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
-    """Of every piece, by the tensor's name and where it begins."""
+    """Digest of every piece, by the tensor's name and where it begins."""
 
 
 def explain_damage(damage: Damage, manifest: Manifest, last: Installed) -> str:
