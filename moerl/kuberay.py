@@ -73,7 +73,7 @@ def render_rayjob(config: RunConfig, overrides: Sequence[str], config_dir: Path 
 
 
 def create_rayjob(manifest: str) -> str:
-    """What kubectl says. MoerlError with its own words if it refuses."""
+    """Answer of kubectl. MoerlError with its own words if it refuses."""
     program = shutil.which("kubectl")
     if program is None:
         raise MoerlError("kubectl is not on PATH here: launch where it is, or take the manifest of --dry-run there")
@@ -164,7 +164,7 @@ def _resources(config: RunConfig) -> Iterator[tuple[str, int | str]]:
 
 
 def _gpus(config: RunConfig) -> int:
-    """Of a pod."""
+    """Environment of a pod."""
     if not config.kubernetes.with_gpus:
         return 0
     return config.placement.gpus_per_node if config.placement.gpus_per_node is not None else num_gpus(config)

@@ -1,4 +1,4 @@
-"""What an algorithm is: which groups to keep, what credit each sample gets, what one token costs.
+"""Algorithm: which groups to keep, what credit each sample gets, what one token costs.
 
 Masking, packing, normalization and parallelism are the trainer's job. Axis suffixes: `_G` samples of a group, `_T` tokens.
 """

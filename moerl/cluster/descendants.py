@@ -21,7 +21,7 @@ _KEPT_FROM_DAEMONS = (signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def no_descendant_outlives() -> Iterator[None]:
-    """For the block: processes whose parent ends fall to this one instead of to the system's first, and at the end all are killed."""
+    """Context in which processes whose parent ends fall to this one instead of to the system's first, and at the end all are killed."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield

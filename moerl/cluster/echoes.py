@@ -1,4 +1,4 @@
-"""What sides say that only lost another one, or waited for it in vain: a sign of a failure, and not its cause."""
+"""Echoes of a failure: words of sides that only lost another one, or waited for it in vain: a sign of a failure, and not its cause."""
 
 LEFT = "left the push"
 LATE = "did not come within"
@@ -10,7 +10,7 @@ _ECHOES = (
     "Connection closed by remote peer", "Connection was likely closed", "Got completion from peer",
     "Watchdog caught collective operation timeout", "ncclRemoteError",
 )  # fmt: skip
-"""Of moerl's own pushes; of gloo, NCCL and their store."""
+"""Words of moerl's own pushes; of gloo, NCCL and their store."""
 
 
 def is_echo(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ _CONNECT_SECONDS = 5.0
 
 
 def end_run(run_dir: Path, seconds: float) -> str:
-    """What came of it, for people. SIGTERM to the run's driver on this machine, which has `seconds` to end."""
+    """Outcome, for people. SIGTERM to the run's driver on this machine, which has `seconds` to end."""
     driver = driver_of(run_dir)
     if driver is None:
         return f"nothing trains {run_dir} on {socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""What Ray says of an actor whose process is gone: whether it was killed or crashed, and, of a kill for memory, what the node had.
+"""Words of Ray on an actor whose process is gone: whether it was killed or crashed, and, of a kill for memory, what the node had.
 
 Ray kills processes itself when the memory of their node is nearly full. That error is no RayActorError, and has 90 lines.
 """

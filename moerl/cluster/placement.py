@@ -27,11 +27,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlace:
-    """Of one process."""
+    """Place of one process."""
 
     node: Node
     gpus: tuple[str, ...] | None
-    """What CUDA_VISIBLE_DEVICES must say. None: the process uses none."""
+    """Value of CUDA_VISIBLE_DEVICES. None: the process uses none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ DAEMON_SECONDS = 20.0
 
 @contextmanager
 def reaping_ray(others: Collection[int]) -> Iterator[None]:
-    """For the block after ray.init: no process of a cluster that this process started outlives it by long. `others`: children that this
+    """Context after ray.init: no process of a cluster that this process started outlives it by long. `others`: children that this
     process had before."""
     daemons = [child for child in psutil.Process().children() if child.pid not in others]
     agents = [child for daemon in daemons for child in daemon.children() if "agent" in " ".join(child.cmdline()).lower()]

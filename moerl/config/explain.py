@@ -118,7 +118,7 @@ def resolve(root: Node, node: Node) -> Node:
 
 
 def words(node: Node) -> str:
-    """What a resolved node takes, for a person."""
+    """Values that a resolved node takes, for a person."""
     text = _plain_words(node)
     bounds = [f"{sign} {node[key]}" for key, sign in _BOUNDS.items() if key in node]
     text = " ".join([text, " and ".join(bounds)]) if bounds else text

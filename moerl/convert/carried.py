@@ -21,7 +21,7 @@ class ModelOrigin:
     absence: str = ""
 
     def lines(self) -> list[str]:
-        """For people: what is written besides weights, from where, and what the new folder lacks."""
+        """Text for people: what is written besides weights, from where, and what the new folder lacks."""
         names = [file.name for file in carried_files(self.directory)]
         lines = [f"with {', '.join(['config.json', *names])}" + (f" ({self.directory})" if names else "")]
         lacking = [] if set(TOKENIZERS) & set(names) else ["a tokenizer"]

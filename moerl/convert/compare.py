@@ -26,7 +26,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     num_equal: int
     largest: float
-    """Of all absolute differences, those within the tolerance too."""
+    """Mean of all absolute differences, those within the tolerance too."""
 
     @property
     def is_equal(self) -> bool:
@@ -86,7 +86,7 @@ def _difference(a: Entry | None, b: Entry | None, tolerance: float) -> tuple[str
 
 
 def _distances(a: Tensor, b: Tensor) -> Iterator[float]:
-    """Of parts; NaN beside NaN and equal infinities are equal, NaN beside a number is infinitely far from it."""
+    """Distances of parts; NaN beside NaN and equal infinities are equal, NaN beside a number is infinitely far from it."""
     for left, right in zip(a.reshape(-1).split(PIECE_BYTES), b.reshape(-1).split(PIECE_BYTES), strict=True):
         x, y = left.double(), right.double()
         same = (x == y) | (x.isnan() & y.isnan())

@@ -99,7 +99,7 @@ def conversion_of(
 
 
 def convert(conversion: Conversion, *, dry_run: bool) -> str:
-    """What was written, or would be. Raises ConvertError."""
+    """Text of what was written, or would be. Raises ConvertError."""
     problems = [*target_problems(conversion.target), *origin_problems(conversion.files_from)]
     problems += (
         [] if conversion.source.is_dir() else [problem("SRC", str(conversion.source), "is no directory", "nothing to read", "its path")]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as text; and whether its files are what was written."""
+"""Contents of a checkpoint, as text; and whether its files are what was written."""
 
 import json
 from collections import defaultdict

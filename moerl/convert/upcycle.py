@@ -21,7 +21,7 @@ from moerl.models.families.family_table import FAMILIES
 from moerl.types.errors import ConvertError, Problem, problem
 
 ROUTER_STD = 0.02
-"""Of the router's weights, as in the paper: scores differ between tokens, and the softmax over them is nearly flat."""
+"""Standard deviation of the router's weights, as in the paper: scores differ between tokens, and the softmax over them is nearly flat."""
 
 _MLP = re.compile(r"(model\.layers\.\d+)\.mlp\.(gate|up|down)_proj\.weight")
 
@@ -36,12 +36,12 @@ class Upcycling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Counterpart:
-    """What a dense model_type becomes."""
+    """Architecture that a dense model_type becomes."""
 
     model_type: str
     architecture: str
     fields: Callable[[Mapping[str, Any], Upcycling], dict[str, Any]]
-    """What config.json says beside the dense model's settings."""
+    """Fields of config.json beside the dense model's settings."""
     dropped: tuple[str, ...] = ()
     """Settings that transformers' class of the result does not have."""
     written: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ _NO_COUNTERPART = {"qwen2": "qwen2_moe has a shared expert beside the routed one
 
 
 def upcycling_problems(num_experts: int | None, top_k: int | None, dtype: str) -> Iterator[Problem]:
-    """Of the options of the command line."""
+    """Problems of the options of the command line."""
     if dtype == "fp8":
         reason = "every expert would be quantized anew from the same matrix"
         fix = "--dtype bfloat16 first, then moerl convert of that folder with --dtype fp8"

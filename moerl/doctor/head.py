@@ -106,7 +106,8 @@ class _Head:
         return missing
 
     def _skew(self, index: int) -> Skew | None:
-        """Of the quickest of several questions: a clock's time lies between question and answer (Cristian's algorithm). None: no answer."""
+        """Skew by the quickest of several questions: a clock's time lies between question and answer (Cristian's algorithm). None: no
+        answer."""
         answers = []
         for number in range(CLOCK_ROUNDS):
             asked = time.time()
@@ -145,7 +146,7 @@ class _Head:
         return found
 
     def _bandwidth(self, plan: Measurement) -> tuple[Bandwidth | None, list[Finding]]:
-        """What the ranks measured, or why there is nothing."""
+        """Measurements of the ranks, or why there is nothing."""
         if not plan.ranks:
             why = "not asked for" if not self._measures else "not every node answered"
             return None, [skipped("bandwidth", why)]

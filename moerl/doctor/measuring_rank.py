@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
     host: str
-    """Of the head's store."""
+    """Address of the head's store."""
     port: int
     rank: int
     nodes: tuple[tuple[int, ...], ...]

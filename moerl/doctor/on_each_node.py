@@ -29,8 +29,8 @@ from moerl.types.errors import MoerlError
 CLOCK_ROUNDS = 5
 _CONNECT_SECONDS = 5.0
 _NET_CHANNELS = {"NCCL_NCHANNELS_PER_NET_PEER": "4"}
-"""Of the doctor's ranks, unless it is given. NCCL takes fewer the more ranks there are, as if each sent to all others at the same time
-(ncclTopoGetNchannels, src/graph/paths.cc); here each has one peer, and one channel does not fill its port."""
+"""Channels of the doctor's ranks, unless it is given. NCCL takes fewer the more ranks there are, as if each sent to all others at the same
+time (ncclTopoGetNchannels, src/graph/paths.cc); here each has one peer, and one channel does not fill its port."""
 _POLL_SECONDS = 0.05
 
 
@@ -41,7 +41,7 @@ class RankSeat:
     index: int
     name: str
     host: str
-    """Of the head's store."""
+    """Address of the head's store."""
     port: int
     num_nodes: int
     expected: Expectations
@@ -58,12 +58,12 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What the nodes do once all that came have said what they are."""
+    """Task of the nodes once all that came have said what they are."""
 
     neighbours: dict[int, tuple[str, int]]
     """Node -> (host name, port) of the one it tries to reach."""
     ranks: tuple[tuple[int, ...], ...]
-    """Of every node that measures; empty: nothing is measured."""
+    """Ranks of every node that measures; empty: nothing is measured."""
     on_gpus: bool
     num_bytes: int
 
@@ -115,7 +115,7 @@ def _try_name(host: str, port: int) -> str:
 
 
 def rank_variables(settings: tuple[Setting, ...], environment: Mapping[str, str]) -> dict[str, str]:
-    """What the doctor's ranks get besides the environment."""
+    """Variables that the doctor's ranks get besides the environment."""
     given = {*environment, *read_nccl_files(environment)}
     return {name: value for name, value in _NET_CHANNELS.items() if name not in given} | variables(settings)
 

@@ -17,7 +17,7 @@ _NAMES_SHOWN = 4
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """What several nodes have in common is one row."""
+    """Rows, of which one stands for what several nodes have in common."""
     rows = Table(box=None, pad_edge=False)
     for title in ("node", "check", "found", "expected", "verdict"):
         rows.add_column(title, overflow="fold")  # a path is worth nothing without its end

@@ -16,7 +16,7 @@ from moerl.types.errors import MoerlError
 from moerl.types.exit_codes import ExitCode
 
 SECONDS = 180.0
-"""For the nodes to come, of which importing torch from a shared file system takes most, and again for the measurements."""
+"""Seconds for the nodes to come, of which importing torch from a shared file system takes most, and again for the measurements."""
 
 
 _LOG_WIDTH = 140

@@ -27,11 +27,11 @@ _END_SECONDS = 20.0
 @dataclass(frozen=True, kw_only=True)
 class Launched:
     names: tuple[str, ...]
-    """Of the nodes, by index."""
+    """Names of the nodes, by index."""
     dead: Callable[[], Mapping[int, str]]
     """Nodes whose process ended early so far, and why."""
     hint: str = ""
-    """What may keep a node silent."""
+    """Reason that may keep a node silent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What scored samples say about a model, with how sure that is. Pure.
+"""Estimates that scored samples give of a model, with how sure that is. Pure.
 
 Prompts are what is drawn at random; samples of one prompt are alike. So every figure is a mean over prompts of a value per prompt, and its
 standard error is that of this mean (arXiv:2411.00640): more samples of the same prompts make the values better, not the prompts more.
@@ -16,7 +16,7 @@ Z_95 = 1.96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one sample."""
+    """Outcome of one sample."""
 
     reward: float
     """0 if it could not be scored."""
@@ -49,12 +49,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Of one data set."""
+    """Result of one data set."""
 
     name: str
     num_prompts: int
     samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
     reward: Estimate
     passes: Mapping[int, Estimate]
     """k -> pass@k."""
@@ -79,7 +79,7 @@ class Result:
         return {f"eval/{self.name}/{name}": value for name, value in found.items()}
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Fields for JSON."""
         return {
             "num_prompts": self.num_prompts,
             "samples": self.samples,

@@ -99,12 +99,12 @@ class Evaluator:
         await self._started.aclose()
 
     def some_prompts(self) -> list[Prompt]:
-        """For a canary."""
+        """Prompts for a canary."""
         first = self._datasets[0]
         return [first.prompts.prompt_at(index) for index in range(min(first.num_prompts, _NUM_CANARY_PROMPTS))]
 
     async def run(self, directory: Path) -> list[Result]:
-        """Of every data set, with the weights that the servers have. Samples that are in `directory` already are not made again."""
+        """Result of every data set, with the weights that the servers have. Samples that are in `directory` already are not made again."""
         return [await self._run(each, samples_path(directory, each.name)) for each in self._datasets]
 
     async def _run(self, dataset: _Loaded, path: Path) -> Result:

@@ -17,7 +17,7 @@ _SAMPLED_BY = ("model", "reward", "rollout", "eval", "deterministic", "seed")
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     config: RunConfig
-    """Of the run, but with a directory of the evaluation's own, and without what only training needs."""
+    """Settings of the run, but with a directory of the evaluation's own, and without what only training needs."""
     source: Path
     """The checkpoint."""
     checkpoint: Path | None
@@ -36,14 +36,14 @@ class Evaluation:
 
 
 def kind_of(directory: Path) -> Literal["run", "hf"] | None:
-    """What lies there: a run's checkpoint, a Hugging Face folder, or neither."""
+    """Kind of what lies there: a run's checkpoint, a Hugging Face folder, or neither."""
     if directory.parent.is_dir() and directory.resolve() in complete(directory.resolve().parent):
         return "run"
     return "hf" if (directory / "config.json").is_file() and not (directory / "checkpoints").is_dir() else None
 
 
 def source_of(config: RunConfig, checkpoint: Path | None) -> Path | None:
-    """What is to be evaluated: `checkpoint`, or the newest of the run; None if it has none."""
+    """Checkpoint to be evaluated: `checkpoint`, or the newest of the run; None if it has none."""
     return newest(config.run_dir / "checkpoints") if checkpoint is None else checkpoint
 
 

@@ -25,7 +25,7 @@ def write_results(directory: Path, results: Sequence[Result], *, version: int, c
 
 
 def discard(directory: Path) -> None:
-    """What an earlier evaluation left there."""
+    """Removal of what an earlier evaluation left there."""
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -17,7 +17,7 @@ Record = dict[str, Any]
 
 
 def record_of(prompt: Prompt, index: int, answer: Answer, score: Score, *, pass_reward: float) -> Record:
-    """Of sample `index` of the prompt."""
+    """Record of sample `index` of the prompt."""
     return {
         "prompt_index": prompt.index,
         "sample": index,
@@ -59,7 +59,7 @@ class SampleFile:
         records = read_records(path) if path.exists() else []
         whole = len(records) // samples * samples
         self.found = [records[start : start + samples] for start in range(0, whole, samples)]
-        """Of prompts 0, 1, ... that have all of their samples."""
+        """Outcomes of prompts 0, 1, ... that have all of their samples."""
 
     def keep(self, num_prompts: int) -> None:
         """The first `num_prompts` of those found, and nothing else."""

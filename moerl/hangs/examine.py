@@ -1,4 +1,4 @@
-"""What can be seen of processes from outside, on their node: state, memory, stacks, progress; and of the node: GPUs, kills for memory."""
+"""Examination of processes from outside, on their node: state, memory, stacks, progress; and of the node: GPUs, kills for memory."""
 
 import re
 import shutil
@@ -47,7 +47,7 @@ class NodeReport:
     clock: float
     """When, in seconds since 1970 by the clock of this node."""
     processes: tuple[tuple[Examined, ...], ...]
-    """For each that was asked for: itself, and every process below it."""
+    """Entry for each that was asked for: itself, and every process below it."""
     gpus: str
     """nvidia-smi's table, or why there is none."""
 

@@ -25,7 +25,7 @@ from moerl.types.errors import HangError, Origin
 logger = logging.getLogger(__name__)
 
 _EXAMINE_SECONDS = 90.0
-"""For one node to look at its processes; those that hang do not slow it down, many of them do."""
+"""Seconds for one node to look at its processes; those that hang do not slow it down, many of them do."""
 _SAME_SECONDS = 10.0
 """Two parts that wait for the same processes miss their deadlines together; that is one hang."""
 _LOG_LINES = 20
@@ -89,7 +89,7 @@ class HangReports:
 
 
 async def _examine_nodes(parties: Sequence[WatchedProcess]) -> dict[str, tuple[NodeReport, int] | str]:
-    """For each party with a process: its node's report and the party's place in it, or why there is none."""
+    """Finding for each party with a process: its node's report and the party's place in it, or why there is none."""
     by_node: dict[str | None, list[WatchedProcess]] = {}
     for party in parties:
         if party.process is not None:

@@ -1,4 +1,4 @@
-"""What a process does now, in a memory file that others can read while it hangs, and that is gone when it ends.
+"""Record of what a process does now, in a memory file that others can read while it hangs, and that is gone when it ends.
 
 A record has lines of one form: when it was written, two numbers, a text. Writing one is a copy of 128 bytes, so a rank can do it at every
 collective. Lines are not written atomically: a reader looks at processes that stand still.

@@ -23,7 +23,7 @@ _PY_SPY_SECONDS = 20.0
 _PY_SPY_TRIES = 3
 """A process that runs may change its stack while py-spy reads it."""
 _DUMP_SECONDS = 2.0
-"""For a process to begin answering the signal, and to write on."""
+"""Seconds for a process to begin answering the signal, and to write on."""
 _POLL_SECONDS = 0.02
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, -1
 

@@ -15,7 +15,7 @@ _ENDED = ("gone", "zombie", "dead")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What was found of one process."""
+    """Findings of one process."""
 
     state: str
     """See Examined.state; "unreachable": its node did not answer. "not started": nobody knows its process."""

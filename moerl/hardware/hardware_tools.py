@@ -10,7 +10,7 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Absent:
-    """What could not be found out, and why."""
+    """Fact that could not be found out, and why."""
 
     reason: str
     is_fault: bool = False

@@ -1,4 +1,4 @@
-"""What ibv_devinfo or the kernel says of RDMA adapters, and whether these read GPU memory without the host. Parsing is pure."""
+"""RDMA adapters by ibv_devinfo or the kernel, and whether these read GPU memory without the host. Parsing is pure."""
 
 import re
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ def find_ports(root: Path = Path("/")) -> tuple[Port, ...] | Absent:
 
 
 def read_ports(adapters: Path) -> tuple[Port, ...]:
-    """Of the kernel's folder of RDMA adapters (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
+    """Ports of the kernel's folder of RDMA adapters (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
     ports = []
     for folder in sorted(adapters.glob("*/ports/*"), key=lambda folder: (folder.parts[-3], int(folder.name))):
         state, rate, layer = ((folder / name).read_text().strip() for name in ("state", "rate", "link_layer"))
@@ -59,7 +59,7 @@ def read_ports(adapters: Path) -> tuple[Port, ...]:
 
 
 def parse_ports(text: str) -> tuple[Port, ...]:
-    """Of `ibv_devinfo -v`."""
+    """Ports of `ibv_devinfo -v`."""
     ports = []
     for adapter in re.split(r"^hca_id:", text, flags=re.MULTILINE)[1:]:
         name = adapter.split(maxsplit=1)[0]

@@ -33,7 +33,7 @@ _IB_TIMEOUT = 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What the links of one node are."""
+    """Links of one node."""
 
     gpus: tuple[NvidiaGPU, ...] | Absent
     topology: Topology | Absent
@@ -88,7 +88,7 @@ def network_settings(
 
 
 def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None) -> tuple[Setting, ...]:
-    """Of this node and process. Raises ConfigError like network_settings."""
+    """Settings of this node and process. Raises ConfigError like network_settings."""
     files = read_nccl_files(os.environ)
     return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ, files=files)
 
@@ -100,7 +100,7 @@ def variables(settings: tuple[Setting, ...]) -> dict[str, str]:
 
 @contextmanager
 def applied(settings: tuple[Setting, ...]) -> Iterator[None]:
-    """For the block, they are in this process's environment and that of processes it starts."""
+    """Context in which they are in this process's environment and that of processes it starts."""
     new = variables(settings)
     before = {name: os.environ.get(name) for name in new}
     os.environ.update(new)

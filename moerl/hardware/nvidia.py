@@ -1,4 +1,4 @@
-"""What nvidia-smi says of a node: GPUs, the links between them, and how far the network adapters are. Parsing is pure."""
+"""GPUs of a node by nvidia-smi: themselves, the links between them, and how far the network adapters are. Parsing is pure."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -48,11 +48,11 @@ class NvidiaGPU:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NVLinks:
-    """Of one GPU."""
+    """Links of one GPU."""
 
     index: int
     gb_per_second: tuple[float | None, ...]
-    """Of each link, one way; None: inactive."""
+    """Speed of each link, one way; None: inactive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class Topology:
         return min(kinds, key=DISTANCES.index, default=None)
 
     def nearest(self, adapters: Collection[str]) -> frozenset[str]:
-        """Of these, the ones that no other is nearer to some GPU than; none where a distance is not known."""
+        """Adapters of these that no other is nearer to some GPU than; none where a distance is not known."""
         found: set[str] = set()
         for gpu in self.gpus:
             distances = {name: self.between[gpu].get(name, "") for name in adapters}
@@ -133,7 +133,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def parse_links(text: str) -> tuple[NVLinks, ...]:
-    """Of `nvidia-smi nvlink --status`. A GPU without NVLinks is there with none."""
+    """Links of `nvidia-smi nvlink --status`. A GPU without NVLinks is there with none."""
     found: list[tuple[int, list[float | None]]] = []
     for line in text.splitlines():
         if gpu := re.match(r"\s*GPU (\d+):", line):
@@ -144,7 +144,7 @@ def parse_links(text: str) -> tuple[NVLinks, ...]:
 
 
 def parse_topology(text: str) -> Topology:
-    """Of `nvidia-smi topo --matrix`, from drivers that name adapters in the matrix and from those that list them below it."""
+    """Topology of `nvidia-smi topo --matrix`, from drivers that name adapters in the matrix and from those that list them below it."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     names = {match[1]: match[2] for line in lines if (match := re.match(r"\s*(NIC\d+): (\S+)", line))}
     head = next((line for line in lines if re.search(r"(^|\s)GPU0(\s|$)", line)), None)

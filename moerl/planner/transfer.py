@@ -39,7 +39,7 @@ class PushPlan:
     spread_in_node: tuple[float, float]
     """Between GPUs of a node."""
     bound_seconds: float
-    """Of the busiest card alone: no schedule is faster."""
+    """Seconds of the busiest card alone: no schedule is faster."""
     num_buckets: int
     num_rounds: int
     schedule_seconds: float
@@ -81,8 +81,8 @@ def plan_push(
     config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None, card_gbit: float,
     bucket_bytes: int | None,
 ) -> PushPlan:  # fmt: skip
-    """Of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises ConfigError
-    for a rollout that cannot serve the model, or cannot be planned."""
+    """Plan of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises
+    ConfigError for a rollout that cannot serve the model, or cannot be planned."""
     num_experts = shape_of_config(model_config(config.model)).num_experts
     rollout = rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
     if problems := list(_problems(rollout, num_experts)):

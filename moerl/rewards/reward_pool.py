@@ -20,9 +20,9 @@ from moerl.types.groups import Prompt, Score
 logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 4 * 2**30
-"""What the checks of one worker may allocate, beyond what its verifiers' packages take."""
+"""Bytes that the checks of one worker may allocate, beyond what its verifiers' packages take."""
 START_SECONDS = 120.0
-"""For one worker to import its verifiers' packages."""
+"""Seconds for one worker to import its verifiers' packages."""
 
 ErrorKind = Literal["timeout", "died", "raised", "not_a_number", "no_worker"]
 

@@ -62,7 +62,7 @@ class WorkerProcess:
         await self._send(check)
 
     async def next_answer(self) -> dict[str, Any]:
-        """Of the next term: {"value", "extra"}, or {"kind", "error"}, after which no more come for this check.
+        """Answer of the next term: {"value", "extra"}, or {"kind", "error"}, after which no more come for this check.
 
         Raises ConnectionError if the worker ends.
         """

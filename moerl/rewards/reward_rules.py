@@ -1,4 +1,4 @@
-"""What can be known about the reward's settings before the run: runs nobody's code and imports neither torch nor a user's module."""
+"""Problems that can be known of the reward's settings before the run: runs nobody's code and imports neither torch nor a user's module."""
 
 import ast
 import math
@@ -137,7 +137,7 @@ def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _names(node: ast.stmt) -> set[str]:
-    """What `node` binds."""
+    """Names that `node` binds."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     if isinstance(node, (ast.Import, ast.ImportFrom)):

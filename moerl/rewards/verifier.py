@@ -1,4 +1,4 @@
-"""What a verifier is: a function from one `Check` to a number, made from a `RewardTerm`. Any exception marks the sample."""
+"""Verifier: a function from one `Check` to a number, made from a `RewardTerm`. Any exception marks the sample."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What Slurm gave the job: who this node is, what each node has, and whether that is what the run needs."""
+"""Allocation that Slurm gave the job: who this node is, what each node has, and whether that is what the run needs."""
 
 import importlib.metadata
 import os
@@ -24,14 +24,14 @@ _RAY_DAEMONS = ("raylet", "gcs_server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlace:
-    """Of this process in its job. Two nodes may share a host, so that nothing follows from the host's name."""
+    """Place of this process in its job. Two nodes may share a host, so that nothing follows from the host's name."""
 
     job: str
     """Job id and how often it was requeued, e.g. 1234-0."""
     index: int
     """0: the first node, which leads."""
     names: tuple[str, ...]
-    """Of all nodes, by index."""
+    """Names of all nodes, by index."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class JobPlace:
 
     @property
     def is_first_try(self) -> bool:
-        """Of the job, which was not queued again yet."""
+        """True: the job was not queued again yet."""
         return self.job.endswith("-0")
 
 
@@ -75,7 +75,7 @@ def _expand_item(item: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedNode:
-    """What a node tells the first one before anything is started."""
+    """Facts that a node tells the first one before anything is started."""
 
     index: int
     name: str

@@ -40,7 +40,7 @@ Watch = list["asyncio.Future[None]"]
 logger = logging.getLogger(__name__)
 
 _EXIT_CODES = dict.fromkeys((ExitCode.CONTINUE, ExitCode.KILLED, -signal.SIGKILL), ExitCode.QUEUE_AGAIN)
-"""Of the driver -> of this task, where they differ."""
+"""Exit codes of the driver -> of this task, where they differ."""
 _ENDS = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGUSR1: ExitCode.QUEUE_AGAIN}
 """Signals that ask a job to end -> its exit code."""
 _LOSES = (ExitCode.FAILED, ExitCode.UNUSABLE, ExitCode.KILLED)
@@ -49,7 +49,7 @@ _SETTLE_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
 """A job of one node needs no other address."""
 _DRIVER_END_SECONDS = 30.0
-"""For the driver to end its servers and ranks after SIGTERM."""
+"""Seconds for the driver to end its servers and ranks after SIGTERM."""
 LAST_SECONDS = _SETTLE_SECONDS + _DRIVER_END_SECONDS + END_SECONDS + 5.0
 """At most from the end of one node's process to the end of the others, with 5 s for Ray's logs: a shorter --wait of srun cuts a node short,
 which then neither queues the job again nor removes its directory."""
@@ -84,7 +84,8 @@ def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = N
 
 
 def allow_open_files() -> None:
-    """For this process and what it starts: Ray has a connection per process, and Slurm hands on the soft limit of the submitting shell."""
+    """Limit for this process and what it starts: Ray has a connection per process, and Slurm hands on the soft limit of the submitting
+    shell."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -149,7 +150,7 @@ class _Node:
         return not self._place.is_first_try and self._saved() == self._begun_with
 
     def _saved(self) -> object:
-        """What a job goes on from, to compare: the newest checkpoint, or how many bytes of samples there are of an evaluation."""
+        """Point that a job goes on from, to compare: the newest checkpoint, or how many bytes of samples there are of an evaluation."""
         if self._evaluation is None:
             return newest(self._config.run_dir / "checkpoints")
         return sum(file.stat().st_size for file in (self._config.run_dir / "eval").rglob("*.jsonl"))
@@ -163,7 +164,7 @@ class _Node:
             task.cancel()
 
     async def _lead(self, arguments: Sequence[str]) -> int:
-        """What the driver's exit code was; QUEUE_AGAIN for a run that is to be continued."""
+        """The driver's exit code; QUEUE_AGAIN for a run that is to be continued."""
         async with hold_meeting(self._meeting_file, self._config.network.interface) as meeting, _watching() as watch:
             guests = await meeting.gather(self._place.names[1:], self._seconds)
             watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
@@ -248,7 +249,7 @@ class _Node:
         return _EXIT_CODES.get(code, code if code >= 0 else 128 - code)
 
     def _verb(self) -> list[str]:
-        """Of the driver, with its options."""
+        """Command of the driver, with its options."""
         if self._evaluation is not None:
             return ["eval", *self._evaluation]
         # Slurm >= 23.02 says when it takes the nodes away.

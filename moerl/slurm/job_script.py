@@ -16,7 +16,7 @@ from moerl.types.errors import ConfigError
 from moerl.types.exit_codes import ExitCode
 
 INHERITED = ("HOME", "USER", "LANG", "PATH")
-"""What a job takes over from the environment of its submission, beside Slurm's own variables and slurm.pass_environment."""
+"""Variables that a job takes over from the environment of its submission, beside Slurm's own variables and slurm.pass_environment."""
 
 _TEMPLATE = Path(__file__).with_name("job.sbatch.j2")
 _HERE = '"$PWD"'
@@ -127,7 +127,7 @@ def _python(slurm: SlurmConfig) -> str:
 
 
 def _container(slurm: SlurmConfig, paths: Sequence[Path]) -> Iterator[str]:
-    """What goes between srun's options and the command."""
+    """Words that go between srun's options and the command."""
     container = slurm.container
     if container is None:
         return

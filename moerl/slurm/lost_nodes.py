@@ -1,5 +1,5 @@
-"""What a job's first node leaves for its script. PREFIX.lost: the nodes that the job has lost in all its tries, one a line; Slurm is asked
-for others. PREFIX.again: the job is to be queued again. srun's exit code does not tell: it is 137 when any task was killed."""
+"""Files that a job's first node leaves for its script. PREFIX.lost: the nodes that the job has lost in all its tries, one a line; Slurm is
+asked for others. PREFIX.again: the job is to be queued again. srun's exit code does not tell: it is 137 when any task was killed."""
 
 import logging
 from pathlib import Path

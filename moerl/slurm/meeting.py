@@ -191,7 +191,7 @@ def addresses_of(interface: str | None) -> list[str]:
 
 
 def common_address(guests: Sequence[Guest]) -> str:
-    """Of the first node: where most of the others reached it."""
+    """Address of the first node: where most of the others reached it."""
     return Counter(guest.link.own_address for guest in guests).most_common(1)[0][0]
 
 

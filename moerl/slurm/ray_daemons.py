@@ -23,7 +23,7 @@ _LOG_LINES = 20
 _ERROR_LINES = 3
 _DAEMONS = ("raylet", "gcs_server")
 _WHICH_CLUSTER = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_NAMESPACE", "RAY_JOB_ID")
-"""Of somebody else's."""
+"""Variables that name somebody else's cluster."""
 
 
 class RayEnded(MoerlError):
@@ -36,14 +36,14 @@ class RayNode:
 
     facts: AllocatedNode
     address: str
-    """Of this node."""
+    """Address of this node."""
     directory: Path
     """On the node's own disk, for this job alone."""
     token: str
     log: Path
 
     def environment(self) -> dict[str, str]:
-        """Of Ray's daemons and of whoever joins them here; process groups use the interface of the same address."""
+        """Variables of Ray's daemons and of whoever joins them here; process groups use the interface of the same address."""
         token_file = self.directory / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(self.token)
@@ -130,7 +130,7 @@ def daemons_of(starter: int) -> dict[int, str]:
 
 
 async def end_of(pid: int) -> None:
-    """Of any process, also one that is not this one's child."""
+    """End of any process, also one that is not this one's child."""
     try:
         file = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -172,7 +172,7 @@ def _gpus(node: object) -> int:
 
 
 def _free_port(address: str, seed: Path) -> int:
-    """For the one daemon of Ray that cannot ask the system. Jobs start their search at different ports."""
+    """Port for the one daemon of Ray that cannot ask the system. Jobs start their search at different ports."""
     start = zlib.crc32(str(seed).encode())
     for attempt in range(_NUM_PORTS):
         port = _FIRST_PORT + (start + attempt) % _NUM_PORTS

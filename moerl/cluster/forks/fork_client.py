@@ -16,7 +16,7 @@ from pathlib import Path
 from moerl.cluster.forks.fork_server import VARIABLE, for_workers
 
 _REPLY_SECONDS = 120.0
-"""For a server that is importing what it preloads."""
+"""Seconds for a server that is importing what it preloads."""
 
 
 class CannotForkError(Exception):

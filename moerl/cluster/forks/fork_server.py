@@ -52,7 +52,7 @@ _KILLED_BY_EXCEPTION = 1
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """For the block: a server forked from this process, which has imported what it preloads. Its address is in the environment.
+    """Context with a server forked from this process, which has imported what it preloads. Its address is in the environment.
 
     A fork runs this process's exit functions at its own end, as those of the modules that it would have imported: call it first.
     Nothing is started, and every process is executed, where the environment already says where to fork, or nowhere; where ranks are

@@ -17,7 +17,7 @@ from moerl.cluster.forks.fork_server import VARIABLE
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """For the block: a Ray that this process starts has what a run on one host needs, and its workers forked if there is a fork server.
+    """Context in which a Ray that this process starts has what a run on one host needs, and its workers forked if there is a fork server.
 
     It has no autoscaler, and no process that reads workers' logs for a driver that prints none of them.
     """

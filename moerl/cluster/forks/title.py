@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _FIRST_FIELD = 48
-"""Of four in /proc/self/stat, counted from 1: start and end of the command line, start and end of the environment."""
+"""Fields, of four, in /proc/self/stat, counted from 1: start and end of the command line, start and end of the environment."""
 
 
 def set_title(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder becomes in another dtype: for each tensor how to copy, cast, dequantize or quantize it piece by piece."""
+"""Plan of a Hugging Face folder in another dtype: for each tensor how to copy, cast, dequantize or quantize it piece by piece."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -45,7 +45,7 @@ def packed_problems(source: HFSource) -> Iterator[Problem]:
 
 
 def unpacked_entry(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
-    """Of the stack whose blocks are called `name`, one expert at a time."""
+    """Entries of the stack whose blocks are called `name`, one expert at a time."""
     blocks, scales = source.tensors[name], source.tensors[name.removesuffix(BLOCKS) + SCALES]
     experts, out, count, _ = blocks.shape
 

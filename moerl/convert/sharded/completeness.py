@@ -29,8 +29,8 @@ def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
 
 
 def copied_problems(source: HFSource) -> list[Problem]:
-    """What the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that Megatron
-    would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
+    """Tensors that the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that
+    Megatron would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
     if source.config.get("model_type") not in FAMILIES or is_packed(source.config):
         return []
     family = described_family(source.config)
@@ -80,7 +80,7 @@ def _unknown(source: HFSource, names: set[str]) -> Iterator[Problem]:
 
 
 def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[Parameter]) -> Iterator[Problem]:
-    """Of a run's checkpoint, whose vocabulary may be padded: keys of another shape than the model of its config.json has."""
+    """Problems of a run's checkpoint, whose vocabulary may be padded: keys of another shape than the model of its config.json has."""
     shapes = parameter_shapes(family, source.config)
     weights = source.weights()
     for parameter in {each.key: each for each in parameters}.values():

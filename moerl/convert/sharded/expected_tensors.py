@@ -23,13 +23,13 @@ _OF_DENSE = ("mlp.linear_fc",)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTensor:
     shapes: Mapping[str, Shape]
-    """Of every tensor that the model has, by its Hugging Face name, layers of multi-token prediction included."""
+    """Shape of every tensor that the model has, by its Hugging Face name, layers of multi-token prediction included."""
     copies: Mapping[str, Shape]
-    """Of tensors that a checkpoint may repeat there."""
+    """Shapes of tensors that a checkpoint may repeat there."""
 
 
 def expected_tensors(family: Family, config: Mapping[str, Any]) -> ExpectedTensor:
-    """Of a config.json that breaks no rule of its family."""
+    """Tensors of a config.json that breaks no rule of its family."""
     sizes, fields = sizes_of(family, config), fields_of(family, config)
     num_layers, num_mtp = sizes.num_layers, num_mtp_layers(config)
     shapes: dict[str, Shape] = {}
@@ -44,7 +44,7 @@ def expected_tensors(family: Family, config: Mapping[str, Any]) -> ExpectedTenso
 
 
 def parameter_shapes(family: Family, config: Mapping[str, Any]) -> dict[Rule, Shape]:
-    """Of Megatron's parameters on one rank, without padding of the vocabulary."""
+    """Shapes of Megatron's parameters on one rank, without padding of the vocabulary."""
     return dict(_built(family, config))
 
 
@@ -62,7 +62,8 @@ def _kind(rule: Rule) -> str:
 
 
 def _places(rule: Rule, fields: Mapping[str, Any], *, num_layers: int, num_mtp: int, experts: int) -> Iterator[dict[str, int]]:
-    """What {layer}, {mtp} and {expert} of its Hugging Face names are; layers of multi-token prediction are built like the last layer."""
+    """Values that {layer}, {mtp} and {expert} of its Hugging Face names are; layers of multi-token prediction are built like the last
+    layer."""
     if "{layer}" not in rule.megatron and not rule.is_mtp:
         yield {}
         return

@@ -58,7 +58,7 @@ def computes_it(family: Family, config: Mapping[str, Any]) -> bool:
 
 
 def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
-    """Of a model on one rank."""
+    """Sizes of a model on one rank."""
     described = fields_of(family, config)
     heads = described["num_attention_heads"]
     return Sizes(
@@ -71,7 +71,7 @@ def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
 
 
 def fields_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says in the words of Megatron's configuration."""
+    """Fields of config.json in the words of Megatron's configuration."""
     return family.transformer_config(_unquantized(config))
 
 
@@ -112,7 +112,7 @@ def _applies(megatron: str, candidates: Mapping[str, Any]) -> bool:
 
 
 def parameters_of_keys(family: Family, shapes: Mapping[str, tuple[int, ...]], *, num_layers: int) -> Iterator[Parameter]:
-    """Of a checkpoint's keys of weights, with their shapes. Raises ConvertError with every key that no rule maps."""
+    """Parameters of a checkpoint's keys of weights, with their shapes. Raises ConvertError with every key that no rule maps."""
     unknown = []
     for key, shape in shapes.items():
         match = _EXPERT_KEY.fullmatch(key)

@@ -35,7 +35,7 @@ def count_nonfinite(piece: Tensor) -> int:
 
 
 def report(finished: Sequence[Finished], nonfinite: NonFinite) -> None:
-    """Of all files, including those a run before this one has written. Raises ConvertError with `error`."""
+    """Report of all files, including those a run before this one has written. Raises ConvertError with `error`."""
     counts = {name: count for each in finished for name, count in each.notes.get(NONFINITE, {}).items()}
     if nonfinite == "error" and counts:
         reason = "a model with such weights answers nothing but NaN"

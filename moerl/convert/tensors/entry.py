@@ -26,12 +26,12 @@ class Entry:
 
 
 def whole(name: str, tensor: Tensor) -> Entry:
-    """Of a tensor that is in memory."""
+    """Entry of a tensor that is in memory."""
     return Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), pieces=lambda: iter([tensor]))
 
 
 def computed(name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor]) -> Entry:
-    """Of a tensor that `make` returns, in `dtype` and `shape`, when it is written."""
+    """Entry of a tensor that `make` returns, in `dtype` and `shape`, when it is written."""
 
     def pieces() -> Iterator[Tensor]:
         tensor = make()

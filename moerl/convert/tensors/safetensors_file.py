@@ -102,7 +102,7 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 
 
 def header_of(entries: Sequence[Entry]) -> bytes:
-    """What precedes the tensors, which follow in this order."""
+    """Bytes that precede the tensors, which follow in this order."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:

@@ -29,7 +29,7 @@ DIGESTS = "moerl-digests.json"
 """File name -> [bytes, xxh3_128], of every other file of a converted checkpoint."""
 _PLAN, _JOURNAL = "plan.json", "journal.jsonl"
 SPARE_BYTES = 64 * 2**20
-"""What a disk must have left beside the checkpoint's own files."""
+"""Bytes that a disk must have left beside the checkpoint's own files."""
 
 OnBytes = Callable[[int], None]
 """Called from several threads with bytes written since its last call."""
@@ -64,7 +64,7 @@ class Output:
 class FileJob:
     name: str
     num_bytes: int
-    """What it will have, for the disk and the progress; need not be exact."""
+    """Bytes that it will have, for the disk and the progress; need not be exact."""
     contents: Any
     """Plain values that say what it will hold: equal for equal files."""
     write: Callable[[Output], dict[str, Any]]
@@ -161,7 +161,7 @@ def _claimed(partial: Path) -> Iterator[None]:
 
 
 def _kept(partial: Path, names: set[str]) -> dict[str, Finished]:
-    """Of the journal, the files that are still what it says. Its last line may be cut off."""
+    """Entries of the journal: the files that are still what it says. Its last line may be cut off."""
     kept: dict[str, Finished] = {}
     lines = (partial / _JOURNAL).read_text().splitlines(keepends=True) if (partial / _JOURNAL).exists() else []
     for line in lines:
@@ -203,7 +203,7 @@ def _write_all(jobs: Sequence[FileJob], partial: Path, journal: Any, *, workers:
 
 
 def _explained(failures: list[BaseException], partial: Path) -> BaseException:
-    """What to raise: a fault of this program as it is, faults of files and disks as such, all of them."""
+    """Error to raise: a fault of this program as it is, faults of files and disks as such, all of them."""
     for error in failures:
         if not isinstance(error, OSError | EOFError | ConvertError):
             return error

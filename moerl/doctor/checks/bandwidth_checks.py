@@ -1,4 +1,4 @@
-"""What the measured bandwidths say: nodes, pairs and GPUs that are slow beside the others, and all of them beside what links can carry."""
+"""Checks of the measured bandwidths: nodes, pairs and GPUs that are slow beside the others, and all of them beside what links can carry."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Bandwidth:
     """In 1e9 bytes per second, one way."""
 
     between_nodes: Mapping[Pair, float]
-    """Of all ranks of a node together, with those of the other."""
+    """Bandwidth of all ranks of a node together, with those of the other."""
     inside: Sequence[Mapping[Pair, float]]
     """Node by node, between its ranks."""
     node_all_reduce: Sequence[float]
@@ -27,7 +27,7 @@ class Bandwidth:
 
 
 def combine(measured: Sequence[Sequence[Measured]], *, on_gpus: bool) -> Bandwidth:
-    """What all ranks measured: node by node, rank by rank of the node. Of the two ends of a link the slower one counts."""
+    """Measurements of all ranks: node by node, rank by rank of the node. Of the two ends of a link the slower one counts."""
     between: dict[Pair, float] = {}
     for a, ranks in enumerate(measured):
         for b in range(a + 1, len(measured)):

@@ -17,7 +17,7 @@ _OF_ONE_NODE = ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skew:
     seconds: float
-    """Of the node's clock, ahead of the head's."""
+    """Seconds of the node's clock, ahead of the head's."""
     error_seconds: float
     """Half the round trip in which it was measured."""
 

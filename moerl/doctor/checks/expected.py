@@ -1,4 +1,4 @@
-"""What the nodes are held to: limits of the checks, and what the user or a recipe says there should be."""
+"""Expectations that the nodes are held to: limits of the checks, and what the user or a recipe says there should be."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ USED_GPU_MIB = 1024.0
 SKEW_SECONDS, MAX_SKEW_SECONDS = 0.1, 5.0
 """Clocks: logs are merged by time, and the modification times that rendezvous and checkpoints over shared folders compare."""
 GOOD_SHARE, LEAST_SHARE = 0.7, 0.5
-"""Of the expected bandwidth: below the first a warning, below the second a failure."""
+"""Shares of the expected bandwidth: below the first a warning, below the second a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ class Expectations:
     nodes: int | None = None
     """None: as many as there are."""
     names: tuple[str, ...] = ()
-    """Of the nodes, in order; empty: not known."""
+    """GPUs of the nodes, in order; empty: not known."""
     gpus_per_node: int | None = None
     """None: as many as on the other nodes."""
     ranks: int | None = None
-    """Of the trainer."""
+    """Ranks of the trainer."""
     server_gpus: int = 0
-    """Of rollout servers that have GPUs of their own."""
+    """GPUs of rollout servers that have GPUs of their own."""
     gb_per_second: float | None = None
     """One way between two nodes. None: the sum of the rates of a node's InfiniBand ports."""
     run_dir: Path = Path()

@@ -1,4 +1,4 @@
-"""What the doctor says: one finding per node and check."""
+"""Findings of the doctor: one finding per node and check."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +16,7 @@ class Finding:
     node: str
     check: str
     found: str
-    """Of a check that was skipped: why."""
+    """Finding of a check that was skipped: why."""
     expected: str
     verdict: Verdict
     fix: str = ""

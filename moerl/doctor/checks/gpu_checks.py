@@ -11,7 +11,7 @@ from moerl.hardware.nvidia import NvidiaGPU, slowdowns
 
 _CHECKS = ("GPUs", "driver", "MIG", "clocks", "ECC", "GPU memory", "NVLink", "NVSwitch fabric")
 _SLOW_SHARE = 0.9
-"""Of the highest clock, under which application clocks are worth a word."""
+"""Share of the highest clock, under which application clocks are worth a word."""
 
 
 def gpu_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:

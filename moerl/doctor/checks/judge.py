@@ -11,7 +11,7 @@ Pair = tuple[int, int]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
     reference: float
-    """What a link between two healthy ones carries, in the unit of the links; 0 without links."""
+    """Speed that a link between two healthy ones carries, in the unit of the links; 0 without links."""
     slow: tuple[int, ...]
     """Most of whose links are slow."""
     slow_pairs: tuple[Pair, ...]
@@ -82,4 +82,4 @@ class Measured:
     node_all_reduce: float | None
     """Bus bandwidth (nccl-tests, PERFORMANCE.md) of the node's ranks; None for a single rank, and on a single node."""
     all_reduce: float | None
-    """Of all ranks; None for a single one."""
+    """Bandwidth of all ranks; None for a single one."""

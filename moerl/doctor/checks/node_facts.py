@@ -1,4 +1,4 @@
-"""What one node is: gathered on the node, judged elsewhere. It crosses processes as JSON."""
+"""Facts of one node: gathered on the node, judged elsewhere. It crosses processes as JSON."""
 
 import os
 import re
@@ -52,7 +52,7 @@ class NodeFacts:
     gpudirect: GPUDirect | Absent
     interfaces: Mapping[str, tuple[str, ...]]
     own_addresses: tuple[str, ...] | Absent
-    """What the node's host name resolves to there."""
+    """Addresses that the node's host name resolves to there."""
     torch_gpus: int
     libcuda: int | None
     """Major version of CUDA that the libcuda found here runs, which may not be the driver's own; None: there is none."""
@@ -68,7 +68,7 @@ class NodeFacts:
     versions: Mapping[str, str | Absent]
     engines: Mapping[str, Mapping[str, str] | Absent]
     ray_processes: tuple[str, ...]
-    """Of a Ray that this process is no part of: "raylet 1234 of user"."""
+    """Processes of a Ray that this process is no part of: "raylet 1234 of user"."""
     gloo_interface: str
     """Over which ranks on this node would meet; empty: where its host name leads."""
     settings: tuple[Setting, ...]
@@ -79,7 +79,8 @@ FACTS = TypeAdapter(NodeFacts)
 
 
 def gather(name: str, expected: Expectations, *, reached_at: str | None) -> NodeFacts:
-    """Of the node that this process runs on, which calls it `name`. Raises ConfigError for a network.interface that it does not have."""
+    """Facts of the node that this process runs on, which calls it `name`. Raises ConfigError for a network.interface that it does not
+    have."""
     import torch
 
     gpus, topology, ports, gpudirect, interfaces = find_gpus(), find_topology(), find_ports(), find_gpudirect(), find_interfaces()
@@ -116,7 +117,7 @@ def gather(name: str, expected: Expectations, *, reached_at: str | None) -> Node
 
 
 def locks_any_memory(status: str) -> bool:
-    """Of /proc/PID/status: whether its effective capabilities have CAP_IPC_LOCK."""
+    """Reading of /proc/PID/status: whether its effective capabilities have CAP_IPC_LOCK."""
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, flags=re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
 
@@ -138,7 +139,7 @@ def _places(expected: Expectations) -> list[tuple[str, Path]]:
 
 
 def _disk(purpose: str, path: Path) -> Disk:
-    """Of a folder that is not there yet: of the one in which it would be made."""
+    """Disk of a folder that is not there yet: of the one in which it would be made."""
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     usage = shutil.disk_usage(there)
     refusal = ""
@@ -151,7 +152,7 @@ def _disk(purpose: str, path: Path) -> Disk:
 
 
 def _other_ray() -> list[str]:
-    """Of no cluster that this process belongs to: neither one that started it nor the one of RAY_ADDRESS."""
+    """Raylet of no cluster that this process belongs to: neither one that started it nor the one of RAY_ADDRESS."""
     own = {name for parent in psutil.Process().parents() for name in _SESSION.findall(" ".join(parent.cmdline()))}
     address = os.environ.get("RAY_ADDRESS", "")
     found = []

@@ -51,7 +51,7 @@ def is_supported(name: str, version: str) -> bool:
 
 
 def trainer_versions() -> dict[str, str | Absent]:
-    """Of this environment; loads torch for what it was built with."""
+    """Versions of this environment; loads torch for what it was built with."""
     import torch
 
     nccl = Absent(reason="this PyTorch is built without NCCL")
@@ -64,7 +64,7 @@ def trainer_versions() -> dict[str, str | Absent]:
 
 
 def engine_versions(python: str, names: Sequence[str]) -> dict[str, str] | Absent:
-    """Of an engine's own environment, whose interpreter is asked."""
+    """Versions of an engine's own environment, whose interpreter is asked."""
     if not Path(python).is_file():
         return Absent(reason=f"there is no {python}")
     try:

@@ -77,7 +77,7 @@ def _quick_config_class(task: str) -> Any:
 
 @contextmanager
 def _bare_packages(folders: Mapping[str, Path]) -> Iterator[None]:
-    """For the block, these packages have imported nothing; then neither they nor their modules have been imported."""
+    """Context in which these packages have imported nothing; then neither they nor their modules have been imported."""
     for name, folder in folders.items():
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(folder)]

@@ -26,6 +26,6 @@ def load_dataset(config: DataConfig, *, seed: int) -> Dataset:
 
 
 def check_data(config: DataConfig) -> Iterator[Problem]:
-    """What can be known without reading the data: files and task names."""
+    """Problems that can be known without reading the data: files and task names."""
     if config.kind in _CHECKS:
         yield from _CHECKS[config.kind](config)
