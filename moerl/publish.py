@@ -144,12 +144,12 @@ class WeightPublisher:
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
-        servers = {party.name: member for member in members for party in member.parties}
+        servers = {each.name: member for member in members for each in member.watched}
         names = [name for name, member in servers.items() if member.name in silent]
-        ranks = [party.name for party in self._train.parties] if SOURCE in silent else []
+        ranks = [each.name for each in self._train.watched] if SOURCE in silent else []
         deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
-        all_parties = [party for member in members for party in member.parties]
-        error = await hangs.report("push", deadline, parties=all_parties, silent=[*names, *ranks])
+        all_watched = [each for member in members for each in member.watched]
+        error = await hangs.report("push", deadline, watched=all_watched, silent=[*names, *ranks])
         if all(name in servers for name in error.names):
             for name in error.names:
                 servers[name].kill()

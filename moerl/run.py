@@ -208,21 +208,21 @@ async def _assembled(
     only hold weights."""
     with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
-        seats = find_placement(config)
+        placement = find_placement(config)
         if trained_on is not None:
             _check_store(config)
             if config.sft is not None:
-                directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, seats, observe)
+                directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, placement.ranks, observe)
                 model = replace(model, directory=directory)
         hangs = HangReports(config.run_dir)
-        pool, rewards = _rollout_pool(config, model, seats, hangs), RewardPool(config.reward)
+        pool, rewards = _rollout_pool(config, model, placement, hangs), RewardPool(config.reward)
         group = MegatronTrainGroup(
-            config, model_dir=model.directory, checkpoint_dir=config.run_dir / "checkpoints", seats=seats.ranks, hangs=hangs,
+            config, model_dir=model.directory, checkpoint_dir=config.run_dir / "checkpoints", places=placement.ranks, hangs=hangs,
             trains=trained_on is not None,
         )  # fmt: skip
         residency = Residency(group, pool, num_shared=num_shared(config))
-        hangs.include_in_pushes(pool.parties)
-        hangs.include_in_pushes(lambda: group.parties)
+        hangs.include_in_pushes(pool.watched)
+        hangs.include_in_pushes(lambda: group.watched)
         async with AsyncExitStack() as stack:
             # For the servers, which this process starts; ranks look at the node that Ray chose for them.
             stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
@@ -238,10 +238,10 @@ async def _assembled(
             yield _Assembly(model=model, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency)
 
 
-def _rollout_pool(config: RunConfig, model: _Model, seats: RunPlacement, hangs: HangReports) -> RolloutPool:
+def _rollout_pool(config: RunConfig, model: _Model, placement: RunPlacement, hangs: HangReports) -> RolloutPool:
     rollout = config.rollout
     return RolloutPool(
-        build_engines(config, model.directory, config.run_dir / "logs", seats),
+        build_engines(config, model.directory, config.run_dir / "logs", placement),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
         collector=build_collector(config, model.directory, model.tokenizer),

@@ -6,13 +6,14 @@ checkpoint appears by one rename; a run that was stopped before starts the phase
 
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from moerl.algorithms.sft import SFT
-from moerl.cluster.placement import RunPlacement
+from moerl.cluster.placement import ProcessPlace
 from moerl.config.schema.run_config import RunConfig, SFTConfig
 from moerl.observe.guards import check_finite
 from moerl.observe.observer import Observer
@@ -25,8 +26,8 @@ _REPORT_EVERY = 50
 
 
 async def warm_start(
-    config: RunConfig, sft: SFTConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, seats: RunPlacement,
-    observe: Observer,
+    config: RunConfig, sft: SFTConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource,
+    places: Sequence[ProcessPlace], observe: Observer,
 ) -> Path:  # fmt: skip
     """The checkpoint directory with the trained weights."""
     directory = config.run_dir / "warm_start"
@@ -35,7 +36,7 @@ async def warm_start(
     optimizer = replace(config.train.optimizer, lr=sft.lr, warmup_steps=sft.warmup_steps)
     train = replace(config.train, optimizer=optimizer, updates_per_step=1, router_replay="off")
     changed = replace(config, train=train)
-    group = MegatronTrainGroup(changed, model_dir=model_dir, checkpoint_dir=directory / "unused", seats=seats.ranks)
+    group = MegatronTrainGroup(changed, model_dir=model_dir, checkpoint_dir=directory / "unused", places=places)
     try:
         await group.start()
         for step in range(sft.num_steps):

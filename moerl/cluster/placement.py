@@ -38,7 +38,7 @@ class ProcessPlace:
 class RunPlacement:
     ranks: tuple[ProcessPlace, ...]
     servers: tuple[tuple[ProcessPlace, ...], ...]
-    """By server, a seat on each of its nodes."""
+    """By server, a place on each of its nodes."""
     here: str
     """Id of the driver's node."""
 
@@ -52,18 +52,18 @@ def find_placement(config: RunConfig) -> RunPlacement:
     needed = {gpu for gpus in (mapped.ranks, *gpu_servers) for gpu in gpus}
     ids = _gpu_ids(nodes) if all(gpu.index < nodes[gpu.node].num_gpus for gpu in needed) else None
 
-    def seat(gpus: Sequence[MappedGPU], number: int, *, on_gpu: bool) -> ProcessPlace:
+    def place(gpus: Sequence[MappedGPU], number: int, *, on_gpu: bool) -> ProcessPlace:
         node = nodes[gpus[0].node if gpus else number % len(nodes)]
         return ProcessPlace(node=node, gpus=tuple(ids[node.id][gpu.index] for gpu in gpus) if ids is not None and on_gpu else None)
 
-    def seats_of(server: Sequence[MappedGPU], number: int) -> tuple[ProcessPlace, ...]:
+    def places_of(server: Sequence[MappedGPU], number: int) -> tuple[ProcessPlace, ...]:
         by_node = [tuple(gpus) for _, gpus in groupby(server, key=lambda gpu: gpu.node)] if server else [()]
-        return tuple(seat(gpus, number, on_gpu=with_gpus) for gpus in by_node)
+        return tuple(place(gpus, number, on_gpu=with_gpus) for gpus in by_node)
 
     with_gpus = gpus_per_server(config.rollout) > 0 and config.rollout.engine != "hf"
     return RunPlacement(
-        ranks=tuple(seat([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
-        servers=tuple(seats_of(gpus, number) for number, gpus in enumerate(mapped.servers)),
+        ranks=tuple(place([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
+        servers=tuple(places_of(gpus, number) for number, gpus in enumerate(mapped.servers)),
         here=here,
     )
 

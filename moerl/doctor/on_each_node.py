@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankSeat:
+class NodePlace:
     """Where a node stands among the others."""
 
     index: int
@@ -68,35 +68,35 @@ class Measurement:
     num_bytes: int
 
 
-SEAT, HELLO, PLAN = TypeAdapter(RankSeat), TypeAdapter(Hello), TypeAdapter(Measurement)
+PLACE, HELLO, PLAN = TypeAdapter(NodePlace), TypeAdapter(Hello), TypeAdapter(Measurement)
 
 
-def examine(seat: RankSeat) -> None:
+def examine(place: NodePlace) -> None:
     """Returns when the head has all it needs of this node. RuntimeError if the head ends first."""
-    timeout = timedelta(seconds=seat.seconds)
-    store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+    timeout = timedelta(seconds=place.seconds)
+    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
     with socket.create_server(("", 0)) as listener:
         try:
-            facts = gather(seat.name, seat.expected, reached_at=_own_address(seat))
+            facts = gather(place.name, place.expected, reached_at=_own_address(place))
         except MoerlError as error:
-            store.set(f"facts/{seat.index}", "!" + str(error))
+            store.set(f"facts/{place.index}", "!" + str(error))
             return
-        store.set(f"facts/{seat.index}", HELLO.dump_json(Hello(facts=facts, port=listener.getsockname()[1])).decode())
-        _answer_clock(store, seat.index)
+        store.set(f"facts/{place.index}", HELLO.dump_json(Hello(facts=facts, port=listener.getsockname()[1])).decode())
+        _answer_clock(store, place.index)
         plan = PLAN.validate_json(store.get("plan"))
-        store.set(f"reached/{seat.index}", _try_name(*plan.neighbours[seat.index]) if seat.index in plan.neighbours else "")
-        with _ranks(seat, plan, rank_variables(facts.settings, os.environ)) as processes:
+        store.set(f"reached/{place.index}", _try_name(*plan.neighbours[place.index]) if place.index in plan.neighbours else "")
+        with _ranks(place, plan, rank_variables(facts.settings, os.environ)) as processes:
             _wait_for_ranks(store, processes)
             # Until then others may still try this node's name.
             store.wait(["stop"], timeout)
-        store.set(f"done/{seat.index}", "")
+        store.set(f"done/{place.index}", "")
 
 
-def _own_address(seat: RankSeat) -> str | None:
+def _own_address(place: NodePlace) -> str | None:
     """By which the head, and so every node, sees this one; None where there is no other."""
-    with socket.create_connection((seat.host, seat.port), timeout=_CONNECT_SECONDS) as connection:
+    with socket.create_connection((place.host, place.port), timeout=_CONNECT_SECONDS) as connection:
         address = str(connection.getsockname()[0])
-        return None if seat.num_nodes == 1 or ipaddress.ip_address(address).is_loopback else address
+        return None if place.num_nodes == 1 or ipaddress.ip_address(address).is_loopback else address
 
 
 def _answer_clock(store: TCPStore, index: int) -> None:
@@ -127,14 +127,14 @@ class _Rank:
 
 
 @contextmanager
-def _ranks(seat: RankSeat, plan: Measurement, environment: dict[str, str]) -> Iterator[dict[int, _Rank]]:
+def _ranks(place: NodePlace, plan: Measurement, environment: dict[str, str]) -> Iterator[dict[int, _Rank]]:
     """The node's ranks, ended in any case."""
     ranks: dict[int, _Rank] = {}
     try:
-        for local, rank in enumerate(plan.ranks[seat.index] if plan.ranks else ()):
+        for local, rank in enumerate(plan.ranks[place.index] if plan.ranks else ()):
             job = RankJob(
-                host=seat.host, port=seat.port, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
-                num_bytes=plan.num_bytes, seconds=seat.seconds, parent=os.getpid(),
+                host=place.host, port=place.port, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
+                num_bytes=plan.num_bytes, seconds=place.seconds, parent=os.getpid(),
             )  # fmt: skip
             log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
             command = [sys.executable, "-m", "moerl.doctor.measuring_rank", JOB.dump_json(job).decode()]
@@ -162,4 +162,4 @@ def _wait_for_ranks(store: TCPStore, ranks: dict[int, _Rank]) -> None:
 
 
 if __name__ == "__main__":
-    examine(SEAT.validate_json(sys.argv[1]))
+    examine(PLACE.validate_json(sys.argv[1]))

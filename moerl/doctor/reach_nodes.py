@@ -1,6 +1,6 @@
 """How the doctor comes to every node: on this machine alone, by a Ray cluster's tasks, or because srun started it on each node.
 
-Each way yields a `Launched`: the seats of the nodes and what became of them. The head's store is open before any node is asked.
+Each way yields a `Launched`: the places of the nodes and what became of them. The head's store is open before any node is asked.
 """
 
 import os
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.on_each_node import SEAT, RankSeat, examine
+from moerl.doctor.on_each_node import PLACE, NodePlace, examine
 from moerl.hardware.hardware_tools import Absent, run_tool
 from moerl.hardware.network_settings import find_interfaces
 from moerl.types.errors import ConfigError, MoerlError, problem
@@ -65,8 +65,8 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
 def on_this_machine(port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
     """One node, this one."""
     name = socket.gethostname()
-    seat = RankSeat(index=0, name=name, host="127.0.0.1", port=port, num_nodes=1, expected=expected, seconds=seconds)
-    with _own_node(seat) as dead:
+    place = NodePlace(index=0, name=name, host="127.0.0.1", port=port, num_nodes=1, expected=expected, seconds=seconds)
+    with _own_node(place) as dead:
         yield Launched(names=(name,), dead=dead)
 
 
@@ -81,11 +81,11 @@ def on_slurm(slurm: Slurm, port: int, expected: Expectations, seconds: float) ->
         os.replace(written.name, file)
     except OSError as error:
         raise MoerlError(f"{slurm.names[0]}: the run folder cannot be written: {error}; choose another output_dir=") from error
-    seat = RankSeat(
+    place = NodePlace(
         index=0, name=slurm.names[0], host=_own_addresses()[0], port=port, num_nodes=len(slurm.names), expected=expected, seconds=seconds
     )
     try:
-        with _own_node(seat) as dead:
+        with _own_node(place) as dead:
             yield Launched(names=slurm.names, dead=dead)
     finally:
         file.unlink(missing_ok=True)
@@ -102,10 +102,10 @@ def join_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> None:
     port, *hosts = file.read_text().splitlines()
     name = slurm.names[slurm.index]
     host = _first_reachable(name, hosts, int(port))
-    seat = RankSeat(
+    place = NodePlace(
         index=slurm.index, name=name, host=host, port=int(port), num_nodes=len(slurm.names), expected=expected, seconds=seconds
     )  # fmt: skip
-    examine(seat)
+    examine(place)
 
 
 @contextmanager
@@ -122,9 +122,9 @@ def on_ray(address: str, port: int, expected: Expectations, seconds: float) -> I
         host = ray.util.get_node_ip_address()
         task, running = ray.remote(max_retries=0)(examine), []
         for index, (name, node) in enumerate(zip(names, alive, strict=True)):
-            seat = RankSeat(index=index, name=name, host=host, port=port, num_nodes=len(alive), expected=expected, seconds=seconds)
+            place = NodePlace(index=index, name=name, host=host, port=port, num_nodes=len(alive), expected=expected, seconds=seconds)
             where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-            running.append(task.options(num_cpus=0, num_gpus=node["Resources"].get("GPU", 0), scheduling_strategy=where).remote(seat))
+            running.append(task.options(num_cpus=0, num_gpus=node["Resources"].get("GPU", 0), scheduling_strategy=where).remote(place))
 
         def dead() -> dict[int, str]:
             ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
@@ -148,10 +148,10 @@ def _names(given: list[str]) -> tuple[str, ...]:
 
 
 @contextmanager
-def _own_node(seat: RankSeat) -> Iterator[Callable[[], Mapping[int, str]]]:
+def _own_node(place: NodePlace) -> Iterator[Callable[[], Mapping[int, str]]]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "moerl.doctor.on_each_node", SEAT.dump_json(seat).decode()], stdout=log, stderr=log
+            [sys.executable, "-m", "moerl.doctor.on_each_node", PLACE.dump_json(place).decode()], stdout=log, stderr=log
         )
 
         def dead() -> dict[int, str]:
@@ -159,7 +159,7 @@ def _own_node(seat: RankSeat) -> Iterator[Callable[[], Mapping[int, str]]]:
                 return {}
             log.seek(0)
             said = log.read().decode(errors="replace").splitlines()
-            return {seat.index: said[-1] if said else f"it ended with code {process.returncode}"}
+            return {place.index: said[-1] if said else f"it ended with code {process.returncode}"}
 
         try:
             yield dead

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from moerl.cluster.on_node import on_node
 from moerl.hangs.examine import Examined, NodeReport, examine
-from moerl.hangs.suspects import Seen, blame, doing
+from moerl.hangs.suspects import Seen, doing, find_suspects
 from moerl.hangs.watched import WatchedProcess
 from moerl.types.errors import HangError, Origin
 
@@ -33,7 +33,7 @@ _LOG_LINES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Finding:
-    party: WatchedProcess
+    watched: WatchedProcess
     seen: Seen
     processes: tuple[Examined, ...] = ()
     silent: bool
@@ -45,24 +45,24 @@ class HangReports:
         self._in_pushes: list[Callable[[], Sequence[WatchedProcess]]] = []
         self._newest: dict[str, tuple[float, frozenset[str], asyncio.Task[HangError]]] = {}
 
-    def include_in_pushes(self, parties: Callable[[], Sequence[WatchedProcess]]) -> None:
+    def include_in_pushes(self, watched: Callable[[], Sequence[WatchedProcess]]) -> None:
         """Both sides of a push may wait for one of the other: reports about pushes look at these too."""
-        self._in_pushes.append(parties)
+        self._in_pushes.append(watched)
 
-    async def report(self, phase: str, deadline: str, *, parties: Sequence[WatchedProcess], silent: Sequence[str]) -> HangError:
-        """Examines all `parties`, of which the `silent` ones, by their names, did not arrive. `deadline`: its value and its setting."""
+    async def report(self, phase: str, deadline: str, *, watched: Sequence[WatchedProcess], silent: Sequence[str]) -> HangError:
+        """Examines all `watched`, of which the `silent` ones, by their names, did not arrive. `deadline`: its value and its setting."""
         begun, names, task = self._newest.get(phase, (0.0, frozenset(), None))
         if task is None or not names >= set(silent) or time.monotonic() - begun > _SAME_SECONDS:
-            others = [party for source in self._in_pushes for party in source()] if phase == "push" else []
-            all_parties = list({party.name: party for party in (*others, *parties)}.values())
-            task = asyncio.create_task(self._report(phase, deadline, all_parties, silent))
+            others = [each for source in self._in_pushes for each in source()] if phase == "push" else []
+            all_watched = list({each.name: each for each in (*others, *watched)}.values())
+            task = asyncio.create_task(self._report(phase, deadline, all_watched, silent))
             self._newest[phase] = (time.monotonic(), frozenset(silent), task)
         return await asyncio.shield(task)
 
-    async def _report(self, phase: str, deadline: str, parties: Sequence[WatchedProcess], silent: Sequence[str]) -> HangError:
-        nodes = await _examine_nodes(parties)
-        findings = {party.name: _finding(party, nodes.get(party.name), silent=party.name in silent) for party in parties}
-        reasons = blame({name: finding.seen for name, finding in findings.items()}, silent)
+    async def _report(self, phase: str, deadline: str, watched: Sequence[WatchedProcess], silent: Sequence[str]) -> HangError:
+        nodes = await _examine_nodes(watched)
+        findings = {each.name: _finding(each, nodes.get(each.name), silent=each.name in silent) for each in watched}
+        reasons = find_suspects({name: finding.seen for name, finding in findings.items()}, silent)
         conclusion = list(_conclusion(phase, deadline, findings, reasons, silent))
         text = "\n".join([*conclusion, "", *_whole(findings, nodes)])
         try:
@@ -70,7 +70,7 @@ class HangReports:
         except OSError as unwritten:  # the conclusion must reach the run also where the disk is full
             logger.error("the report cannot be written (%s):\n%s", unwritten, text)
             path = f"in the log, as the file cannot be written: {unwritten}"
-        late = findings[next(iter(reasons))].party
+        late = findings[next(iter(reasons))].watched
         logger.info("a report about %s that did not arrive: %s", ", ".join(reasons), path)
         error = HangError("\n".join([*conclusion, f"stacks and progress of all: {path}"]))
         error.names = tuple(reasons)
@@ -88,38 +88,37 @@ class HangReports:
         return path
 
 
-async def _examine_nodes(parties: Sequence[WatchedProcess]) -> dict[str, tuple[NodeReport, int] | str]:
-    """Finding for each party with a process: its node's report and the party's place in it, or why there is none."""
+async def _examine_nodes(watched: Sequence[WatchedProcess]) -> dict[str, tuple[NodeReport, int] | str]:
+    """Finding for each watched process that has started: its node's report and its place in it, or why there is none."""
     by_node: dict[str | None, list[WatchedProcess]] = {}
-    for party in parties:
-        if party.process is not None:
-            by_node.setdefault(party.node_id, []).append(party)
+    for each in watched:
+        if each.process is not None:
+            by_node.setdefault(each.node_id, []).append(each)
 
     async def examine_node(node_id: str | None, there: list[WatchedProcess]) -> NodeReport | str:
         try:
-            return await on_node(node_id, examine, [party.process for party in there], seconds=_EXAMINE_SECONDS)
+            return await on_node(node_id, examine, [each.process for each in there], seconds=_EXAMINE_SECONDS)
         except (RayError, OSError) as error:  # TimeoutError is an OSError
             return f"{type(error).__name__}: {error}".strip(": ")
 
     reports = await asyncio.gather(*(examine_node(node_id, there) for node_id, there in by_node.items()))
     return {
-        party.name: (report, place) if isinstance(report, NodeReport) else report
+        each.name: (report, place) if isinstance(report, NodeReport) else report
         for report, there in zip(reports, by_node.values(), strict=True)
-        for place, party in enumerate(there)
+        for place, each in enumerate(there)
     }
 
 
-def _finding(party: WatchedProcess, node: tuple[NodeReport, int] | str | None, *, silent: bool) -> _Finding:
+def _finding(watched: WatchedProcess, node: tuple[NodeReport, int] | str | None, *, silent: bool) -> _Finding:
     if not isinstance(node, tuple):
-        state = "not started" if party.process is None else "unreachable"
-        return _Finding(party=party, seen=Seen(state=state, rank=party.rank), silent=silent)
+        state = "not started" if watched.process is None else "unreachable"
+        return _Finding(watched=watched, seen=Seen(state=state, rank=watched.rank), silent=silent)
     report, place = node
     processes = report.processes[place]
     first = processes[0] if processes else None  # it may end while it is looked at
     state, progress = ("gone", {}) if first is None else (first.state, first.progress)
-    return _Finding(
-        party=party, seen=Seen(state=state, clock=report.clock, progress=progress, rank=party.rank), processes=processes, silent=silent
-    )
+    seen = Seen(state=state, clock=report.clock, progress=progress, rank=watched.rank)
+    return _Finding(watched=watched, seen=seen, processes=processes, silent=silent)
 
 
 def _conclusion(
@@ -127,24 +126,24 @@ def _conclusion(
 ) -> Iterator[str]:
     yield f"{phase}: {', '.join(reasons)} did not arrive within {deadline}"
     for name, reason in reasons.items():
-        party, what = findings[name].party, doing(findings[name].seen)
-        pid = f", process {party.process.pid}" if party.process is not None else ""
-        yield f"* {name} on node {party.node}{pid}: {reason}" + (f"\n    {what}" if what else "")
+        watched, what = findings[name].watched, doing(findings[name].seen)
+        pid = f", process {watched.process.pid}" if watched.process is not None else ""
+        yield f"* {name} on node {watched.node}{pid}: {reason}" + (f"\n    {what}" if what else "")
     if others := [name for name in silent if name not in reasons]:
         yield f"no answer either from {', '.join(others)}"
 
 
 def _whole(findings: Mapping[str, _Finding], nodes: Mapping[str, tuple[NodeReport, int] | str]) -> Iterator[str]:
     for finding in findings.values():
-        yield from _section(finding, nodes.get(finding.party.name))
+        yield from _section(finding, nodes.get(finding.watched.name))
     reports = {node[0].node: node[0] for node in nodes.values() if isinstance(node, tuple)}
     for name, report in reports.items():
         yield f"== GPUs of node {name}\n{report.gpus}\n"
 
 
 def _section(finding: _Finding, node: tuple[NodeReport, int] | str | None) -> Iterator[str]:
-    party = finding.party
-    yield f"== {party.name} on node {party.node}: {'did not answer' if finding.silent else 'answered, or was not asked'}"
+    watched = finding.watched
+    yield f"== {watched.name} on node {watched.node}: {'did not answer' if finding.silent else 'answered, or was not asked'}"
     if isinstance(node, str):
         yield f"its node: {node}"
     if what := doing(finding.seen):
@@ -152,8 +151,8 @@ def _section(finding: _Finding, node: tuple[NodeReport, int] | str | None) -> It
     for process in finding.processes:
         yield f"\nprocess {process.pid}, {process.state}, {process.rss_bytes / 1e6:.0f} MB: {process.command}"
         yield f"stacks: {process.stacks.source}\n{process.stacks.text}".rstrip()
-    if party.log is not None:
-        yield f"\nlast lines of {party.log}:\n{_last_lines(party.log)}"
+    if watched.log is not None:
+        yield f"\nlast lines of {watched.log}:\n{_last_lines(watched.log)}"
     yield ""
 
 

@@ -24,7 +24,7 @@ class Seen:
     rank: int | None = None
 
 
-def blame(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:
+def find_suspects(seen: Mapping[str, Seen], silent: Sequence[str]) -> dict[str, str]:
     """Those that the `silent` ones wait for, with the reason: mostly one of them, or one that is stopped or gone."""
     looked_at = [name for name, found in seen.items() if name in silent or found.state in (*_STOPPED, *_ENDED)]
     broken = {name: reason for name in looked_at if (reason := _breakage(seen[name].state))}

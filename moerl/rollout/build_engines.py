@@ -41,12 +41,12 @@ class _Home:
         return self.nodes[0].host
 
 
-def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, seats: RunPlacement | None = None) -> list[RolloutEngine]:
+def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, placement: RunPlacement | None = None) -> list[RolloutEngine]:
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
-    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `seats` None: all of them, and all
-    nodes of each, are this host."""
+    configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `placement` None: every
+    node of each is this host."""
     build = ENGINES[config.rollout.engine]
-    homes = [_home(config, seats, index) for index in range(config.rollout.num_servers)]
+    homes = [_home(config, placement, index) for index in range(config.rollout.num_servers)]
     return [build(config, model_dir, log_dir, home) for home in homes]
 
 
@@ -63,22 +63,22 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Col
     return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight)
 
 
-def _home(config: RunConfig, seats: RunPlacement | None, index: int) -> _Home:
-    if seats is None:
+def _home(config: RunConfig, placement: RunPlacement | None, index: int) -> _Home:
+    if placement is None:
         places = (_Place(),) * config.rollout.layout.nodes
     else:
-        places = tuple(_place(config, seats, seat) for seat in seats.servers[index])
+        places = tuple(_place(config, placement, place) for place in placement.servers[index])
     if config.rollout.host is not None:
         places = tuple(replace(place, host=config.rollout.host) for place in places)
     return _Home(index=index, nodes=places)
 
 
-def _place(config: RunConfig, seats: RunPlacement, seat: ProcessPlace) -> _Place:
-    environment = {} if seat.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(seat.gpus)}
+def _place(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> _Place:
+    environment = {} if place.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
     process: NewProcess = partial(ServerProcess, environment=environment)
-    if seat.node.id != seats.here:
-        process = partial(RemoteProcess, environment=environment, network=config.network, node_id=seat.node.id)
-    host = "127.0.0.1" if config.placement.nodes == 1 and seat.node.id == seats.here else seat.node.address
+    if place.node.id != placement.here:
+        process = partial(RemoteProcess, environment=environment, network=config.network, node_id=place.node.id)
+    host = "127.0.0.1" if config.placement.nodes == 1 and place.node.id == placement.here else place.node.address
     return _Place(host=host, process=process)
 
 

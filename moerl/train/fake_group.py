@@ -96,7 +96,7 @@ class FakeTrainGroup:
         return ["localhost"]
 
     @property
-    def parties(self) -> list[WatchedProcess]:
+    def watched(self) -> list[WatchedProcess]:
         return []
 
     def _export(self) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ class TrainGroup(Protocol):
         """Addresses of the ranks, in their order."""
 
     @property
-    def parties(self) -> list[WatchedProcess]:
+    def watched(self) -> list[WatchedProcess]:
         """Its ranks, for the report about a phase that hangs."""
 
     @property
@@ -88,15 +88,14 @@ class MegatronTrainGroup:
         *,
         model_dir: Path,
         checkpoint_dir: Path,
-        seats: Sequence[ProcessPlace] | None = None,
+        places: Sequence[ProcessPlace] | None = None,
         hangs: HangReports | None = None,
         trains: bool = True,
     ):
-        """`seats` of the ranks. None: as the cluster has them when it starts. `hangs`: None: those of the run's directory; the same
-        object for all who wait for the ranks tells one hang from two. `trains`: else the ranks have neither optimizer nor reference, and
-        only score and send."""
+        """`places`: of the ranks; None: found when it starts. `hangs`: None: those of the run's directory; one object for all who wait
+        for the ranks tells one hang from two. `trains`: else the ranks have neither optimizer nor reference, and only score and send."""
         self._trains = trains
-        self._seats, self._hangs = seats, HangReports(config.run_dir) if hangs is None else hangs
+        self._places, self._hangs = places, HangReports(config.run_dir) if hangs is None else hangs
         self._config, self._model_dir, self._checkpoint_dir = config, model_dir.resolve(), checkpoint_dir.resolve()
         self._workers: list[Any] = []
         self._calls: RankCalls | None = None
@@ -120,10 +119,10 @@ class MegatronTrainGroup:
         from moerl.train.train_worker import SAVE_THREAD, TrainWorker
 
         config, num_ranks = self._config, self._config.train.layout.ranks
-        seats = find_placement(config).ranks if self._seats is None else self._seats
+        places = find_placement(config).ranks if self._places is None else self._places
         actor = ray.remote(max_restarts=0, concurrency_groups={SAVE_THREAD: 1})(TrainWorker)
-        options = [_options(seat, seats) for seat in seats]
-        self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, seat.gpus) for rank, seat in enumerate(seats)]
+        options = [_options(place, places) for place in places]
+        self._workers = [actor.options(**options[rank]).remote(rank, num_ranks, place.gpus) for rank, place in enumerate(places)]
         self._calls = RankCalls(self._workers, config.deadlines, self._hangs)
         self._calls.know(await self._all("place", config.run_dir.resolve() / "logs"))
         logger.info("%d rank processes are there", num_ranks)
@@ -202,8 +201,8 @@ class MegatronTrainGroup:
         self._workers, self._calls = [], None
 
     @property
-    def parties(self) -> list[WatchedProcess]:
-        return [] if self._calls is None else self._calls.parties
+    def watched(self) -> list[WatchedProcess]:
+        return [] if self._calls is None else self._calls.watched
 
     # -- calls -------------------------------------------------------------------------------------------------
 
@@ -248,8 +247,8 @@ class MegatronTrainGroup:
         return await self._calls.on_ranks(verb, ranks, *args, each=each)
 
 
-def _options(seat: ProcessPlace, seats: Sequence[ProcessPlace]) -> dict[str, Any]:
-    """Ray's, for the rank at `seat`."""
+def _options(place: ProcessPlace, places: Sequence[ProcessPlace]) -> dict[str, Any]:
+    """Ray's, for the rank at `place`."""
     # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
-    num_cpus = 1 if seat.node.num_cpus >= sum(other.node.id == seat.node.id for other in seats) else 0
-    return {"num_cpus": num_cpus, "num_gpus": 0 if seat.gpus is None else 1, "scheduling_strategy": on_node(seat.node)}
+    num_cpus = 1 if place.node.num_cpus >= sum(other.node.id == place.node.id for other in places) else 0
+    return {"num_cpus": num_cpus, "num_gpus": 0 if place.gpus is None else 1, "scheduling_strategy": on_node(place.node)}

@@ -68,7 +68,7 @@ class RankCalls:
         self._places = list(places)
 
     @property
-    def parties(self) -> list[WatchedProcess]:
+    def watched(self) -> list[WatchedProcess]:
         if not self._places:
             return [WatchedProcess(name=f"rank {rank}", node="?", rank=rank) for rank in range(len(self._workers))]
         return [
@@ -133,9 +133,9 @@ class RankCalls:
     async def _find_hung(self, phase: Phase) -> None:
         silent = sorted({rank for calls in self._open for rank, call in calls.items() if not call.done()})
         deadline = f"{self._deadlines.of(phase):g} s (deadlines.{phase}_seconds)"
-        error = await self._hangs.report(phase, deadline, parties=self.parties, silent=[f"rank {rank}" for rank in silent])
+        error = await self._hangs.report(phase, deadline, watched=self.watched, silent=[f"rank {rank}" for rank in silent])
         # In a push ranks wait for a server that hangs: who pushes to it ends it, and the push begins anew.
-        if not self._hung.done() and any(party.name in error.names for party in self.parties):
+        if not self._hung.done() and any(each.name in error.names for each in self.watched):
             self._hung.set_result(error)
 
     async def _find_awaited(self, phase: Phase, calls: Calls, failures: Iterable[BaseException], seconds: float) -> None:

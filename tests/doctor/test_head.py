@@ -11,7 +11,7 @@ from torch.distributed import DistStoreError
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.head import diagnose, open_store
-from moerl.doctor.on_each_node import RankSeat, examine
+from moerl.doctor.on_each_node import NodePlace, examine
 from moerl.doctor.reach_nodes import Launched
 
 SECONDS = 90.0
@@ -22,11 +22,11 @@ def nodes(present, *, expected, num=2, dead=None, seconds=SECONDS):
     """(the head's store, what was launched): `present` of `num` nodes do their part."""
     store = open_store(seconds)
     names = tuple(f"n{index}" for index in range(num))
-    seats = [
-        RankSeat(index=index, name=names[index], host="127.0.0.1", port=store.port, num_nodes=num, expected=expected, seconds=SECONDS)
+    places = [
+        NodePlace(index=index, name=names[index], host="127.0.0.1", port=store.port, num_nodes=num, expected=expected, seconds=SECONDS)
         for index in present
     ]
-    threads = [threading.Thread(target=_until_the_head_ends, args=(seat,)) for seat in seats]
+    threads = [threading.Thread(target=_until_the_head_ends, args=(place,)) for place in places]
     for thread in threads:
         thread.start()
     try:
@@ -38,9 +38,9 @@ def nodes(present, *, expected, num=2, dead=None, seconds=SECONDS):
             thread.join(SECONDS)
 
 
-def _until_the_head_ends(seat):
+def _until_the_head_ends(place):
     try:
-        examine(seat)
+        examine(place)
     except DistStoreError:
         return
 

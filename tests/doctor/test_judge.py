@@ -15,8 +15,8 @@ def test_rounds_hold_every_pair_once_and_nobody_twice_in_a_round(num):
     played = rounds(num)
     assert sorted(itertools.chain(*played)) == list(itertools.combinations(range(num), 2))
     for pairs in played:
-        seats = list(itertools.chain(*pairs))
-        assert len(seats) == len(set(seats))
+        met = list(itertools.chain(*pairs))
+        assert len(met) == len(set(met))
     assert len(played) == (num if num % 2 else num - 1)
 
 

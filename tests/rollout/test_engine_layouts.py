@@ -42,7 +42,7 @@ def left_in_memory(engine: str) -> set[str]:
 
 
 def pids(engine):
-    return [party.process.pid for party in engine.parties]
+    return [each.process.pid for each in engine.watched]
 
 
 @pytest.mark.engine

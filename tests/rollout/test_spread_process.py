@@ -36,7 +36,7 @@ def spread(tmp_path, *codes, start_seconds=20.0, port=0):
 
 
 def pids(process):
-    return [party.process.pid for party in process.parties]
+    return [each.process.pid for each in process.watched]
 
 
 def assert_gone(found):
@@ -114,7 +114,7 @@ def test_a_process_that_ends_while_the_others_load_ends_the_start(run, tmp_path)
     process = spread(tmp_path, ARRIVE + STAY, ARRIVE + "sys.exit('out of memory')")
     with pytest.raises(EngineError, match=r"(?s)node 1 of its 2 nodes \(host-1\) ended first.*exit code 1.*out of memory"):
         run(process.start())
-    assert process.parties[0].process is None and process.parties[1].process is None
+    assert process.watched[0].process is None and process.watched[1].process is None
 
 
 def test_a_process_that_dies_before_it_arrives_ends_the_start_while_another_never_arrives(run, tmp_path):
@@ -148,7 +148,7 @@ def test_at_the_deadline_the_nodes_that_did_not_arrive_are_named(run, tmp_path, 
         return await process.death()
 
     assert "not ready after" in str(run(death())), "whoever watches a server that could not start hears why"
-    assert [party.process for party in process.parties] == [None] * len(codes)
+    assert [each.process for each in process.watched] == [None] * len(codes)
 
 
 def test_a_start_that_is_cancelled_leaves_no_process(run, tmp_path):
@@ -156,7 +156,7 @@ def test_a_start_that_is_cancelled_leaves_no_process(run, tmp_path):
 
     async def scenario():
         start = asyncio.create_task(process.start())
-        while not all(party.process for party in process.parties):  # noqa: ASYNC110
+        while not all(each.process for each in process.watched):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         found = pids(process)
         start.cancel()
@@ -173,15 +173,15 @@ def test_ports_that_somebody_listens_on_are_not_chosen():
     assert not {first, first + 1} & set(chosen)
 
 
-def test_a_server_of_two_seats_has_a_process_on_both_nodes_which_meet_on_the_first(tmp_path):
+def test_a_server_of_two_places_has_a_process_on_both_nodes_which_meet_on_the_first(tmp_path):
     config = load(["recipe=grpo-tiny-moe-1n2g-sync"])
     rollout = replace(config.rollout, engine="sglang", python=sys.executable, layout=ServerLayout(gpus=4, gpus_per_node=2))
     config = replace(config, rollout=rollout, placement=replace(config.placement, nodes=2, gpus_per_node=2))
     nodes = [Node(id=name, name=name, address=f"10.0.0.{number}", num_gpus=2, num_cpus=2) for number, name in enumerate("ab")]
-    seats = tuple(ProcessPlace(node=node, gpus=("4", "5")) for node in nodes)
-    (engine,) = build_engines(config, tmp_path, tmp_path, RunPlacement(ranks=(), servers=(seats,), here="a"))
+    places = tuple(ProcessPlace(node=node, gpus=("4", "5")) for node in nodes)
+    (engine,) = build_engines(config, tmp_path, tmp_path, RunPlacement(ranks=(), servers=(places,), here="a"))
     assert engine.hosts == ("10.0.0.0", "10.0.0.1")
-    assert [party.name for party in engine.parties] == ["server 10.0.0.0:0", "server 10.0.0.0:0 node 1"]
+    assert [each.name for each in engine.watched] == ["server 10.0.0.0:0", "server 10.0.0.0:0 node 1"]
     near, far = engine._process._processes
     assert isinstance(near, ServerProcess) and isinstance(far, RemoteProcess)
     for rank, process in enumerate((near, far)):

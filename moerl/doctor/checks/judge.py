@@ -20,13 +20,13 @@ class Judgement:
 
 def rounds(num: int) -> list[list[Pair]]:
     """Every pair once, in rounds in which each takes part at most once (circle method): num - 1 rounds, or num if it is odd."""
-    seats: list[int | None] = [*range(num), *([None] if num % 2 else [])]
+    circle: list[int | None] = [*range(num), *([None] if num % 2 else [])]
     played = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        met = zip(seats[:half], reversed(seats[half:]), strict=True)
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        met = zip(circle[:half], reversed(circle[half:]), strict=True)
         played.append([(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return played
 
 

@@ -50,7 +50,7 @@ class FakeEngine(Gate):
         return EngineUnavailable(f"{self.name}: the server ended")
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
+    def watched(self) -> tuple[WatchedProcess, ...]:
         return (WatchedProcess(name=f"server {self.name}", node=socket.gethostname()),)
 
     def kill(self) -> None:

@@ -55,8 +55,8 @@ class Member:
         return self.engine.hosts
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
-        return self.engine.parties
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return self.engine.watched
 
     def receiver(self) -> WeightReceiver:
         return self.engine.receiver()
@@ -216,8 +216,8 @@ class Fleet:
     async def _hung(self, member: Member) -> EngineError:
         error = EngineUnavailable(f"{member.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
         if self._hangs is not None:
-            parties, deadline = member.parties, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
-            hang = await self._hangs.report(self.phase, deadline, parties=parties, silent=[party.name for party in parties])
+            watched, deadline = member.watched, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            hang = await self._hangs.report(self.phase, deadline, watched=watched, silent=[each.name for each in watched])
             error = EngineUnavailable(f"{error}\n{hang}")
             error.__cause__, error.origin = hang, hang.origin
         member.kill()  # it would hear no SIGTERM

@@ -89,18 +89,18 @@ class RolloutPool:
                 "or raise the deadline" + (f"\n{hang}" if hang is not None else "")
             ) from (error if hang is None else hang)
 
-    def parties(self) -> list[WatchedProcess]:
+    def watched(self) -> list[WatchedProcess]:
         """Processes of all servers."""
-        return [party for member in self.fleet.members for party in member.parties]
+        return [each for member in self.fleet.members for each in member.watched]
 
     async def hang(self, deadline: str, members: Collection[Member]) -> HangError | None:
         """The report about a rollout that is late for the sake of `members`, or, without any, of the driver."""
         if self.hangs is None:
             return None
         driver = WatchedProcess(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
-        parties = [*self.parties(), driver]
-        silent = [party.name for member in members for party in member.parties] if members else [driver.name]
-        return await self.hangs.report("rollout", deadline, parties=parties, silent=silent)
+        watched = [*self.watched(), driver]
+        silent = [each.name for member in members for each in member.watched] if members else [driver.name]
+        return await self.hangs.report("rollout", deadline, watched=watched, silent=silent)
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:
         """`members`: these servers only."""

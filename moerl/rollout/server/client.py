@@ -53,8 +53,8 @@ class HTTPEngine:
         return self._process.pid
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
-        return self._process.parties
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return self._process.watched
 
     def kill(self) -> None:
         self._process.kill()

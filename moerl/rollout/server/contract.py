@@ -48,7 +48,7 @@ class RolloutEngine(Protocol):
     """The addresses of its nodes."""
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
+    def watched(self) -> tuple[WatchedProcess, ...]:
         """Its process on every node, for the report about one that hangs."""
 
     def kill(self) -> None:

@@ -67,8 +67,8 @@ class ProcessOwner:
     async def death(self) -> EngineUnavailable:
         return await self._process.death()
 
-    async def party(self) -> WatchedProcess:
-        return self._process.party
+    async def watched_process(self) -> WatchedProcess:
+        return self._process.watched_process
 
     async def kill(self) -> None:
         self._process.kill()
@@ -104,18 +104,18 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int | None:
-        return None if self.party.process is None else self.party.process.pid
+        return None if self.watched_process.process is None else self.watched_process.process.pid
 
     @property
-    def party(self) -> WatchedProcess:
+    def watched_process(self) -> WatchedProcess:
         name = f"server {self._label}"
         if self._started is None:
             return WatchedProcess(name=name, node=self._node_id, node_id=self._node_id)
         return replace(self._started, name=name, node_id=self._node_id)
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
-        return (self.party,)
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return (self.watched_process,)
 
     def kill(self) -> None:
         """Soon: SIGKILL by the owner, which also ends a stopped process."""
@@ -126,14 +126,14 @@ class RemoteProcess:
         """Also where an earlier owner is gone; EngineError if the node is."""
         self._own()
         port = await self._done("start")
-        self._started = await self._ask("party")
+        self._started = await self._ask("watched_process")
         assert isinstance(port, int)
         return port
 
     async def launch(self, arguments: Sequence[str]) -> None:
         self._own()
         await self._done("launch", list(arguments))
-        self._started = await self._ask("party")
+        self._started = await self._ask("watched_process")
 
     async def port(self) -> int:
         port = await self._done("port")

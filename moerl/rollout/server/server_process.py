@@ -52,14 +52,14 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     @property
-    def party(self) -> WatchedProcess:
+    def watched_process(self) -> WatchedProcess:
         pid = self.pid
         process = None if pid is None or not psutil.pid_exists(pid) else ProcessId.of(pid)
         return WatchedProcess(name=f"server {self.label}", node=socket.gethostname(), process=process, log=self._log_path)
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
-        return (self.party,)
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return (self.watched_process,)
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""

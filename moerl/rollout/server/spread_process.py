@@ -65,8 +65,8 @@ class SpreadProcess:
         return self._processes[0].pid
 
     @property
-    def parties(self) -> tuple[WatchedProcess, ...]:
-        return tuple(party for process in self._processes for party in process.parties)
+    def watched(self) -> tuple[WatchedProcess, ...]:
+        return tuple(each for process in self._processes for each in process.watched)
 
     def kill(self) -> None:
         for process in self._processes:

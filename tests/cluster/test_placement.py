@@ -1,4 +1,4 @@
-"""Seats in a real Ray cluster of one node that is told it has GPUs, and in lists of nodes that it could have."""
+"""Places in a real Ray cluster of one node that is told it has GPUs, and in lists of nodes that it could have."""
 
 import os
 from dataclasses import replace
@@ -33,12 +33,12 @@ def on(config, *, engine="sglang", **placement):
     return replace(config, rollout=replace(config.rollout, engine=engine), placement=PlacementConfig(**placement))
 
 
-def gpus(seats):
-    return [seat.gpus for seat in seats]
+def gpus(places):
+    return [place.gpus for place in places]
 
 
-def of_servers(seats):
-    return [seat for nodes in seats.servers for seat in nodes]
+def of_servers(placement):
+    return [place for nodes in placement.servers for place in nodes]
 
 
 def test_ranks_and_servers_see_the_gpus_of_the_map_under_the_names_the_job_has_for_them(config):
@@ -46,17 +46,17 @@ def test_ranks_and_servers_see_the_gpus_of_the_map_under_the_names_the_job_has_f
     assert (gpus(separate.ranks), gpus(of_servers(separate))) == ([("4",), ("5",)], [("6",)])
     colocated = find_placement(on(config, mode="colocated"))
     assert (gpus(colocated.ranks), gpus(of_servers(colocated))) == ([("4",), ("5",)], [("4",)])
-    assert {seat.node.id for seat in (*separate.ranks, *of_servers(separate))} == {separate.here}
+    assert {place.node.id for place in (*separate.ranks, *of_servers(separate))} == {separate.here}
 
 
 def test_the_hf_server_needs_no_gpu_and_takes_none(config):
-    seats = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
-    assert (gpus(seats.ranks), gpus(of_servers(seats))) == ([("4",), ("5",), ("6",), ("7",)], [None])
+    placement = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
+    assert (gpus(placement.ranks), gpus(of_servers(placement))) == ([("4",), ("5",), ("6",), ("7",)], [None])
 
 
 def test_a_run_that_needs_more_than_the_node_has_runs_on_cpu(config):
-    seats = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
-    assert gpus([*seats.ranks, *of_servers(seats)]) == [None] * 5
+    placement = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
+    assert gpus([*placement.ranks, *of_servers(placement)]) == [None] * 5
 
 
 def test_a_server_process_sees_its_gpus_only(config, tmp_path):
