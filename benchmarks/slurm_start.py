@@ -42,7 +42,7 @@ PHASES = (
     Phase(name="`ray start`, other node", log=_OTHER_NODE, text="Local node IP", is_import=True),
     Phase(name="Ray on both nodes", log=_FIRST_NODE, text="Ray runs on 2 nodes"),
     Phase(name="driver", log=_DRIVER, text="imports and settings took", imports=_DRIVER),
-    Phase(name="ray.init, seats, verifiers", log=_DRIVER, text="phase start begins"),
+    Phase(name="ray.init, placement, verifiers", log=_DRIVER, text="phase start begins"),
     Phase(name="rollout server", log=_SERVER, text="serving on port", is_import=True),
     Phase(name="rank processes (Ray, torch)", log=_DRIVER, text="rank processes are there", is_import=True),
     Phase(name="ranks join, build the model", log=_DRIVER, text="ranks started", imports=_RANK),
