@@ -73,7 +73,7 @@ def test_it_holds_every_file_of_the_package_and_every_recipe(wheel):
     for folder, target in {"moerl": "moerl", "megatron_patches": "megatron_patches", "configs": "moerl/_configs"}.items():
         files = [file.relative_to(ROOT / folder) for file in (ROOT / folder).rglob("*") if file.is_file()]
         assert {f"{target}/{file}" for file in files if "__pycache__" not in file.parts} <= held
-    assert {"moerl/py.typed", "moerl/cluster/job.sbatch.j2", "moerl/observe/report.html.j2"} <= held
+    assert {"moerl/py.typed", "moerl/slurm/job.sbatch.j2", "moerl/observe/report.html.j2"} <= held
 
 
 def test_moerl_is_nowhere_but_in_the_environment(installed, tmp_path):
