@@ -19,7 +19,7 @@ PUSH, CANARY, STEP = ["sharing", "serving"], ["sharing", "serving"], ["training"
 def train(output_dir, *overrides):
     run.train(load_checked([f"recipe={SYNC}", *SMALL, *OVERRIDES, f"output_dir={output_dir}", *overrides]))
     log = (output_dir / SYNC / "run.log").read_text()
-    return rows(output_dir, SYNC), re.findall(r"moerl\.cluster\.residency: \w+ -> (\w+)", log)
+    return rows(output_dir, SYNC), re.findall(r"moerl\.residency: \w+ -> (\w+)", log)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ FILE = "tests/costly.toml"
 
 @dataclass
 class Ratchet:
-    """Two limits in CPU seconds, as a busy machine makes the same test up to 30 % dearer: between them an unnamed one is warned of."""
+    """Two limits in CPU seconds, as a busy machine makes the same test up to twice as dear: between them an unnamed one is warned of."""
 
     named_above: float
     refused_above: float
