@@ -47,7 +47,7 @@ async def run(
     with observe.phase("load"):
         first_version, state = await train.load()
         if "drawn" in state:  # else the run begins, perhaps with converted weights
-            prompts.seek(state)  # refuses other data than the checkpoint was made with
+            prompts.refuse_other_data(state)
     with observe.phase("push"):
         await weights.push(first_version)
     buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)

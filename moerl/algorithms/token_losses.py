@@ -1,4 +1,4 @@
-"""Per-token losses and KL estimators: torch, float32 or float64, no masks and no sums.
+"""Per-token losses and a KL estimator: torch, float32 or float64, no masks and no sums.
 
 Every exponent is clamped to +-20, so one absurd log-prob gives a large number instead of inf.
 """
@@ -29,23 +29,9 @@ def ppo_clip(
     return loss_T, clipped_T
 
 
-# Estimators of KL(policy || other) per token, d = logp - other; http://joschu.net/blog/kl-approx.html
-
-
-def kl_k1(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
-    return logp_T - other_logp_T
-
-
-def kl_abs(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
-    return (logp_T - other_logp_T).abs()
-
-
-def kl_k2(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
-    return (logp_T - other_logp_T).square() / 2
-
-
 def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
-    """exp(-d) + d - 1, with d clamped to +-20 and the value to at most 10."""
+    """Estimator of KL(policy || other) per token (http://joschu.net/blog/kl-approx.html): exp(-d) + d - 1, d = logp - other, with d
+    clamped to +-20 and the value to at most 10."""
     d_T = (logp_T - other_logp_T).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     # expm1: near d = 0 the value is d^2 / 2, which exp(-d) - 1 would lose to rounding.
     return (torch.expm1(-d_T) + d_T).clamp(-K3_LIMIT, K3_LIMIT)

@@ -38,7 +38,6 @@ class PromptSource:
     ):
         """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template."""
         self._dataset, self._tokenizer, self._config, self._seed = dataset, tokenizer, config, seed
-        self._drawn = 0
         if config.chat_template and not tokenizer.chat_template:
             reason, fix = "the tokenizer of this model has no chat template", "data.chat_template=false, or a model with one"
             raise ConfigError([Problem(path="data.chat_template", value=True, rule="needs a template", reason=reason, fix=fix)])
@@ -55,11 +54,6 @@ class PromptSource:
     def num_rows(self) -> int:
         """Rows of an epoch, without the dropped ones."""
         return len(self._rows)
-
-    def draw(self) -> Prompt:
-        prompt = self.prompt_at(self._drawn)
-        self._drawn += 1
-        return prompt
 
     def prompt_at(self, index: int) -> Prompt:
         """The prompt of draw `index`, counted from 0 over all epochs."""
@@ -79,18 +73,13 @@ class PromptSource:
             extra_info=row.extra_info,
         )
 
-    def state(self) -> dict[str, int]:
-        """State for a checkpoint, as JSON."""
-        return {"drawn": self._drawn, "num_rows": self.num_rows}
-
-    def seek(self, state: dict[str, int]) -> None:
-        """Continue behind the draws of a `state`. Raises DataError if it was taken over other data."""
+    def refuse_other_data(self, state: dict[str, int]) -> None:
+        """Raises DataError if a checkpoint's `state` was saved over other data."""
         if state["num_rows"] != self.num_rows:
             raise DataError(
                 f"the data has {self.num_rows} usable rows, and had {state['num_rows']} when the checkpoint was saved: its order cannot be "
                 "continued, since prompts would be lost or drawn twice. Restore the data, or start a run under another name"
             )
-        self._drawn = state["drawn"]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Row numbers in the epoch's order."""

@@ -58,7 +58,3 @@ class Group:
     @property
     def lengths_G(self) -> np.ndarray:
         return np.array([sample.completion.num_tokens for sample in self.samples], dtype=np.int64)
-
-    @property
-    def oldest_version(self) -> int:
-        return min(span.version for sample in self.samples for span in sample.completion.spans)

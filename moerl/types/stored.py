@@ -149,9 +149,3 @@ class StoredCompletion:
             finish_reason=self.finish_reason,
             routes=payload.routes,
         )
-
-
-def stored_here(prompt_ids: Sequence[int], completion: Completion, text: str = "") -> StoredCompletion:
-    """A completion whose payload stays in this process."""
-    payload = Payload.of(prompt_ids, completion, text)
-    return StoredCompletion.of(completion, payload, Here(payload))

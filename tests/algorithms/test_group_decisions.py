@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored_here import stored_here
 
 from moerl.algorithms.algorithm_table import ALGORITHMS, build_algorithm
 from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.groups import Group, Prompt, Sample, Score
-from moerl.types.stored import stored_here
 
 LIMIT = 20
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)

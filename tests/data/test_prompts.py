@@ -29,7 +29,7 @@ def source(tokenizer, config=None, *, seed=0, max_context=256, max_response_toke
 
 
 def test_a_prompt_is_the_rendered_chat(tokenizer):
-    prompt = source(tokenizer).draw()
+    prompt = source(tokenizer).prompt_at(0)
     question = prompt.text.split("user\n")[1].split("<|im_end|>")[0]
     assert prompt.text == f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.token_ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -45,7 +45,7 @@ def test_without_a_template_the_contents_are_joined(tokenizer, tmp_path):
             {"prompt": [{"role": "system", "content": "a "}, {"role": "user", "content": "b"}], "reward_model": {"ground_truth": "1"}}
         )
     )
-    prompt = source(tokenizer, config).draw()
+    prompt = source(tokenizer, config).prompt_at(0)
     assert prompt.text == "a b"
     assert tokenizer.decode(prompt.token_ids) == "a b"
     assert len(prompt.token_ids) == 3
@@ -75,35 +75,29 @@ def test_the_order_of_a_seed_does_not_change_between_versions(tokenizer):
 
 def test_without_shuffle_rows_come_in_file_order_again_and_again(tokenizer, tmp_path):
     prompts = source(tokenizer, questions(tmp_path, ["a", "b", "c"], shuffle=False, chat_template=False))
-    drawn = [prompts.draw() for _ in range(7)]
+    drawn = [prompts.prompt_at(index) for index in range(7)]
     assert [prompt.text for prompt in drawn] == ["a", "b", "c", "a", "b", "c", "a"]
     assert [prompt.index for prompt in drawn] == list(range(7))
 
 
 def test_a_resumed_cursor_gives_the_same_sequence(tokenizer):
     whole = source(tokenizer)
-    expected = [whole.draw() for _ in range(50)]
-    first = source(tokenizer)
-    for _ in range(33):
-        first.draw()
-    state = json.loads(json.dumps(first.state()))
+    expected = [whole.prompt_at(index) for index in range(50)]
     resumed = source(tokenizer)
-    resumed.seek(state)
-    assert [resumed.draw() for _ in range(17)] == expected[33:]
-    assert resumed.state() == whole.state()
+    resumed.refuse_other_data({"drawn": 33, "num_rows": whole.num_rows})
+    assert [resumed.prompt_at(index) for index in range(33, 50)] == expected[33:]
 
 
 def test_a_far_position_is_reached_at_once(tokenizer):
     prompts = source(tokenizer)
-    prompts.seek({"drawn": 20 * 10**12 + 3, "num_rows": 20})
-    assert prompts.draw().index == 20 * 10**12 + 3
+    assert prompts.prompt_at(20 * 10**12 + 3).index == 20 * 10**12 + 3
 
 
 def test_a_cursor_over_other_data_is_refused(tokenizer):
-    state = source(tokenizer).state()
+    state = {"drawn": 3, "num_rows": source(tokenizer).num_rows}
     other = source(tokenizer, TinyData(task="add", size=21, max_prompt_tokens=64))
     with pytest.raises(DataError, match="21 usable rows, and had 20"):
-        other.seek(state)
+        other.refuse_other_data(state)
 
 
 def test_overlong_prompts_stop_the_run_and_are_listed(tokenizer, tmp_path):
@@ -124,7 +118,7 @@ def test_overlong_prompts_can_be_dropped_with_a_warning(tokenizer, tmp_path, cap
     assert "2 of 4 prompts" in caplog.text
     assert "row 2: 50 tokens" in caplog.text
     assert prompts.num_rows == 2
-    assert [prompts.draw().text for _ in range(3)] == ["a", "c", "a"]
+    assert [prompts.prompt_at(index).text for index in range(3)] == ["a", "c", "a"]
 
 
 def test_dropping_every_prompt_is_an_error(tokenizer, tmp_path):
@@ -143,7 +137,7 @@ def test_room_for_the_response_bounds_the_prompt_too(tokenizer, tmp_path):
 def test_the_limit_counts_tokens_not_bytes(tokenizer, tmp_path):
     """Each of these characters has three bytes and one token."""
     config = questions(tmp_path, ["\u65e5" * 10], max_prompt_tokens=10, chat_template=False)
-    assert len(source(tokenizer, config).draw().token_ids) == 10
+    assert len(source(tokenizer, config).prompt_at(0).token_ids) == 10
 
 
 def test_a_tokenizer_without_a_template_is_a_problem(checkpoint):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stored_here import stored_here
 
 from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
@@ -16,7 +17,6 @@ from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.types.completion import Completion, FinishReason, VersionSpan
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.stats import StepStats
-from moerl.types.stored import stored_here
 
 
 @pytest.fixture

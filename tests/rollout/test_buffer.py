@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stored_here import stored_here
 
 from moerl.rollout.buffer import GroupBuffer
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.errors import DynamicSamplingError, MoerlError
 from moerl.types.groups import Group, Prompt, Sample, Score
-from moerl.types.stored import stored_here
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
 UNLIMITED = 10**9
@@ -27,6 +27,10 @@ def make_group(ticket, rewards=(0, 1), version=0):
         prompt=Prompt(index=ticket, token_ids=(1,), text="", data_source="test", ground_truth=""),
         samples=samples,
     )
+
+
+def oldest_version(group):
+    return min(span.version for sample in group.samples for span in sample.completion.spans)
 
 
 def make_buffer(groups_per_step=2, max_staleness=0, max_attempts=UNLIMITED, first_ticket=0):
@@ -72,7 +76,7 @@ class Run:
     async def train(self, num_steps):
         while len(self.steps) < num_steps:
             groups = await self.buffer.take(self.groups_per_step)
-            assert all(group.oldest_version >= self.version - self.max_staleness for group in groups)  # staleness
+            assert all(oldest_version(group) >= self.version - self.max_staleness for group in groups)  # staleness
             await self.give_way()
             self.steps.append([group.prompt.index for group in groups])
             self.saves.append((len(self.steps), self.buffer.oldest_untrained_ticket, len(self.drawn)))

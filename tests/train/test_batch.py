@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from stored_here import stored_here
 
 from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
@@ -12,7 +13,6 @@ from moerl.types.completion import Completion, VersionSpan
 from moerl.types.errors import DataError
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
-from moerl.types.stored import stored_here
 
 GRPO = build_algorithm(GRPOConfig(), 8)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from pydantic import TypeAdapter
 
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.versions import engine_versions, libcuda_version, trainer_versions
@@ -73,9 +72,6 @@ class NodeFacts:
     """Over which ranks on this node would meet; empty: where its host name leads."""
     settings: tuple[Setting, ...]
     """Network variables that train ranks on this node would get."""
-
-
-FACTS = TypeAdapter(NodeFacts)
 
 
 def gather(name: str, expected: Expectations, *, reached_at: str | None) -> NodeFacts:
