@@ -156,7 +156,7 @@ def end(
     ] = None,
 ) -> None:
     """Ask a run to save its last step and end, and wait for it."""
-    from moerl.cluster.end import end_run, end_run_at_head
+    from moerl.cluster.stop import end_run, end_run_at_head
 
     typer.echo(end_run(run_dir, seconds) if address is None else end_run_at_head(run_dir, seconds, address))
 

@@ -23,7 +23,7 @@ from moerl.algorithms.algorithm_table import build_algorithm
 from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
-from moerl.cluster.ray_address import reached_at
+from moerl.cluster.ray_nodes import reached_at
 from moerl.cluster.ray_reaper import reaping_ray
 from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.config.derive.gpu_map import num_shared

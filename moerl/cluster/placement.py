@@ -7,22 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from moerl.cluster.ray_nodes import Node, alive_nodes, only_on
 from moerl.cluster.topology import by_name, by_topology
 from moerl.config.derive.gpu_map import MappedGPU, gpu_map, gpus_per_server
 from moerl.config.schema.run_config import PlacementConfig, RunConfig
 from moerl.types.errors import ConfigError, Problem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    id: str
-    """Ray's."""
-    name: str
-    address: str
-    num_gpus: int
-    num_cpus: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +58,6 @@ def find_placement(config: RunConfig) -> RunPlacement:
     )
 
 
-def alive_nodes() -> list[Node]:
-    return [
-        Node(
-            id=entry["NodeID"],
-            name=entry["NodeManagerHostname"],
-            address=entry["NodeManagerAddress"],
-            num_gpus=int(entry["Resources"].get("GPU", 0)),
-            num_cpus=int(entry["Resources"].get("CPU", 0)),
-        )
-        for entry in ray.nodes()
-        if entry["Alive"]
-    ]
-
-
-def on_node(node: Node) -> NodeAffinitySchedulingStrategy:
-    return NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
-
-
 def _nodes(placement: PlacementConfig, alive: Sequence[Node], here: str) -> list[Node]:
     """Those of the run, in the order of the network. One node: the driver's, if it will do."""
     wanted = placement.gpus_per_node if placement.gpus_per_node is not None and any(node.num_gpus for node in alive) else 0
@@ -113,7 +85,8 @@ def _missing(placement: PlacementConfig, usable: Sequence[Node], alive: Sequence
 
 def _gpu_ids(nodes: Sequence[Node]) -> Mapping[str, list[str]]:
     """By node, what CUDA calls its GPUs: a job may have been given some of them only."""
-    calls = [ray.remote(_visible).options(num_cpus=0, num_gpus=node.num_gpus, scheduling_strategy=on_node(node)).remote() for node in nodes]
+    task = ray.remote(num_cpus=0)(_visible)
+    calls = [task.options(num_gpus=node.num_gpus, scheduling_strategy=only_on(node.id)).remote() for node in nodes]
     return {node.id: ids for node, ids in zip(nodes, ray.get(calls), strict=True)}
 
 

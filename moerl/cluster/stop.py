@@ -1,4 +1,5 @@
 """A run that is asked to end soon saves what it has trained first: after a signal, and before the time of its allocation is over.
+`moerl end` asks from outside; pods call it before they are taken away.
 
     stop = Stop(config.checkpoint.reserve_seconds, ends_at=...)
     groups = await stop.unless(buffer.take(n))      RunStopped instead, at once, when the run is asked to end
@@ -8,16 +9,24 @@ Rollouts are given up, since a continued run draws the same prompts again; an up
 
 import asyncio
 import logging
+import os
+import select
+import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from moerl.types.errors import RunStopped
 from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_CONNECT_SECONDS = 5.0
 
 
 class Stop:
@@ -97,3 +106,48 @@ def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[
         if stop.stopped is None:
             raise
         raise stop.stopped from None
+
+
+def end_run(run_dir: Path, seconds: float) -> str:
+    """Outcome, for people. SIGTERM to the run's driver on this machine, which has `seconds` to end."""
+    driver = driver_of(run_dir)
+    if driver is None:
+        return f"nothing trains {run_dir} on {socket.gethostname()}"
+    descriptor = os.pidfd_open(driver.pid)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        # Readable once it has ended, whether or not its parent has asked how.
+        ended, _, _ = select.select([descriptor], [], [], seconds)
+    finally:
+        os.close(descriptor)
+    return f"pid {driver.pid} ended" if ended else f"pid {driver.pid} did not end within {seconds:g} s"
+
+
+def end_run_at_head(run_dir: Path, seconds: float, address: str) -> str:
+    """The same on the head node of the Ray cluster at `address` (HOST:PORT). Nothing is waited for if there is no Ray any more."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return f"no Ray at {address}: {error}"
+    import ray
+
+    ray.init(address, log_to_driver=False, logging_level="ERROR")
+    try:
+        # Ray's own name for the head's share of itself: 0.001 of it finds room beside whatever runs there.
+        there = ray.remote(num_cpus=0, max_retries=0, resources={"node:__internal_head__": 0.001})(end_run)
+        return str(ray.get(there.remote(run_dir, seconds)))
+    finally:
+        ray.shutdown()
+
+
+def driver_of(run_dir: Path) -> psutil.Process | None:
+    """The process on this machine that holds the run's lock."""
+    lock = str((run_dir / ".lock").resolve())
+    for process in psutil.process_iter():
+        try:
+            if any(file.path == lock for file in process.open_files()):
+                return process
+        except psutil.Error:  # it has just ended, or is somebody else's
+            continue
+    return None

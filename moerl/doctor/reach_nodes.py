@@ -113,7 +113,8 @@ def on_ray(address: str, port: int, expected: Expectations, seconds: float) -> I
     """A task on every node of the cluster at `address`, with all GPUs of the node."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from moerl.cluster.ray_nodes import only_on
 
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     try:
@@ -123,8 +124,8 @@ def on_ray(address: str, port: int, expected: Expectations, seconds: float) -> I
         task, running = ray.remote(max_retries=0)(examine), []
         for index, (name, node) in enumerate(zip(names, alive, strict=True)):
             place = NodePlace(index=index, name=name, host=host, port=port, num_nodes=len(alive), expected=expected, seconds=seconds)
-            where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-            running.append(task.options(num_cpus=0, num_gpus=node["Resources"].get("GPU", 0), scheduling_strategy=where).remote(place))
+            options = {"num_cpus": 0, "num_gpus": node["Resources"].get("GPU", 0), "scheduling_strategy": only_on(node["NodeID"])}
+            running.append(task.options(**options).remote(place))
 
         def dead() -> dict[int, str]:
             ended, _ = ray.wait(running, num_returns=len(running), timeout=0)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ray.exceptions import RayError
 
-from moerl.cluster.on_node import on_node
+from moerl.cluster.ray_nodes import on_node
 from moerl.hangs.examine import Examined, NodeReport, examine
 from moerl.hangs.suspects import Seen, doing, find_suspects
 from moerl.hangs.watched import WatchedProcess

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from moerl.cluster.tracebacks import headline
+from moerl.cluster.error_texts import headline
 from moerl.train.checkpoint.checkpoint_dirs import newest, version_of
 from moerl.types.errors import MoerlError, Origin
 

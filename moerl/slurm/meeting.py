@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from moerl.cluster.keep_alive import keep_alive
+from moerl.cluster.sockets import keep_alive
 from moerl.slurm.allocation import AllocatedNode
 from moerl.types.errors import MoerlError
 

@@ -11,7 +11,8 @@ import numpy as np
 import ray
 
 from moerl.algorithms.objective import Objective
-from moerl.cluster.placement import ProcessPlace, find_placement, on_node
+from moerl.cluster.placement import ProcessPlace, find_placement
+from moerl.cluster.ray_nodes import only_on
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
@@ -251,4 +252,4 @@ def _options(place: ProcessPlace, places: Sequence[ProcessPlace]) -> dict[str, A
     """Ray's, for the rank at `place`."""
     # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
     num_cpus = 1 if place.node.num_cpus >= sum(other.node.id == place.node.id for other in places) else 0
-    return {"num_cpus": num_cpus, "num_gpus": 0 if place.gpus is None else 1, "scheduling_strategy": on_node(place.node)}
+    return {"num_cpus": num_cpus, "num_gpus": 0 if place.gpus is None else 1, "scheduling_strategy": only_on(place.node.id)}

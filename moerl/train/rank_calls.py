@@ -14,10 +14,9 @@ from typing import Any
 
 from ray.exceptions import OutOfMemoryError, RayError
 
-from moerl.cluster.echoes import is_echo
+from moerl.cluster.error_texts import headline, is_consequence
 from moerl.cluster.lost_actors import memory_report, was_killed
-from moerl.cluster.on_node import on_node
-from moerl.cluster.tracebacks import headline
+from moerl.cluster.ray_nodes import on_node
 from moerl.config.schema.deadlines import DeadlineConfig, Phase
 from moerl.hangs.examine import kill, memory_kills
 from moerl.hangs.hang_reports import HangReports
@@ -141,14 +140,14 @@ class RankCalls:
     async def _find_awaited(self, phase: Phase, calls: Calls, failures: Iterable[BaseException], seconds: float) -> None:
         """HangError if the others, near the deadline, gave up to wait for ranks that still say nothing."""
         is_open = any(not call.done() for call in calls.values())
-        if is_open and seconds > self._deadlines.of(phase) / 2 and all(map(is_echo, failures)):
+        if is_open and seconds > self._deadlines.of(phase) / 2 and all(map(is_consequence, failures)):
             await self._find_hung(phase)
             if self._hung.done():
                 raise self._hung.result()
 
     async def _cause(self, verb: str, failures: Mapping[int, BaseException]) -> BaseException:
-        """The first failure that is not an echo of another; a MoerlError of a rank as it is. `failures` in the order they arrived."""
-        rank, error = min(failures.items(), key=lambda item: is_echo(item[1]))
+        """The first failure that is not a consequence of another; a MoerlError of a rank as it is. `failures` in the order they arrived."""
+        rank, error = min(failures.items(), key=lambda item: is_consequence(item[1]))
         others = {other: failure for other, failure in failures.items() if other != rank}
         origin = self._origin(rank, verb, _details(rank, error, others))
         cause = getattr(error, "cause", None)
@@ -204,7 +203,7 @@ def _crash(log: Path) -> list[str]:
 
 
 def _details(rank: int, error: BaseException, others: Mapping[int, BaseException]) -> str:
-    why = {other: " (it lost a peer)" if is_echo(failure) else "" for other, failure in others.items()}
+    why = {other: " (it lost a peer)" if is_consequence(failure) else "" for other, failure in others.items()}
     after = (f"\nafter it failed rank {other}{why[other]}:\n{failure}" for other, failure in others.items())
     return "\n".join([f"rank {rank}:\n{error}", *after])
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import megatron_patches
 from moerl.algorithms.objective import Objective
 from moerl.cluster.process_log import write_to
-from moerl.cluster.ray_address import reached_at
+from moerl.cluster.ray_nodes import reached_at
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.examine import memory_counter, memory_kills

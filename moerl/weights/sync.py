@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeVar
 
-from moerl.cluster.echoes import is_echo
+from moerl.cluster.error_texts import is_consequence
 from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
@@ -182,7 +182,7 @@ class WeightSync:
                 await asyncio.wait([tasks[SOURCE]], timeout=self._deadline_seconds)
                 await asyncio.wait(tasks.values(), timeout=self._settle_seconds)
         failed = {name: error for name, task in tasks.items() if task.done() and (error := task.exception()) is not None}
-        if not all(map(is_echo, failed.values())):
+        if not all(map(is_consequence, failed.values())):
             return []
         silent = [name for name, task in tasks.items() if not task.done()]
         return silent or (list(failed) if SOURCE in tasks else [])
@@ -220,11 +220,11 @@ def _is_local(address: str) -> bool:
 def _explain(step: str, failures: Mapping[str, BaseException], silent: Sequence[str]) -> str:
     """Errors of all sides; of those that only lost another they come last, if more is known of others."""
     said = {name: "did not end in time and was cancelled" if name in silent else _headline(failure) for name, failure in failures.items()}
-    echoes = [name for name, failure in failures.items() if name not in silent and is_echo(failure)]
-    causes = [name for name in failures if name not in echoes] or echoes
+    consequences = [name for name, failure in failures.items() if name not in silent and is_consequence(failure)]
+    causes = [name for name in failures if name not in consequences] or consequences
     head = f"weight push failed at {step}; every receiver is stale until a push succeeds. What failed, the first one first:"
     lines = [head, *(f"* {name}: {said[name]}" for name in causes)]
-    if others := [name for name in echoes if name not in causes]:
+    if others := [name for name in consequences if name not in causes]:
         lines += ["lost them, or waited for them:", *(f"* {name}: {said[name].splitlines()[0]}" for name in others)]
     return "\n".join(lines)
 

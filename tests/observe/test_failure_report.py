@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import moerl
-from moerl.cluster.tracebacks import headline
+from moerl.cluster.error_texts import headline
 from moerl.observe.failure import write_failure
 from moerl.types.errors import CheckpointError, EngineError, HangError, MoerlError, Origin, TrainError
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from moerl.cluster.free_ports import free_ports
 from moerl.cluster.placement import Node, ProcessPlace, RunPlacement
+from moerl.cluster.sockets import free_ports
 from moerl.config.load import load
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.build_engines import build_engines

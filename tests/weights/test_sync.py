@@ -8,7 +8,7 @@ import pytest
 import torch
 from session_process import MODEL, SPECS, Engine, Source
 
-from moerl.cluster.echoes import LEFT
+from moerl.cluster.error_texts import LEFT
 from moerl.types.errors import EngineError, HangError, TrainError, WeightError
 from moerl.weights.sync import WeightSync, resolve_transport
 

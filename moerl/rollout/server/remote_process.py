@@ -11,9 +11,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from moerl.cluster.ray_address import reached_at
+from moerl.cluster.ray_nodes import only_on, reached_at
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.watched import WatchedProcess
 from moerl.hardware.network_settings import find_settings, variables
@@ -166,8 +165,7 @@ class RemoteProcess:
 
     def _own(self) -> None:
         if self._owner is None:
-            strategy = NodeAffinitySchedulingStrategy(node_id=self._node_id, soft=False)
-            actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=strategy)
+            actor = ray.remote(ProcessOwner).options(num_cpus=0, scheduling_strategy=only_on(self._node_id))
             self._owner = actor.remote(self._command, label=self._label, **self._settings)
             self._settings["has_log"] = True
 

@@ -18,7 +18,7 @@ import psutil
 from pydantic import ValidationError
 
 from moerl.cluster.forks.fork_client import CannotForkError, ForkedChild, can_fork
-from moerl.cluster.free_ports import free_ports
+from moerl.cluster.sockets import free_ports
 from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.rollout.server import wire
 from moerl.types.errors import EngineError, EngineUnavailable, Origin

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moerl.cluster.echoes import LATE
+from moerl.cluster.error_texts import LATE
 from moerl.types.errors import WeightError
 from moerl.weights.transport.rendezvous import Deadline
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 
 import torch
 
-from moerl.cluster.echoes import LATE, LEFT
-from moerl.cluster.keep_alive import keep_alive
+from moerl.cluster.error_texts import LATE, LEFT
+from moerl.cluster.sockets import keep_alive
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket
 from moerl.weights.transport.disk_transport import DiskReader

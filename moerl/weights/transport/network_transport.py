@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-from moerl.cluster.echoes import LATE
+from moerl.cluster.error_texts import LATE
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
 from moerl.weights.plan.tensor_specs import CPU

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moerl.cluster.free_ports import free_ports
+from moerl.cluster.sockets import free_ports
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.rollout.engines.engine_arguments import Options, QuietParser, argument_problems, as_command_line, left_out, version_problems
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs

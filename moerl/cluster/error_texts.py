@@ -1,7 +1,21 @@
-"""A traceback as a person wants it: the error first, then the innermost frames of moerl and of the user's own code."""
+"""The text of an error: whether it tells the cause of a failure or a consequence of another one, and its traceback as a person wants it.
+
+Imports neither torch nor Ray: servers load it.
+"""
 
 import re
 from pathlib import Path
+
+LEFT = "left the push"
+LATE = "did not come within"
+_CONSEQUENCES = (
+    LEFT, LATE,
+    "Connection closed by peer", "Connection reset by peer", "Socket closed", "connection was closed", "Broken pipe", "Connection refused",
+    "recvValue failed", "NCCL communicator was aborted", "Timed out waiting", "wait timeout after",
+    "Connection closed by remote peer", "Connection was likely closed", "Got completion from peer",
+    "Watchdog caught collective operation timeout", "ncclRemoteError",
+)  # fmt: skip
+"""Words of moerl's own pushes, of gloo, NCCL and their store, on sides that only lost another one or waited for it in vain."""
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 """A folder above it may have the package's name too: `git clone` makes one."""
@@ -13,8 +27,14 @@ _NOT_SHOWN_OF_PACKAGE = ("train/rank_progress.py",)
 _MAX_FRAMES = 5
 
 
+def is_consequence(error: BaseException) -> bool:
+    """True for a sign of a failure elsewhere, which is not its cause."""
+    return any(words in str(error) for words in _CONSEQUENCES)
+
+
 def headline(text: str) -> list[str]:
-    """Lines: the error's own, then of its traceback at most five frames, innermost first. `text` as Python, or Ray, prints it."""
+    """Lines: the error's own, then at most five frames of moerl and of the user's own code, innermost first. `text` as Python, or Ray,
+    prints it."""
     last_part = _BEGIN.split(_COLOURS.sub("", text))[-1]
     frames = list(_FRAME.finditer(last_part))
     error = last_part[frames[-1].end() :] if frames else last_part

@@ -1,8 +1,9 @@
-"""Ports in a row that nobody listens on, for programs that open them some time later."""
+"""Sockets: ports that nobody listens on, for programs that open them some time later, and connections that idle for minutes."""
 
 import random
 import socket
 from pathlib import Path
+from typing import Any
 
 from moerl.types.errors import EngineError
 
@@ -30,3 +31,10 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def keep_alive(connection: Any) -> None:
+    """A node that loses its power says nothing: after half a minute the TCP `connection` counts as closed."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
