@@ -13,7 +13,7 @@ from typing import Literal
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_process import WorkerProcess
 from moerl.rewards.reward_worker import Setup
-from moerl.rewards.verifier import Check
+from moerl.rewards.verifiers import Check
 from moerl.types.errors import ConfigError, Problem
 from moerl.types.groups import Prompt, Score
 

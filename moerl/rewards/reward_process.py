@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from moerl.rewards.reward_worker import Setup
-from moerl.rewards.verifier import Check
+from moerl.rewards.verifiers import Check
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:-1]; from moerl.rewards.reward_worker import main; main()"
 _LONGEST_ANSWER = 2**20

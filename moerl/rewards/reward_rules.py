@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
-from moerl.rewards.function import ARGUMENTS, split_path
+from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, split_path
 from moerl.types.errors import Problem, can_be
 
 _FUNCTION = "path=rewards.py:score, or path=package.module:score"
@@ -81,7 +81,7 @@ def _function(path: str, value: str | None) -> Iterator[Problem]:
         return
     broken = _broken_rule(tree, name)
     if broken is not None:
-        yield from problem(*broken, f"def {name}({', '.join(ARGUMENTS)}) in {file}")
+        yield from problem(*broken, f"def {name}({', '.join(FUNCTION_ARGUMENTS)}) in {file}")
 
 
 def _source_file(source: str) -> Path | None:
@@ -115,13 +115,14 @@ def _broken_rule(tree: ast.Module, name: str) -> tuple[str, str] | None:
 def _broken_signature(function: ast.FunctionDef) -> tuple[str, str] | None:
     arguments = function.args
     names = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
-    absent = [name for name in ARGUMENTS if name not in names]
+    absent = [name for name in FUNCTION_ARGUMENTS if name not in names]
     if absent and arguments.kwarg is None:
-        return "lacks arguments", f"{function.name} is called with {', '.join(ARGUMENTS)} by name and does not take {', '.join(absent)}"
+        wanted = ", ".join(FUNCTION_ARGUMENTS)
+        return "lacks arguments", f"{function.name} is called with {wanted} by name and does not take {', '.join(absent)}"
     num_required = len(arguments.args) - len(arguments.defaults)
     required = [argument.arg for argument in arguments.args[:num_required]]
     required += [a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
-    further = [name for name in required if name not in ARGUMENTS]
+    further = [name for name in required if name not in FUNCTION_ARGUMENTS]
     return ("needs further arguments", f"nothing passes {', '.join(further)}") if further else None
 
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from moerl.config.schema.data_config import RewardTerm
-from moerl.rewards.table import VERIFIERS
-from moerl.rewards.verifier import Check, Verifier
+from moerl.rewards.verifiers import VERIFIERS, Check, Verifier
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 2000

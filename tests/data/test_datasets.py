@@ -11,8 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from moerl.config.schema.data_config import FileData, GymData, TinyData
-from moerl.rewards.gym_score import build as gym_verifier
-from moerl.rewards.verifier import Check
+from moerl.rewards.verifiers import VERIFIERS, Check
 from moerl.rollout.datasets.load_dataset import check_data, load_dataset
 from moerl.rollout.datasets.rows import Dataset
 from moerl.types.errors import DataError
@@ -148,7 +147,7 @@ def test_gym_rows_carry_what_their_scorer_needs():
     for i in range(3):
         row = dataset[i]
         check = Check(text=row.ground_truth, data_source=row.data_source, ground_truth=row.ground_truth, extra_info=row.extra_info)
-        assert gym_verifier(None)(check) == 1.0
+        assert VERIFIERS["gym"](None)(check) == 1.0
 
 
 def test_a_task_that_names_no_answer_has_an_empty_ground_truth():

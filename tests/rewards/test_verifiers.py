@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.config.schema.data_config import RewardTerm
-from moerl.rewards.table import VERIFIERS
-from moerl.rewards.verifier import Check, Verdict
+from moerl.rewards.verifiers import VERIFIERS, Check, Verdict
 
 
 def judge(kind: str, text: str, ground_truth: str = "", extra_info: dict | None = None, **term: str) -> Verdict:
