@@ -134,7 +134,7 @@ def _kept_bytes(engine: Any, batch: TrainBatch) -> float:
     kept: list[torch.Tensor] = []
     answers: list[int] = []
     parameters = {parameter.untyped_storage()._cdata for chunk in engine.model.chunks for parameter in chunk.parameters()}
-    token_logprobs = engine._token_logprobs
+    token_logprobs = engine.step.token_logprobs
 
     def measure(*args: Any) -> Any:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
@@ -145,10 +145,10 @@ def _kept_bytes(engine: Any, batch: TrainBatch) -> float:
         kept.append(tensor)
         return tensor
 
-    engine._token_logprobs = measure
+    engine.step.token_logprobs = measure
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _update(engine, batch)
-    engine._token_logprobs = token_logprobs
+    engine.step.token_logprobs = token_logprobs
     return answers[0]
 
 

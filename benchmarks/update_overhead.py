@@ -86,7 +86,7 @@ def _bare_loss(micro: Ready, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, 
 def ready(engine: MegatronEngine, batch: TrainBatch) -> list[Ready]:
     num_tokens = int(batch.response_mask_T.sum())
     result = []
-    for micro in engine._micro_batches(engine._share(batch, engine._plan(batch))):
+    for micro in engine.step.micro_batches(engine.step.share(batch, engine.step.plan(batch))):
         bounds = torch.from_numpy(micro.cu_seqlens)
         lengths = {"max_seqlen_q": micro.max_seqlen, "max_seqlen_kv": micro.max_seqlen}
         result.append(

@@ -123,8 +123,7 @@ def launch(
     from moerl.check import cannot_start, load_checked, load_evaluation
     from moerl.config.load import load
     from moerl.kuberay import create_rayjob, load_for_pods, render_rayjob
-    from moerl.slurm.job_script import render_eval, render_train
-    from moerl.slurm.submit import submit
+    from moerl.slurm.job_script import render_eval, render_train, submit
 
     words = overrides if overrides is not None else []
     if kuberay and evaluates:

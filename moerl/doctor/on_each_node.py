@@ -22,8 +22,7 @@ from torch.distributed import TCPStore
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.node_facts import NodeFacts, gather
 from moerl.doctor.measuring_rank import JOB, RankJob
-from moerl.hardware.nccl_files import read_nccl_files
-from moerl.hardware.network_settings import Setting, variables
+from moerl.hardware.network_settings import Setting, read_nccl_files, variables
 from moerl.types.errors import MoerlError
 
 CLOCK_ROUNDS = 5

@@ -18,7 +18,6 @@ import psutil
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
-from moerl.hardware.nccl_files import read_nccl_files
 from moerl.hardware.nvidia import DISTANCES, NvidiaGPU, Topology, find_gpus, find_topology
 from moerl.types.errors import ConfigError, problem
 
@@ -55,6 +54,21 @@ def find_hardware() -> Hardware:
     return Hardware(
         gpus=find_gpus(), topology=find_topology(), ports=find_ports(), gpudirect=find_gpudirect(), interfaces=find_interfaces()
     )
+
+
+def read_nccl_files(environment: Mapping[str, str], root: Path = Path("/")) -> dict[str, Path]:
+    """Variables that NCCL reads from files, which it heeds where the environment does not have them (src/misc/param.cc): name -> the file
+    that sets it, of NCCL_CONF_FILE, or else of the home folder, before /etc/nccl.conf. Files that cannot be read are left out, as by NCCL.
+    `root`: of the file system, for tests."""
+    own = environment.get("NCCL_CONF_FILE", "")
+    found: dict[str, Path] = {}
+    for file in (Path(own) if own else Path.home() / ".nccl.conf", root / "etc/nccl.conf"):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        found = {line.partition("=")[0]: file for line in lines if "=" in line} | found
+    return found
 
 
 def find_interfaces() -> dict[str, tuple[str, ...]]:

@@ -3,8 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +11,13 @@ from typing import TypeVar
 import psutil
 
 import moerl
+from moerl.cluster.topology import expand
 from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.hardware.hardware_tools import Absent, run_tool
 from moerl.types.errors import MoerlError
 
 T = TypeVar("T")
 
-_QUERY_SECONDS = 60.0
 _RAY_DAEMONS = ("raylet", "gcs_server")
 
 
@@ -55,24 +54,6 @@ def place_of(environment: Mapping[str, str]) -> JobPlace:
     return JobPlace(job=job, index=index, names=names)
 
 
-def expand(nodelist: str) -> Iterator[str]:
-    """The names of Slurm's short form: n[08-10],m -> n08, n09, n10, m."""
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        yield from _expand_item(item)
-
-
-def _expand_item(item: str) -> Iterator[str]:
-    match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", item)
-    if match is None:
-        yield item
-        return
-    prefix, ranges, rest = match.groups()
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield from (f"{prefix}{number:0{len(first)}d}{suffix}" for suffix in _expand_item(rest))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatedNode:
     """Facts that a node tells the first one before anything is started."""
@@ -104,22 +85,14 @@ def node_facts(place: JobPlace, slurm: SlurmConfig, *, complaints: tuple[str, ..
 
 def _gpus() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(models, complaints)"""
-    try:
-        models = _nvidia_smi("--query-gpu=name")
-        used = _nvidia_smi("--query-compute-apps=pid,used_memory")
-    except FileNotFoundError:
-        return (), ("nvidia-smi is not installed",)
-    except subprocess.TimeoutExpired:
-        return (), (f"nvidia-smi does not answer within {_QUERY_SECONDS:g} s: the driver or a GPU hangs",)
-    except subprocess.CalledProcessError as error:
-        return (), (f"nvidia-smi failed: {' '.join((error.stdout + error.stderr).split())}",)
+    rows: list[list[str]] = []
+    for query in ("--query-gpu=name", "--query-compute-apps=pid,used_memory"):
+        said = run_tool("nvidia-smi", query, "--format=csv,noheader")
+        if isinstance(said, Absent):
+            return (), (said.reason,)
+        rows.append([line.strip() for line in said.splitlines() if line.strip()])
+    models, used = rows
     return tuple(models), tuple(f"GPU memory is in use by a process that is not of this job: pid {row}" for row in used)
-
-
-def _nvidia_smi(query: str) -> list[str]:
-    command = ["nvidia-smi", query, "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_SECONDS)
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
 
 
 def foreign_rays() -> Iterator[str]:

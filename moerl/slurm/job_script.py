@@ -1,6 +1,10 @@
-"""Job scripts for Slurm, rendered from a run's configuration: little shell, all of it quoted, no value of a secret."""
+"""Job scripts for Slurm, rendered from a run's configuration: little shell, all of it quoted, no value of a secret. `moerl launch`
+writes one into the run's directory and gives it to sbatch."""
 
+import os
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +16,7 @@ from moerl.config.rules.slurm_rules import size_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.slurm_config import ContainerConfig, SlurmConfig
 from moerl.slurm.job_node import LAST_SECONDS
-from moerl.types.errors import ConfigError
+from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.exit_codes import ExitCode
 
 INHERITED = ("HOME", "USER", "LANG", "PATH")
@@ -51,6 +55,44 @@ def render_eval(config: RunConfig, overrides: Sequence[str], config_dir: Path | 
         options=["--eval", *([] if checkpoint is None else [f"--checkpoint={shlex.quote(str(checkpoint))}"])],
         mounts=[] if checkpoint is None else [checkpoint],
     )
+
+
+def submit(config: RunConfig, script: str) -> str:
+    """`script`: of the run, or of an evaluation of it. Says which job it is and where it writes.
+
+    ConfigError, or MoerlError with Slurm's own words if it refuses.
+    """
+    if problems := list(_unset_variables(config)):
+        raise ConfigError(problems)
+    directory = (config.run_dir / "slurm").resolve()
+    file = directory / "job.sbatch"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file.write_text(script)
+    except OSError as error:
+        reason = f"the job's script and logs go to {directory}: {error.strerror}"
+        fix = "output_dir= of a directory on storage that every node can write"
+        raise ConfigError([problem("output_dir", config.output_dir, "cannot be written", reason, fix)]) from error
+    # Slurm makes no directories, so that only here, where this one exists, the log can go there.
+    job = _sbatch(f"--output={directory}/%j.out", str(file))
+    return f"job {job}: {config.name}, log {directory}/{job.split(';')[0]}.out"
+
+
+def _unset_variables(config: RunConfig) -> Iterator[Problem]:
+    for index, name in enumerate(config.slurm.pass_environment):
+        if name not in os.environ:
+            path, reason = f"slurm.pass_environment.{index}", "the job takes its value from here"
+            yield problem(path, name, "must be set where the job is submitted", reason, f"export {name}=..., or leave it out")
+
+
+def _sbatch(*arguments: str) -> str:
+    program = shutil.which("sbatch")
+    if program is None:
+        raise MoerlError("sbatch is not on PATH here: launch where Slurm's commands are, or take the script of --dry-run there")
+    done = subprocess.run([program, "--parsable", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MoerlError(f"sbatch refused the job (exit code {done.returncode}):\n{done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 def _render_job(

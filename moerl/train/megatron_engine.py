@@ -1,49 +1,30 @@
-"""One training rank: log-probs and updates of packed micro-batches through Megatron's forward-backward schedule.
+"""One training rank: the verbs that the driver calls, what each finds on the device, and the weights. Passes over a batch are step.py's."""
 
-Every rank gets the lengths of the whole batch and makes the same plan; it lays out, packs and runs the micro-batches of its data-parallel
-rank alone.
-"""
-
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from moerl.algorithms.objective import Objective
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.train.batching.balance import Balance, Bins, Planner, split_mini_batches
-from moerl.train.batching.packing import PackedMicroBatch, pack, unpack_logprobs
-from moerl.train.batching.rank_share import Share
-from moerl.train.batching.token_costs import attention_tokens
+from moerl.train.batching.balance import split_mini_batches
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.batch_loss import Denominators, LossColumns, LossSums, micro_batch_loss, step_statistics
-from moerl.train.loss.logprobs import logprobs_and_entropy
-from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
-from moerl.train.loss.nonfinite import locate
+from moerl.train.loss.batch_loss import step_statistics
 from moerl.train.megatron.fp8_fields import require_device
-from moerl.train.megatron.kept_routes import KeptRoutes
-from moerl.train.megatron.megatron_model import build_model, sum_gradients
+from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.optimizer import NoOptimizer, build_optimizer
-from moerl.train.megatron.overlap import gather_parameters, without_grad_reduce
+from moerl.train.megatron.overlap import gather_parameters
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.memory.memory_states import ON_DEVICE, MemoryStates, State
 from moerl.train.memory.offload import DeviceMemory, largest_over_ranks
 from moerl.train.push.rank_tensors import PushedTensors
-from moerl.train.rank_progress import counted
-from moerl.types.batch import TrainBatch
+from moerl.train.step import TrainStep
 from moerl.types.stats import RoutingStats, StepStats
 from moerl.types.stored_batch import Batch
 
@@ -61,12 +42,11 @@ class MegatronEngine:
             self.model.bridge.load(checkpoint)
         dtype = getattr(torch, settings.export_dtype)
         self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, in_fp8=settings.push_fp8)
-        self.planner = Planner.of(settings.train, attention_tokens(self.model.config, self.model.vocab_size))
         self.optimizer: Any = build_optimizer(settings.train, self.model.wrapped) if settings.trains else NoOptimizer()
         self.optimizer.reload_model_params()
+        self.step = TrainStep(self.model, self.optimizer, settings)
         self.shards = ShardStore(self.model, self.optimizer, settings.train)
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
-        self._kept_routes = KeptRoutes()
         self._memory = DeviceMemory(self.model.wrapped, self.optimizer, self._reference)
         self._groups = groups
         self._residency = MemoryStates(self._train.offload, self._move, self._memory.bytes)
@@ -101,10 +81,10 @@ class MegatronEngine:
         """
         with self._residency.running("logprobs"):
             if not records_routes:
-                return self._logprobs(batch, self._step_plan(batch))
-            self._kept_routes.forget()
+                return self.step.logprobs(batch, self.step.step_plan(batch))
+            self.step.kept_routes.forget()
             parts = map(batch.select, split_mini_batches(batch.num_sequences, self._train.updates_per_step))
-            return np.concatenate([self._logprobs(part, self._plan(part), records_routes=True) for part in parts])
+            return np.concatenate([self.step.logprobs(part, self.step.plan(part), records_routes=True) for part in parts])
 
     def reference_logprobs(self, batch: Batch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
@@ -113,24 +93,11 @@ class MegatronEngine:
             gather_parameters(self.model.wrapped)
             self._swap_reference()
             try:
-                return self._logprobs(batch.without_routes(), self._step_plan(batch))  # it is a model of its own, which routes by itself
+                return self.step.logprobs(
+                    batch.without_routes(), self.step.step_plan(batch)
+                )  # it is a model of its own, which routes by itself
             finally:
                 self._swap_reference()
-
-    def _logprobs(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
-        share, routing = self._share(batch, plan), self.model.routing
-        packed = self._micro_batches(share)
-        with routing.run(packed, trains=False, notes=records_routes):
-            outputs = self._run(packed, partial(_keep_logprobs, self._token_logprobs), forward_only=True)
-        routing.counts()
-        if records_routes:
-            self._kept_routes.keep(packed, routing.noted(packed))
-        pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
-        dtype = "float64" if self._train.dtype == "float64" else "float32"
-        own_T = unpack_logprobs(pieces, share.batch, dtype=dtype)
-        total_T = torch.from_numpy(share.spread(own_T, batch)).to(torch.cuda.current_device())
-        _reduce_over_micro_batches(total_T)
-        return total_T.cpu().numpy()
 
     def update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
@@ -144,7 +111,7 @@ class MegatronEngine:
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
             group["weight_decay"] = self._train.optimizer.weight_decay * group.get("wd_mult", 1.0)
         parts = split_mini_batches(batch.num_sequences, num_updates)
-        results = [self._mini_batch(batch.select(part), objective, samples=part) for part in parts]
+        results = [self.step.mini_batch(batch.select(part), objective, samples=part) for part in parts]
         applied = [result for result in results if result.trouble is None]
         balance = sum((result.balance for result in results[1:]), results[0].balance)
         counted = applied if applied else results  # without any update the statistics say why: they are not finite
@@ -195,130 +162,6 @@ class MegatronEngine:
             gather_parameters(self.model.wrapped)
             self.shards.load(directory, weights_only=not self._settings.trains)
 
-    # -- one mini-batch --------------------------------------------------------------------------------------
-
-    def _mini_batch(self, batch: Batch, objective: Objective, samples: np.ndarray) -> "_MiniBatchResult":
-        """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
-        plan = self._plan(batch)
-        share = self._share(batch, plan)
-        packed = self._micro_batches(share)
-        if self._train.router_replay == "trainer":
-            packed = self._kept_routes.take(packed)
-        for chunk in self.model.wrapped:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
-        self.optimizer.zero_grad()
-        loss = partial(_loss, self._token_logprobs, objective, Denominators.of(batch), self._mtp_loss(share.batch, batch))
-        counts = torch.tensor(
-            [sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device()
-        )
-        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        biases = self.model.routers.biases()
-        self.model.routers.begin(num_tokens=int(counts[1] - counts[0]))
-        with self.model.routing.run(packed, trains=True):
-            outputs = self._run(packed, loss, forward_only=False)
-        routing = self.model.routing.counts()
-        self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())
-        # Only the last stage has outputs.
-        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
-        _reduce_over_micro_batches(total.sums)
-        _reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
-        trouble = None
-        if math.isfinite(grad_norm) and math.isfinite(total.loss):
-            self.optimizer.step()
-        else:
-            trouble = self._locate_nonfinite(share, packed, loss, samples)
-            self.model.routers.restore(biases)
-        return _MiniBatchResult(
-            sums=total,
-            grad_norm=grad_norm,
-            num_padding=int(counts[0]),
-            num_positions=int(counts[1]),
-            balance=self.planner.balance(batch.lengths, plan),
-            routing=routing,
-            trouble=trouble,
-        )
-
-    def _locate_nonfinite(self, share: Share, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
-        """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
-        self.model.config.finalize_model_grads_func = None
-        try:
-            with without_grad_reduce(self.model.wrapped):
-                return locate(
-                    run=lambda part: self._run_part(part, loss),
-                    packed=[share.named(micro, samples) for micro in packed],
-                    repack=share.repacking(lambda members: self._pack(share.batch, members), samples),
-                    chunks=self.model.wrapped,
-                    piece=self._train.layout.count_multiple,
-                )
-        finally:
-            self.model.config.finalize_model_grads_func = sum_gradients
-
-    def _run_part(self, packed: Sequence[PackedMicroBatch], loss: Any) -> list[dict[str, Any]]:
-        """Sequences packed anew have no noted routes, and are routed as if nothing was replayed."""
-        with self.model.routing.run(packed, trains=True):
-            return self._run(packed, loss, forward_only=False)
-
-    def _plan(self, batch: Batch) -> list[Bins]:
-        return self.planner.plan(batch.lengths)
-
-    def _step_plan(self, batch: Batch) -> list[Bins]:
-        return self.planner.plan_step(batch.lengths, self._train.updates_per_step)
-
-    def _share(self, batch: Batch, plan: Sequence[Bins]) -> Share:
-        return Share.of(batch, plan[parallel_state.get_data_parallel_rank()])
-
-    def _micro_batches(self, share: Share) -> list[PackedMicroBatch]:
-        """Sequences of this rank: those of its data-parallel rank, of each the tokens of its context-parallel rank."""
-        return [self._pack(share.batch, members) for members in share.bins]
-
-    def _pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
-        layout = self._train.layout
-        whole = pack(batch, members, self._train.token_multiple, layout.sequence_multiple)
-        return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
-
-    def _run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
-        """Results that `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
-        # Multi-token prediction runs only where gradients are wanted.
-        with torch.set_grad_enabled(not forward_only):
-            return get_forward_backward_func()(
-                forward_step_func=partial(_forward, loss, partial(self._routed, trains=not forward_only)),
-                data_iterator=[counted(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
-                model=self.model.wrapped,
-                num_microbatches=len(packed),
-                seq_length=1,  # without effect: variable_seq_lengths
-                micro_batch_size=1,
-                forward_only=forward_only,
-            )
-
-    @contextmanager
-    def _routed(self, micro: PackedMicroBatch, *, trains: bool) -> Iterator[None]:
-        model = self.model
-        with model.routers.micro_batch(micro, trains=trains), model.routing.micro_batch(micro, trains=trains):
-            yield
-
-    def _token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        return self._label_logprobs(logits, micro.labels_T, temperature=self._settings.temperature)
-
-    def _label_logprobs(self, logits: Tensor, labels_T: np.ndarray, *, temperature: float) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(
-            logits[0],
-            torch.from_numpy(labels_T).to(logits.device),
-            temperature=temperature,
-            vocab_size=self.model.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
-            chunk_tokens=self._train.logprob_chunk_tokens,
-        )
-
-    def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
-        """Targets of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
-        num_depths = self.model.config.mtp_num_layers
-        if num_depths is None:
-            return None
-        # At temperature 1: draft heads learn the model's distribution, whatever it is sampled with.
-        logprobs = partial(self._label_logprobs, temperature=1.0)
-        return MTPLoss(targets=MTPTargets.of(own, num_depths, whole=batch), coefficient=self._train.mtp_loss, logprobs=logprobs)
-
     # -- reference -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -331,62 +174,6 @@ class MegatronEngine:
             kept.copy_(current)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MiniBatchResult:
-    sums: LossSums
-    grad_norm: float
-    num_padding: int
-    num_positions: int
-    balance: Balance
-    routing: RoutingCounts | None
-    trouble: str | None
-    """Where loss or gradient was not finite; then nothing was updated."""
-
-
-def _reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-    """In place: over data and context parallel ranks, and from the last pipeline stage (the others hold 0) to all."""
-    dist.all_reduce(values, op=op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
-
-
 def _routing_stats(mini_batches: Sequence[RoutingCounts | None]) -> RoutingStats | None:
     counts = [counted for counted in mini_batches if counted is not None]
     return sum(counts[1:], counts[0]).stats() if counts else None
-
-
-def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
-    """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
-    micro = next(iterator)
-    device = torch.cuda.current_device()
-    bounds = torch.from_numpy(micro.cu_seqlens).to(device)
-    sequences = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen
-    )
-    tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
-    with routed(micro):
-        logits = model(tokens, positions, None, packed_seq_params=sequences)
-    return logits, partial(loss, micro)
-
-
-def _loss(
-    token_logprobs: Any,
-    objective: Objective,
-    denominators: Denominators,
-    mtp: MTPLoss | None,
-    micro: PackedMicroBatch,
-    outputs: Tensor | tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
-    """`outputs` with multi-token prediction: the logits, then those of each depth."""
-    logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
-    logp_T, entropy_T = token_logprobs(logits, micro)
-    columns = LossColumns.of(micro, device=logits.device)
-    loss, sums = micro_batch_loss(logp_T, entropy_T, columns, objective, denominators)
-    if mtp is not None:
-        mtp_loss = mtp.of(deeper, micro.label_index_T)
-        loss, sums = loss + mtp.coefficient * mtp_loss, sums.with_mtp(mtp_loss)
-    return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
-
-
-def _keep_logprobs(token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    logp_T, _ = token_logprobs(logits, micro)
-    return logp_T.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {"logprobs_T": logp_T.detach().cpu()}

@@ -127,7 +127,7 @@ class TrainWorker:
         return parallel_state.get_data_parallel_rank()
 
     def planner(self) -> Planner:
-        return self._engine.planner
+        return self._engine.step.planner
 
     def logprobs(self, batch: Batch, records_routes: bool) -> InStore[np.ndarray] | None:
         """From rank 0: all have the same."""

@@ -3,11 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moerl.config.schema.slurm_config import SlurmConfig
-from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, expand, place_of, too_few_nodes
+from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, node_facts, place_of, too_few_nodes
 from moerl.types.errors import MoerlError
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]", "SLURMD_NODENAME": "n1"}
@@ -15,24 +13,6 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]
 
 def node(index: int, *gpus: str, **versions: str) -> AllocatedNode:
     return AllocatedNode(index=index, name=f"n{index}", gpus=gpus, num_cpus=8, versions={"python": "3.11.2", "ray": "2.60.0", **versions})
-
-
-@pytest.mark.parametrize(
-    ("short", "names"),
-    [
-        ("n0", ["n0"]),
-        ("n[0-1]", ["n0", "n1"]),
-        ("a,b[08-10,12],c", ["a", "b08", "b09", "b10", "b12", "c"]),
-        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
-    ],
-)
-def test_slurms_short_form_is_expanded(short: str, names: list[str]):
-    assert list(expand(short)) == names
-
-
-@given(st.lists(st.integers(0, 9999), min_size=1, unique=True).map(sorted))
-def test_any_list_of_numbers_is_expanded_in_order(numbers: list[int]):
-    assert list(expand(f"node[{','.join(f'{number:04d}' for number in numbers)}]")) == [f"node{number:04d}" for number in numbers]
 
 
 def test_a_requeued_job_is_another_one_for_its_files():
@@ -72,3 +52,29 @@ def test_too_few_nodes_are_seen_without_asking_them():
     assert said is not None
     assert said.startswith("the recipe needs 256 GPUs, and the allocation has 248: 31 nodes (n0, n1, ")
     assert too_few_nodes(place, SlurmConfig(gpus_per_node=8), 248) is None
+
+
+@pytest.mark.parametrize(
+    ("program", "gpus", "complaints"),
+    [
+        (None, (), ("nvidia-smi is not on PATH",)),
+        (
+            "echo 'Unable to determine the device handle' >&2; exit 15",
+            (),
+            ("nvidia-smi ended with code 15: Unable to determine the device handle",),
+        ),
+        ('case "$1" in *name) echo H100; echo H100;; esac', ("H100", "H100"), ()),
+        (
+            'case "$1" in *name) echo H100;; *) echo "77, 900 MiB";; esac',
+            ("H100",),
+            ("GPU memory is in use by a process that is not of this job: pid 77, 900 MiB",),
+        ),
+    ],
+)
+def test_a_node_tells_its_gpus_and_what_speaks_against_them(program, gpus, complaints, tmp_path, monkeypatch):
+    if program is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = node_facts(place_of(STEP), SlurmConfig(gpus_per_node=2), complaints=())
+    assert (facts.gpus, facts.complaints) == (gpus, complaints)

@@ -10,8 +10,7 @@ import pytest
 
 import moerl
 from moerl.config.load import load
-from moerl.slurm.job_script import render_eval, render_train
-from moerl.slurm.submit import submit
+from moerl.slurm.job_script import render_eval, render_train, submit
 from moerl.types.errors import ConfigError, MoerlError
 
 ROOT = Path(moerl.__file__).resolve().parent.parent

@@ -1,6 +1,8 @@
 """The order of nodes: by name, or by the switches of a topology.conf."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moerl.cluster.topology import by_name, by_topology, expand
 from moerl.types.errors import ConfigError
@@ -17,8 +19,23 @@ def test_numbers_in_names_count_as_numbers():
     assert by_name(["n10", "n9", "a2", "n1-b10", "n1-b2"]) == ["a2", "n1-b2", "n1-b10", "n9", "n10"]
 
 
-def test_lists_of_hosts_are_written_out():
-    assert expand("gpu[01-03,7],login,r[0-1]n[08-09]") == ["gpu01", "gpu02", "gpu03", "gpu7", "login", "r0n08", "r0n09", "r1n08", "r1n09"]
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        ("n0", ["n0"]),
+        ("n[0-1]", ["n0", "n1"]),
+        ("a,b[08-10,12],c", ["a", "b08", "b09", "b10", "b12", "c"]),
+        ("r[1-2]n[3,5]-ib", ["r1n3-ib", "r1n5-ib", "r2n3-ib", "r2n5-ib"]),
+        ("gpu[01-03,7],login,r[0-1]n[08-09]", ["gpu01", "gpu02", "gpu03", "gpu7", "login", "r0n08", "r0n09", "r1n08", "r1n09"]),
+    ],
+)
+def test_slurms_short_form_is_expanded(short: str, names: list[str]):
+    assert expand(short) == names
+
+
+@given(st.lists(st.integers(0, 9999), min_size=1, unique=True).map(sorted))
+def test_any_list_of_numbers_is_expanded_in_order(numbers: list[int]):
+    assert expand(f"node[{','.join(f'{number:04d}' for number in numbers)}]") == [f"node{number:04d}" for number in numbers]
 
 
 def test_nodes_below_one_switch_follow_each_other_in_the_order_of_the_tree():

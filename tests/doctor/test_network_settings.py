@@ -10,8 +10,7 @@ from moerl.config.schema.run_config import NetworkConfig
 from moerl.doctor.on_each_node import rank_variables
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import parse_ports
-from moerl.hardware.nccl_files import read_nccl_files
-from moerl.hardware.network_settings import Hardware, Setting, applied, find_settings, network_settings, variables
+from moerl.hardware.network_settings import Hardware, Setting, applied, find_settings, network_settings, read_nccl_files, variables
 from moerl.hardware.nvidia import parse_gpus, parse_topology
 from moerl.types.errors import ConfigError
 

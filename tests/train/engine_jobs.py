@@ -69,7 +69,7 @@ def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_u
 
 
 def attention_tokens_of(settings: EngineSettings) -> float:
-    return new_engine(settings).planner.attention_tokens
+    return new_engine(settings).step.planner.attention_tokens
 
 
 def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:

@@ -57,9 +57,9 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
 
 
 def packed_logits(engine: Any, batch: TrainBatch) -> list[np.ndarray]:
-    share = engine._share(batch, engine._plan(batch))
-    micro_batches = engine._micro_batches(share)
-    outputs = engine._run(micro_batches, partial(_keep, engine.model.vocab_size), forward_only=True)
+    share = engine.step.share(batch, engine.step.plan(batch))
+    micro_batches = engine.step.micro_batches(share)
+    outputs = engine.step.run(micro_batches, partial(_keep, engine.model.vocab_size), forward_only=True)
     found = {}
     for micro, out in zip(micro_batches, outputs, strict=bool(outputs)):
         # What follows the members is padding.

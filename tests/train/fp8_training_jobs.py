@@ -1,7 +1,6 @@
 """What the ranks of the tests of FP8 and of bfloat16 do; rank 0's value goes to the test."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def rank_tokens(settings: EngineSettings, batch: TrainBatch) -> tuple[set[int], 
 def padded_to(settings: EngineSettings, batch: TrainBatch, multiple: int) -> tuple[np.ndarray, float, float]:
     """Log-probs, loss and gradient norm with every micro-batch padded to a multiple of this."""
     engine = new_engine(settings)
-    engine._pack = lambda whole, members: pack(whole, members, multiple)
+    engine.step.pack = lambda whole, members: pack(whole, members, multiple)
     batch = replace(batch, old_logprobs_T=batch.rollout_logprobs_T)
     logprobs_T = engine.logprobs(batch)
     stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
@@ -128,18 +127,17 @@ def small_updates(settings: EngineSettings, batch: TrainBatch, num_steps: int, l
 
 def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
     """Gradients of one mini-batch of single-sequence micro-batches: accumulated, and each alone, added here in float32 and in bfloat16."""
-    import moerl.train.megatron_engine as module
     from moerl.train.loss.batch_loss import Denominators
 
     engine = new_engine(settings)
     engine.model.config.finalize_model_grads_func = None
-    loss = partial(module._loss, engine._token_logprobs, GRPO(GRPOConfig()), Denominators.of(batch), None)
-    micro_batches = [engine._pack(batch, [index]) for index in range(batch.num_sequences)]
+    loss = engine.step.loss(GRPO(GRPOConfig()), Denominators.of(batch))
+    micro_batches = [engine.step.pack(batch, [index]) for index in range(batch.num_sequences)]
 
     def gradients(chosen: list[Any]) -> torch.Tensor:
         for chunk in engine.model.wrapped:
             chunk.zero_grad_buffer()
-        engine._run(chosen, loss, forward_only=False)
+        engine.step.run(chosen, loss, forward_only=False)
         return torch.cat([parameter.main_grad.flatten() for parameter in parameters(engine)]).clone()
 
     together = gradients(micro_batches)
@@ -159,7 +157,7 @@ def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
 def reduced_gradients(settings: EngineSettings, batch: TrainBatch, plan: list[list[list[int]]]) -> dict[str, np.ndarray]:
     """What the optimizer sees, of every parameter of rank 0, when the ranks run these micro-batches."""
     engine = new_engine(settings)
-    engine._plan = lambda _: plan
+    engine.step.plan = lambda _: plan
     found: dict[str, np.ndarray] = {}
 
     def note() -> None:

@@ -59,7 +59,7 @@ def measure(settings: EngineSettings, batch: TrainBatch, wanted: Sequence[Cut], 
     results = {}
     for cut in wanted:
         _reset(engine, start)
-        engine._plan = engine._step_plan = lambda _, cut=cut: cut.plan(settings.train.layout)
+        engine.step.plan = engine.step.step_plan = lambda _, cut=cut: cut.plan(settings.train.layout)
         results[cut.name] = _measure(engine, batch.select(np.arange(cut.num_sequences)), trains=cut.name == trained)
     return results
 
@@ -95,12 +95,12 @@ def _reset(engine: Any, start: list[torch.Tensor]) -> None:
 
 def _entropies(engine: Any, batch: TrainBatch) -> np.ndarray:
     """Of every token, by the engine's own pass and reduction with the entropy in the place of the log-prob."""
-    given = engine._token_logprobs
-    engine._token_logprobs = lambda logits, micro: given(logits, micro)[::-1]
+    given = engine.step.token_logprobs
+    engine.step.token_logprobs = lambda logits, micro: given(logits, micro)[::-1]
     try:
         return engine.logprobs(batch)
     finally:
-        engine._token_logprobs = given
+        engine.step.token_logprobs = given
 
 
 def _gradients(engine: Any) -> dict[str, np.ndarray]:

@@ -196,7 +196,7 @@ def saved_bytes_and_forwards(settings: EngineSettings, batch: TrainBatch) -> tup
             kind = type(module).__name__
             module.register_forward_hook(lambda *_, kind=kind: counts.update([kind]))
     parameters = {p.untyped_storage()._cdata for chunk in engine.model.chunks for p in chunk.parameters()}
-    token_logprobs = engine._token_logprobs
+    token_logprobs = engine.step.token_logprobs
 
     def measure_first(*args: Any) -> Any:
         if not answers:
@@ -207,7 +207,7 @@ def saved_bytes_and_forwards(settings: EngineSettings, batch: TrainBatch) -> tup
         kept.append(tensor)
         return tensor
 
-    engine._token_logprobs = measure_first
+    engine.step.token_logprobs = measure_first
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
     return answers[0], counts

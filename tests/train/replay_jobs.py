@@ -49,10 +49,10 @@ def noted_and_replayed(settings: EngineSettings, batch: TrainBatch) -> tuple[np.
     """Log-probs of a pass that notes its routes, and of one over the same micro-batches that replays them."""
     engine = new_engine(settings)
     noting_T = engine.logprobs(batch, records_routes=True)
-    given = engine._micro_batches
-    engine._micro_batches = lambda share: engine._kept_routes.take(given(share))
+    given = engine.step.micro_batches
+    engine.step.micro_batches = lambda share: engine.step.kept_routes.take(given(share))
     parts = map(batch.select, np.array_split(np.arange(batch.num_sequences), settings.train.updates_per_step))
-    return noting_T, np.concatenate([engine._logprobs(part, engine._plan(part)) for part in parts])
+    return noting_T, np.concatenate([engine.step.logprobs(part, engine.step.plan(part)) for part in parts])
 
 
 def train_with_a_router_that_disobeys(settings: EngineSettings, batch: TrainBatch, layer: int) -> StepStats:

@@ -57,7 +57,7 @@ def _gradients_of(engine: Any, batch: TrainBatch) -> Gradients:
     engine.optimizer.step = lambda: found.update(_gradients(engine))
     stats = engine.update(batch, OBJECTIVE, lr=1e-3, num_updates=1)
     return Gradients(
-        bins=[members for rank in engine._plan(batch) for members in rank],
+        bins=[members for rank in engine.step.plan(batch) for members in rank],
         gates={name: value for name, value in found.items() if name.endswith(".mlp.gate.weight")},
         norm=stats.grad_norm,
         padding_fraction=stats.padding_fraction,
@@ -69,8 +69,8 @@ def last_router(settings: EngineSettings, batch: TrainBatch) -> tuple[Gradients,
     rank, without padding, and its weight."""
     engine, inputs = new_engine(settings), []
     router, running = engine.model.chunks[-1].decoder.layers[-1].mlp.router, []
-    routed = engine._routed
-    engine._routed = lambda micro, **options: (running.append(micro), routed(micro, **options))[1]
+    routed = engine.step._routed
+    engine.step._routed = lambda micro, **options: (running.append(micro), routed(micro, **options))[1]
     router.register_forward_hook(lambda _, args, __: inputs.append(args[0][running[-1].is_token_T, 0].detach().float().numpy()))
     found = _gradients_of(engine, batch)
     everywhere: list[Any] = [None] * dist.get_world_size()

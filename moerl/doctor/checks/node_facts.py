@@ -16,8 +16,7 @@ from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.versions import engine_versions, libcuda_version, trainer_versions
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
-from moerl.hardware.nccl_files import read_nccl_files
-from moerl.hardware.network_settings import Hardware, Setting, find_interfaces, network_settings, variables
+from moerl.hardware.network_settings import Hardware, Setting, find_interfaces, network_settings, read_nccl_files, variables
 from moerl.hardware.nvidia import NvidiaGPU, NVLinks, Topology, find_gpus, find_links, find_topology
 
 UNLIMITED = -1

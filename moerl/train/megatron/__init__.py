@@ -1,4 +1,4 @@
 """Megatron-Core as a rank builds it: model, routers, optimizer, process groups.
 
-The passes over it are train/megatron_engine.py's.
+The passes over it are train/step.py's.
 """

@@ -1,0 +1,245 @@
+"""The passes of a training step on one rank: packed micro-batches through Megatron's forward-backward schedule.
+
+Every rank gets the lengths of the whole batch and makes the same plan; it lays out, packs and runs the micro-batches of its data-parallel
+rank alone.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from moerl.algorithms.objective import Objective
+from moerl.train.batching.balance import Balance, Bins, Planner
+from moerl.train.batching.packing import PackedMicroBatch, pack, unpack_logprobs
+from moerl.train.batching.rank_share import Share
+from moerl.train.batching.token_costs import attention_tokens
+from moerl.train.engine_settings import EngineSettings
+from moerl.train.loss.batch_loss import Denominators, LossColumns, LossSums, micro_batch_loss
+from moerl.train.loss.logprobs import logprobs_and_entropy
+from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
+from moerl.train.loss.nonfinite import locate
+from moerl.train.megatron.kept_routes import KeptRoutes
+from moerl.train.megatron.megatron_model import Model, sum_gradients
+from moerl.train.megatron.overlap import without_grad_reduce
+from moerl.train.megatron.routing_stats import RoutingCounts
+from moerl.train.rank_progress import counted
+from moerl.types.batch import TrainBatch
+from moerl.types.stored_batch import Batch
+
+
+class TrainStep:
+    """Plan, micro-batches and passes of a batch; `plan`, `run` and `token_logprobs` are what the passes are made of."""
+
+    def __init__(self, model: Model, optimizer: Any, settings: EngineSettings):
+        self.model, self.optimizer = model, optimizer
+        self.planner = Planner.of(settings.train, attention_tokens(model.config, model.vocab_size))
+        self.kept_routes = KeptRoutes()
+        self._train, self._temperature = settings.train, settings.temperature
+
+    def logprobs(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
+        share, routing = self.share(batch, plan), self.model.routing
+        packed = self.micro_batches(share)
+        with routing.run(packed, trains=False, notes=records_routes):
+            outputs = self.run(packed, partial(_keep_logprobs, self.token_logprobs), forward_only=True)
+        routing.counts()
+        if records_routes:
+            self.kept_routes.keep(packed, routing.noted(packed))
+        pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
+        dtype = "float64" if self._train.dtype == "float64" else "float32"
+        own_T = unpack_logprobs(pieces, share.batch, dtype=dtype)
+        total_T = torch.from_numpy(share.spread(own_T, batch)).to(torch.cuda.current_device())
+        reduce_over_micro_batches(total_T)
+        return total_T.cpu().numpy()
+
+    def mini_batch(self, batch: Batch, objective: Objective, samples: np.ndarray) -> "MiniBatchResult":
+        """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
+        plan = self.plan(batch)
+        share = self.share(batch, plan)
+        packed = self.micro_batches(share)
+        if self._train.router_replay == "trainer":
+            packed = self.kept_routes.take(packed)
+        for chunk in self.model.wrapped:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        loss = self.loss(objective, Denominators.of(batch), self._mtp_loss(share.batch, batch))
+        counts = torch.tensor(
+            [sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device()
+        )
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        biases = self.model.routers.biases()
+        self.model.routers.begin(num_tokens=int(counts[1] - counts[0]))
+        with self.model.routing.run(packed, trains=True):
+            outputs = self.run(packed, loss, forward_only=False)
+        routing = self.model.routing.counts()
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        # Only the last stage has outputs.
+        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
+        reduce_over_micro_batches(total.sums)
+        reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
+        trouble = None
+        if math.isfinite(grad_norm) and math.isfinite(total.loss):
+            self.optimizer.step()
+        else:
+            trouble = self._locate_nonfinite(share, packed, loss, samples)
+            self.model.routers.restore(biases)
+        return MiniBatchResult(
+            sums=total,
+            grad_norm=grad_norm,
+            num_padding=int(counts[0]),
+            num_positions=int(counts[1]),
+            balance=self.planner.balance(batch.lengths, plan),
+            routing=routing,
+            trouble=trouble,
+        )
+
+    def loss(self, objective: Objective, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
+        """Function of a micro-batch and its logits that `run` takes for an update."""
+        return partial(_loss, self.token_logprobs, objective, denominators, mtp)
+
+    def _locate_nonfinite(self, share: Share, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
+        """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
+        self.model.config.finalize_model_grads_func = None
+        try:
+            with without_grad_reduce(self.model.wrapped):
+                return locate(
+                    run=lambda part: self._run_part(part, loss),
+                    packed=[share.named(micro, samples) for micro in packed],
+                    repack=share.repacking(lambda members: self.pack(share.batch, members), samples),
+                    chunks=self.model.wrapped,
+                    piece=self._train.layout.count_multiple,
+                )
+        finally:
+            self.model.config.finalize_model_grads_func = sum_gradients
+
+    def _run_part(self, packed: Sequence[PackedMicroBatch], loss: Any) -> list[dict[str, Any]]:
+        """Sequences packed anew have no noted routes, and are routed as if nothing was replayed."""
+        with self.model.routing.run(packed, trains=True):
+            return self.run(packed, loss, forward_only=False)
+
+    def plan(self, batch: Batch) -> list[Bins]:
+        return self.planner.plan(batch.lengths)
+
+    def step_plan(self, batch: Batch) -> list[Bins]:
+        return self.planner.plan_step(batch.lengths, self._train.updates_per_step)
+
+    def share(self, batch: Batch, plan: Sequence[Bins]) -> Share:
+        return Share.of(batch, plan[parallel_state.get_data_parallel_rank()])
+
+    def micro_batches(self, share: Share) -> list[PackedMicroBatch]:
+        """Sequences of this rank: those of its data-parallel rank, of each the tokens of its context-parallel rank."""
+        return [self.pack(share.batch, members) for members in share.bins]
+
+    def pack(self, batch: TrainBatch, members: Sequence[int]) -> PackedMicroBatch:
+        layout = self._train.layout
+        whole = pack(batch, members, self._train.token_multiple, layout.sequence_multiple)
+        return whole.part_of(parallel_state.get_context_parallel_rank(), layout.cp)
+
+    def run(self, packed: Sequence[PackedMicroBatch], loss: Any, *, forward_only: bool) -> list[dict[str, Any]]:
+        """Results that `loss` returned for each micro-batch, in order, on the last pipeline stage; nothing on the others."""
+        # Multi-token prediction runs only where gradients are wanted.
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=partial(_forward, loss, partial(self._routed, trains=not forward_only)),
+                data_iterator=[counted(packed) for _ in self.model.wrapped],  # every chunk runs every micro-batch
+                model=self.model.wrapped,
+                num_microbatches=len(packed),
+                seq_length=1,  # without effect: variable_seq_lengths
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+
+    @contextmanager
+    def _routed(self, micro: PackedMicroBatch, *, trains: bool) -> Iterator[None]:
+        model = self.model
+        with model.routers.micro_batch(micro, trains=trains), model.routing.micro_batch(micro, trains=trains):
+            yield
+
+    def token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+        return self._label_logprobs(logits, micro.labels_T, temperature=self._temperature)
+
+    def _label_logprobs(self, logits: Tensor, labels_T: np.ndarray, *, temperature: float) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(
+            logits[0],
+            torch.from_numpy(labels_T).to(logits.device),
+            temperature=temperature,
+            vocab_size=self.model.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_tokens=self._train.logprob_chunk_tokens,
+        )
+
+    def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
+        """Targets of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
+        num_depths = self.model.config.mtp_num_layers
+        if num_depths is None:
+            return None
+        # At temperature 1: draft heads learn the model's distribution, whatever it is sampled with.
+        logprobs = partial(self._label_logprobs, temperature=1.0)
+        return MTPLoss(targets=MTPTargets.of(own, num_depths, whole=batch), coefficient=self._train.mtp_loss, logprobs=logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatchResult:
+    sums: LossSums
+    grad_norm: float
+    num_padding: int
+    num_positions: int
+    balance: Balance
+    routing: RoutingCounts | None
+    trouble: str | None
+    """Where loss or gradient was not finite; then nothing was updated."""
+
+
+def reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """In place: over data and context parallel ranks, and from the last pipeline stage (the others hold 0) to all."""
+    dist.all_reduce(values, op=op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
+
+
+def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
+    """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
+    micro = next(iterator)
+    device = torch.cuda.current_device()
+    bounds = torch.from_numpy(micro.cu_seqlens).to(device)
+    sequences = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=micro.max_seqlen, max_seqlen_kv=micro.max_seqlen
+    )
+    tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
+    with routed(micro):
+        logits = model(tokens, positions, None, packed_seq_params=sequences)
+    return logits, partial(loss, micro)
+
+
+def _loss(
+    token_logprobs: Any,
+    objective: Objective,
+    denominators: Denominators,
+    mtp: MTPLoss | None,
+    micro: PackedMicroBatch,
+    outputs: Tensor | tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
+    """`outputs` with multi-token prediction: the logits, then those of each depth."""
+    logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
+    logp_T, entropy_T = token_logprobs(logits, micro)
+    columns = LossColumns.of(micro, device=logits.device)
+    loss, sums = micro_batch_loss(logp_T, entropy_T, columns, objective, denominators)
+    if mtp is not None:
+        mtp_loss = mtp.of(deeper, micro.label_index_T)
+        loss, sums = loss + mtp.coefficient * mtp_loss, sums.with_mtp(mtp_loss)
+    return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
+
+
+def _keep_logprobs(token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    logp_T, _ = token_logprobs(logits, micro)
+    return logp_T.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {"logprobs_T": logp_T.detach().cpu()}
