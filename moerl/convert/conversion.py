@@ -1,26 +1,29 @@
 """`moerl convert`: from the paths and options of the command line to a plan, and from the plan to files."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, cast, get_args
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from moerl import __version__
 from moerl.convert.carried import origin_of, origin_problems
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
-from moerl.convert.progress_bar import progress_bar
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
 from moerl.convert.sharded.parameters import family_of
 from moerl.convert.sharded.sharded_plan import entries_of, parts_of
 from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
 from moerl.convert.tensors.count_nonfinite import NonFinite, report
 from moerl.convert.tensors.entry import Entry
-from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, target_problems, write_files
+from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, OnBytes, target_problems, write_files
 from moerl.convert.upcycle import Upcycling, upcycled, upcycled_config, upcycling_problems
 from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST
@@ -223,3 +226,18 @@ def describe(conversion: Conversion, jobs: Sequence[FileJob], num_tensors: int, 
 
 def _existing(path: Path) -> Path:
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+@contextmanager
+def progress_bar(title: str, total_bytes: int) -> Iterator[OnBytes]:
+    """Called with bytes done since the last call, from any thread."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    lock = Lock()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=total_bytes)
+
+        def advance(num_bytes: int) -> None:
+            with lock:
+                progress.advance(task, num_bytes)
+
+        yield advance

@@ -126,7 +126,7 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) 
 
     from moerl.rollout.engines.fake_engine import FakeEngine
     from moerl.rollout.engines.hf.hf_model import checkpoint_specs
-    from moerl.weights.plan.fp8_pairs import in_fp8
+    from moerl.weights.plan.transfer_plan import in_fp8
 
     expected = checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype))
     model = read_config(model_dir)

@@ -26,18 +26,48 @@ from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.slurm_config import has_preflight
 from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
-from moerl.slurm.lost_nodes import lost_file, mark_again, remember
 from moerl.slurm.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.slurm.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
 from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.exit_codes import ExitCode
 
+logger = logging.getLogger(__name__)
+
+
+def lost_file(marks: Path) -> Path:
+    return marks.with_name(f"{marks.name}.lost")
+
+
+def mark_again(marks: Path) -> None:
+    """The script removes it before a try. Without it only the exit code is left, which the killing of a task hides."""
+    file = marks.with_name(f"{marks.name}.again")
+    try:
+        file.touch()
+    except OSError as error:
+        logger.warning("%s cannot be written (%s): the job may not be queued again", file, error.strerror)
+
+
+def remember(file: Path, name: str, *, at_most: int) -> str:
+    """Adds the node, unless there are as many already; says what came of it, for people. The script may still find too few others."""
+    known = file.read_text().split() if file.exists() else []
+    if name in known:
+        return f"{name} was lost before"
+    if len(known) >= at_most:
+        already = f", beside {', '.join(known)}" if known else ""
+        return f"{name} is not excluded{already}: slurm.max_excluded = {at_most}"
+    try:
+        with file.open("a") as out:
+            out.write(f"{name}\n")
+    except OSError as error:
+        return f"{name} is not excluded: {file} cannot be written ({error.strerror})"
+    return f"{name} is to be excluded ({len(known) + 1} of slurm.max_excluded = {at_most})"
+
+
 T = TypeVar("T")
 Watch = list["asyncio.Future[None]"]
 """Tasks that never return: they raise when the job has lost something."""
 
-logger = logging.getLogger(__name__)
 
 _EXIT_CODES = dict.fromkeys((ExitCode.CONTINUE, ExitCode.KILLED, -signal.SIGKILL), ExitCode.QUEUE_AGAIN)
 """Exit codes of the driver -> of this task, where they differ."""
@@ -59,7 +89,7 @@ _MAX_DIRECTORY = 40
 
 
 def run_node(config: RunConfig, arguments: Sequence[str], marks: Path | None = None, evaluation: Sequence[str] | None = None) -> int:
-    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/slurm/lost_nodes.py. `evaluation`: further
+    """The exit code of this node's task. `arguments`: of `moerl train`. `marks`: of moerl/slurm/job_node.py. `evaluation`: further
     ones of `moerl eval`, which the first node then starts instead.
 
     MoerlError says what is wrong with which node; RunStopped that a signal came before there was anything to save.

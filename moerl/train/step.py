@@ -29,7 +29,7 @@ from moerl.train.loss.batch_loss import Denominators, LossColumns, LossSums, mic
 from moerl.train.loss.logprobs import logprobs_and_entropy
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
-from moerl.train.megatron.kept_routes import KeptRoutes
+from moerl.train.megatron.expert_routing import KeptRoutes
 from moerl.train.megatron.megatron_model import Model, sum_gradients
 from moerl.train.megatron.overlap import without_grad_reduce
 from moerl.train.megatron.routing_stats import RoutingCounts

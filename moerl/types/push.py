@@ -66,7 +66,7 @@ class Bucket:
     """Model processes of the rollout, counted over all servers. Over a network the first gets it from the sender; the others are on its
     node and then read it in its memory."""
     round: int = 0
-    """Round of the schedule (weights/plan/rounds.py)."""
+    """Round of the schedule (weights/plan/buckets.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

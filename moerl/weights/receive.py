@@ -14,13 +14,81 @@ from math import prod
 import torch
 
 from moerl.types.errors import WeightError
-from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
-from moerl.weights.assembly import Assembly
+from moerl.types.push import Bucket, BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
 from moerl.weights.plan.tensor_specs import CPU, box_of, manifest_difference, torch_dtype, view_as
-from moerl.weights.transport.disk_transport import Read
-from moerl.weights.transport.incoming import Incoming
+from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskReader, Read
+from moerl.weights.transport.gpu_transport import finished
+from moerl.weights.transport.links import Borrower, rank_key
+from moerl.weights.transport.network_transport import NetworkReader
+from moerl.weights.transport.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
+from moerl.weights.transport.shared_memory import SharedReader
 from moerl.weights.verify.diagnose import Damage, Installed, describe_absent, explain_damage, explain_difference
 from moerl.weights.verify.digest import tensor_digest
+
+DEVICE_BYTES = 2 * 256 * 2**20
+"""Two buckets of weights.bucket_bytes as it is by default."""
+
+
+class Assembly:
+    """Memory of one push."""
+
+    def __init__(self, *, device_bytes: int = DEVICE_BYTES):
+        """`device_bytes`: at most so many are on a device at a time."""
+        self._left = device_bytes
+
+    def empty(self, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+        """Memory for the whole tensor, whose pieces arrive on `device`: there, or in host memory."""
+        num_bytes = prod(spec.shape) * torch_dtype(spec).itemsize
+        if device != CPU and num_bytes > self._left:
+            device = CPU
+        if device != CPU:
+            self._left -= num_bytes
+        return torch.empty(spec.shape, dtype=torch_dtype(spec), device=device)
+
+    def free(self, whole: torch.Tensor) -> None:
+        """It is installed."""
+        if whole.device != CPU:
+            self._left += whole.nbytes
+
+
+class Incoming:
+    """Buckets of all pushes until an error. The constructor returns when it has connected to those from whom buckets come; nccl: when all
+    have joined."""
+
+    def __init__(self, offer: TransportOffer, *, device: torch.device, read: Read | None):
+        self._device, self._seconds = device, offer.seconds
+        self._buckets = [bucket for bucket in offer.buckets if offer.reader in bucket.readers]
+        if offer.transport == "nccl":
+            # What this process passes on comes first in its round, so that others wait for it no longer than they must.
+            self._buckets.sort(key=lambda bucket: (bucket.round, bucket.readers[0] != offer.reader))
+        self._from = self._reader(offer, Deadline(min(offer.seconds, JOIN_SECONDS)), read)
+
+    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Buckets of one push, each with its bytes: uint8 [bucket.num_bytes], which the caller has used when it asks for the next."""
+        deadline = Deadline(self._seconds)
+        for bucket in self._buckets:
+            yield bucket, self._from.fetch(bucket, deadline)
+            finished(self._device)
+            self._from.done(bucket)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._from.close()
+
+    def _reader(self, offer: TransportOffer, deadline: Deadline, read: Read | None) -> NetworkReader | Borrower:
+        rendezvous = Rendezvous.join(offer.address, deadline)
+        if offer.transport == "nccl":
+            return NetworkReader(rendezvous, offer, self._buckets, device=self._device, deadline=deadline)
+        memory = SharedReader() if offer.transport == "ipc" else DiskReader(rendezvous.ask(DIRECTORY_KEY), read=read)
+        borrower = Borrower(memory, lambda bucket: rank_key(bucket.sender))
+        try:
+            lenders = {rank_key(bucket.sender) for bucket in self._buckets}
+            borrower.join(rendezvous, lenders, reader=offer.reader, name=offer.server, deadline=deadline)
+        except WeightError:
+            borrower.close()
+            raise
+        return borrower
+
 
 Load = Callable[[str, torch.Tensor], torch.Tensor]
 """Copies a tensor into the model under its checkpoint name and returns what the model now holds (possibly a view into a fused

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from moerl.config.load import load
+from moerl.slurm.job_node import lost_file, mark_again, remember
 from moerl.slurm.job_script import render_train
-from moerl.slurm.lost_nodes import lost_file, mark_again, remember
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 

@@ -16,8 +16,8 @@ from moerl.config.load import load
 from moerl.config.rules.facts import facts_of
 from moerl.config.rules.placement_rules import placement_problems
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.placement_config import PlacementConfig
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout, WeightsConfig
+from moerl.config.schema.run_config import PlacementConfig
 from moerl.types.errors import ConfigError
 
 NO_SERVERS = ServerShape(num_servers=1, gpus_per_server=0, num_shared=0)

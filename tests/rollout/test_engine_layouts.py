@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.build_engines import build_engines
-from moerl.rollout.engines.hf.route_recorder import RouteRecorder
+from moerl.rollout.engines.hf.forward import RouteRecorder
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import WeightError
 

@@ -8,7 +8,7 @@ import torch
 from tiny_servers import ROUTES, push
 from transformers import AutoModelForCausalLM
 
-from moerl.rollout.engines.hf.route_recorder import RouteRecorder
+from moerl.rollout.engines.hf.forward import RouteRecorder
 from moerl.types.completion import SamplingParams
 
 

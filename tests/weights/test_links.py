@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
-from moerl.weights.plan.buckets import in_order
-from moerl.weights.plan.rounds import first_fit
+from moerl.weights.plan.buckets import first_fit, in_order
 from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.receive import Incoming
 from moerl.weights.send import WeightSender
-from moerl.weights.transport.incoming import Incoming
 from moerl.weights.transport.links import Link
 from moerl.weights.transport.rendezvous import Deadline
 

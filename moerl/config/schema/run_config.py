@@ -15,11 +15,29 @@ from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.config.schema.eval_config import EvalConfig
 from moerl.config.schema.kubernetes_config import KubernetesConfig
 from moerl.config.schema.model_config import ModelConfig
-from moerl.config.schema.placement_config import PlacementConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.config.schema.slurm_config import SlurmConfig
-from moerl.config.schema.strict import NotNegative, Positive, Seconds, Strict
+from moerl.config.schema.strict import NotNegative, Positive, Seconds, Size, Strict
 from moerl.config.schema.train_config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(Strict):
+    mode: Literal["separate", "colocated", "group_colocated"] = "separate"
+    """separate: rollout servers have GPUs of their own. colocated: all of them are on the trainer's; the two have these in turn, hence
+    max_staleness=0. group_colocated: the first num_shared servers are on the trainer's GPUs and sleep while it trains; the others have
+    their own and go on, also with requests the first ones had begun. What shares GPUs needs train.offload=all."""
+    num_shared: Positive | None = None
+    """Servers on the trainer's GPUs, for group_colocated: at least 1, and not all of them."""
+    nodes: Size = 1
+    """A job of Slurm or Kubernetes has as many."""
+    gpus_per_node: Size | None = None
+    """GPUs the run may use on every node. Where there are none: training ranks and servers that a node takes. None: one node, which takes
+    all."""
+    nodes_per_domain: Size = 1
+    """Nodes, one after the other in the topology's order, whose GPUs NVLink joins: groups that fit stay inside."""
+    topology: str | None = None
+    """File in the format of Slurm's topology.conf: nodes under one switch become neighbours. None: in the order of their names."""
 
 
 @dataclass(frozen=True, kw_only=True)

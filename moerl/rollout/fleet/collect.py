@@ -6,14 +6,62 @@ numbers.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
 
+import numpy as np
+
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
-from moerl.rollout.fleet.partial import completed, joined, rest
-from moerl.types.completion import Completion, SamplingParams
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Payload, Stored, StoredCompletion
+
+
+def rest(prompt_ids: tuple[int, ...], sampling: SamplingParams, so_far: Completion | None) -> tuple[tuple[int, ...], SamplingParams]:
+    """The request for what is missing of `so_far`."""
+    if so_far is None or not so_far.token_ids:
+        return prompt_ids, sampling
+    num_drawn = len(so_far.token_ids)
+    return (*prompt_ids, *so_far.token_ids), replace(sampling, max_tokens=sampling.max_tokens - num_drawn, num_drawn=num_drawn)
+
+
+def joined(so_far: Completion | None, more: Completion) -> Completion:
+    """`more` answers rest(..., so_far).
+
+    A token keeps the route it had when it was computed first: those after the last token of `so_far` come from `more`, which has routes of
+    all tokens, as computed anew.
+    """
+    if so_far is None or not so_far.token_ids:
+        return more
+    if not more.token_ids:
+        return replace(so_far, finish_reason=more.finish_reason)
+    routes = more.routes
+    if routes is not None and so_far.routes is not None:
+        routes = np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
+    return replace(
+        more,
+        token_ids=so_far.token_ids + more.token_ids,
+        logprobs=so_far.logprobs + more.logprobs,
+        spans=_joined_spans(so_far.spans + more.spans),
+        routes=routes,
+    )
+
+
+def completed(completion: Completion, sampling: SamplingParams) -> Completion:
+    """One that was ended just after its last token has ended by itself. `sampling` of the whole."""
+    tokens = completion.token_ids
+    if completion.finish_reason != "abort" or not tokens:
+        return completion
+    if tokens[-1] in sampling.stop_token_ids:
+        return replace(completion, finish_reason="stop")
+    return replace(completion, finish_reason="length") if len(tokens) == sampling.max_tokens else completion
+
+
+def _joined_spans(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
+    runs = [(version, sum(span.num_tokens for span in run)) for version, run in groupby(spans, key=lambda span: span.version)]
+    return tuple(VersionSpan(version=version, num_tokens=num_tokens) for version, num_tokens in runs)
+
 
 Generate = Callable[[tuple[int, ...], SamplingParams, str], Awaitable[Completion]]
 Keep = Callable[[Payload], Stored[Payload]]

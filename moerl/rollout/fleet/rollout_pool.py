@@ -2,7 +2,7 @@
 one that runs. What comes back is received by a collector (moerl/rollout/fleet/collect.py), so that the pool holds references, not tokens.
 
 A request whose server ends is run again, with its seed, on another one, or on the same one once it is back. One that a server ends before
-its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/fleet/partial.py).
+its completion is done, as pause(abort) does, goes on from the tokens it has (moerl/rollout/fleet/collect.py).
 """
 
 import asyncio

@@ -14,7 +14,7 @@ Routers of multi-token prediction are no part of this: no engine records them, a
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -235,3 +235,28 @@ def _signed(routes: np.ndarray) -> np.ndarray:
     signed = routes.astype(np.int16)
     signed[is_unknown(routes)] = -1
     return signed
+
+
+class KeptRoutes:
+    """Routes of the mini-batches of one update, in order."""
+
+    def __init__(self) -> None:
+        self._mini_batches: list[list[tuple[np.ndarray, np.ndarray]]] = []
+
+    def forget(self) -> None:
+        self._mini_batches = []
+
+    def keep(self, packed: Sequence[PackedMicroBatch], routes: Sequence[np.ndarray]) -> None:
+        """Those of the micro-batches of the next mini-batch."""
+        self._mini_batches.append([(micro.token_ids_T, table) for micro, table in zip(packed, routes, strict=True)])
+
+    def take(self, packed: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """The micro-batches of the next mini-batch with their routes. TrainError if they are not those the pass ran."""
+        kept = self._mini_batches.pop(0) if self._mini_batches else []
+        same = len(kept) == len(packed) and all(np.array_equal(t, m.token_ids_T) for (t, _), m in zip(kept, packed, strict=True))
+        if not same:
+            raise TrainError(
+                f"train.router_replay=trainer: {len(kept)} micro-batches with routes for an update of {len(packed)}: must be the same "
+                "ones. An update needs logprobs(batch, records_routes=True) of the same batch before it, once for each"
+            )
+        return [replace(micro, kept_routes=table) for micro, (_, table) in zip(packed, kept, strict=True)]

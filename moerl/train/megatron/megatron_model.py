@@ -19,9 +19,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import FullRecompute, NoRecompute, Recompute
 from moerl.config.schema.train_config import TrainConfig
 from moerl.models.bridge.native_bridge import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
@@ -29,11 +30,19 @@ from moerl.models.families.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.expert_routing import Routing
-from moerl.train.megatron.mtp_model import MTPModel
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
-from moerl.train.megatron.recompute import recompute_fields
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routers import Routers
+
+
+def recompute_fields(recompute: Recompute) -> dict[str, Any]:
+    """Keyword arguments of TransformerConfig."""
+    if isinstance(recompute, NoRecompute):
+        return {}
+    if isinstance(recompute, FullRecompute):
+        return {"recompute_granularity": "full", "recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+    return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+
 
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
 """By the names that families give."""
@@ -245,3 +254,23 @@ def _bridge_groups() -> Groups:
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         expert=parallel_state.get_expert_model_parallel_group(),
     )
+
+
+class MTPModel(GPTModel):
+    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | tuple[Tensor, ...]:
+        """On the last stage [1, T, V / tp]: the logits; where gradients are wanted a tuple of them and of those of each depth in order."""
+        if not self.post_process:
+            return hidden_states
+        hidden = [hidden_states]
+        if torch.is_grad_enabled():
+            stacked = self.mtp(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden_states,
+                embedding=self.embedding,
+                **{name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")},
+            )
+            hidden = list(torch.chunk(stacked, 1 + self.config.mtp_num_layers))
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits = tuple(self.output_layer(states, weight=weight)[0].transpose(0, 1).contiguous() for states in hidden)
+        return logits if len(logits) > 1 else logits[0]

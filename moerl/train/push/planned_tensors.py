@@ -5,8 +5,7 @@ import warnings
 import megatron_patches
 from moerl.config.derive.model_configs import model_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.weights.plan.fp8_pairs import with_scales
-from moerl.weights.plan.transfer_plan import PlannedTensor
+from moerl.weights.plan.transfer_plan import PlannedTensor, with_scales
 
 
 def push_tensors(config: RunConfig) -> list[PlannedTensor]:

@@ -5,15 +5,16 @@
 Experts go from their owner to the GPUs that serve them and to no other. Nothing crosses the network to a node twice. What every GPU of a
 rollout holds (attention, norms, embeddings) is cut into parts that are spread over the node's GPUs, as each has a network card of its
 own. Among ranks that hold the same the one that has sent least sends. A reader must have all of a tensor, and of some layers, before it can
-use any of it: what is wanted together makes a batch (`parts.py`), and has few senders. Pure: integers in, integers out.
+use any of it: what is wanted together makes a batch (`senders.py`), and has few senders. Pure: integers in, integers out.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moerl.config.schema.layout import Layout
+from moerl.models.fp8_blocks import BLOCK, SCALE_SUFFIX, is_quantized_when_published, scale_shape
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.tensor_specs import num_bytes
 
@@ -163,3 +164,34 @@ def _sum_by(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
     total = np.zeros(size, dtype=np.int64)
     np.add.at(total, index, values)
     return total
+
+
+FP8_DTYPE = "float8_e4m3fn"
+
+
+def with_scales(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:
+    """The same with what is FP8 in a published checkpoint in FP8, each followed by its scales."""
+    found: list[PlannedTensor] = []
+    for tensor in tensors:
+        pair = fp8_specs(tensor.spec)
+        found.append(replace(tensor, spec=pair[0]))
+        found += [replace(tensor, spec=scales, scales_of=tensor.name) for scales in pair[1:]]
+    return found
+
+
+def fp8_specs(spec: TensorSpec) -> list[TensorSpec]:
+    """Specs of the FP8 tensor and its scales; only `spec` itself for a tensor that stays as it is."""
+    if not is_quantized_when_published(spec.name, spec.shape):
+        return [spec]
+    scales = TensorSpec(name=spec.name + SCALE_SUFFIX, shape=scale_shape(spec.shape), dtype="float32")
+    return [replace(spec, dtype=FP8_DTYPE), scales]
+
+
+def in_fp8(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+    """Specs that a server that takes FP8 expects, by name. `specs`: of the checkpoint in the rollout's dtype."""
+    return {found.name: found for spec in specs for found in fp8_specs(spec)}
+
+
+def is_ragged(shape: Sequence[int], dim: int | None, num_shards: int) -> bool:
+    """Whether blocks lie across the edges of equal shards along `dim`."""
+    return dim is not None and num_shards > 1 and shape[dim] // num_shards % BLOCK != 0

@@ -4,7 +4,8 @@ deterministic: every pass of a kind has one fixed shape, whatever it carries, so
 Otherwise the shapes are the smallest powers of two that hold the rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,38 @@ from transformers import PreTrainedModel
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.models.families.family_table import FAMILIES
 from moerl.rollout.engines.hf.cache import Rows, SlotCache
-from moerl.rollout.engines.hf.route_recorder import RouteRecorder
+from moerl.types.routes import RouteShape
+
+
+class RouteRecorder:
+    """Costs nothing but while it records."""
+
+    def __init__(self, model: PreTrainedModel, shape: RouteShape | None):
+        """`shape` None: a dense model, of which there is nothing to record."""
+        router = f".mlp.{FAMILIES[model.config.model_type].served.router}"
+        self._gates = [module for name, module in model.named_modules() if name.endswith(router)]
+        self._shape = shape
+        expected = 0 if shape is None else shape.num_layers
+        assert len(self._gates) == expected, f"{len(self._gates)} routers in a model with {expected} layers of experts"
+
+    @contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        """The list gets [tokens of the pass, top_k] of every layer with experts, in order."""
+        chosen: list[torch.Tensor] = []
+        # A router returns logits, weights and experts (transformers, models/qwen3_moe and deepseek_v3, TopKRouter).
+        hooks = [gate.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for gate in self._gates]
+        try:
+            yield chosen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def table(self, chosen: list[torch.Tensor], rows: int) -> np.ndarray:
+        """Routes that were recorded in one pass over `rows` rows: [rows, tokens per row, layers, top_k]."""
+        assert self._shape is not None
+        shape = (rows, -1, self._shape.num_layers, self._shape.top_k)
+        return torch.stack(chosen, dim=1).numpy().astype(self._shape.dtype).reshape(shape)
+
 
 PREFILL_TOKENS = 512
 """Tokens of one prefill pass, over all its rows: enough to keep one CPU core's matrix units busy."""

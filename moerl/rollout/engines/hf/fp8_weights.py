@@ -11,7 +11,7 @@ import torch
 from moerl.models.fp8_blocks import SCALE_SUFFIX, dequantized
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.plan.fp8_pairs import FP8_DTYPE
+from moerl.weights.plan.transfer_plan import FP8_DTYPE
 from moerl.weights.verify.digest import tensor_digest
 
 
