@@ -179,7 +179,7 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
         assert first == "update: rank 1 did not arrive within 3 s (deadlines.update_seconds)"
         assert second.startswith(f"* rank 1 on node {socket.gethostname()}, process {pids[1]}: its process is stopped (state stopped")
         assert re.search(
-            r"in update for \d\.\d s; micro-batch \d+ of \d+; (inside|newest communication) \w+ of \[0, 1\] \w+, number \d+", third
+            r"in update for \d+\.\d s; micro-batch \d+ of \d+; (inside|newest communication) \w+ of \[0, 1\] \w+, number \d+", third
         )
         assert (caught.value.names, caught.value.origin.doing) == (("rank 1",), "update")
         conclusion, sections = report_of(caught.value)
