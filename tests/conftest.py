@@ -30,6 +30,14 @@ settings.register_profile("moerl", derandomize=True, deadline=None)
 settings.load_profile("moerl")
 
 
+def pytest_collection_finish() -> None:
+    """Refuses test modules that import Megatron when they are collected: tests of their process that patch it first would all fail."""
+    if "megatron.core" in sys.modules:
+        raise pytest.UsageError(
+            "a test module imports megatron.core at its top: import what needs it inside the test, after megatron_patches.activate()"
+        )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests run in an empty directory: the checkout may hold runs/, and a configuration that would continue one is checked against it."""

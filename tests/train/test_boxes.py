@@ -1,4 +1,4 @@
-"""The invariants that moerl/train/checkpoint/sharded_state.py states."""
+"""The invariants that moerl/train/checkpoint/boxes.py states."""
 
 from math import prod
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.train.checkpoint.sharded_state import boxes_of_range
+from moerl.train.checkpoint.boxes import boxes_of_range
 
 
 @st.composite

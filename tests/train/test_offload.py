@@ -18,7 +18,7 @@ from memory_jobs import (
 )
 
 from moerl.config.schema.layout import Layout
-from moerl.train.memory.offload import Block
+from moerl.train.memory.blocks import Block
 
 
 def case(checkpoints, layout=None, *, dtype="float32", **changes):

@@ -7,13 +7,12 @@
     common.pt                                  optimizer steps taken, layout and dtype
 
 Megatron's own formats of the distributed optimizer either gather its state over data parallel to save it (fully_reshardable) or are
-tied to the layout (dp_reshardable). Here each rank's range of a parameter becomes boxes of that parameter (`Box`), which a
+tied to the layout (dp_reshardable). Here each rank's range of a parameter becomes boxes of that parameter (boxes.py), which a
 checkpoint can store and cut differently when it is read. The names are those of fully_reshardable.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -23,37 +22,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, n
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Those of elements [start, stop) of a row-major tensor of `shape`, in the order of memory; none for an empty range."""
-    assert 0 <= start <= stop <= prod(shape), f"[{start}, {stop}) is no range of a tensor of shape {shape}"
-    if start == stop:
-        return
-    if len(shape) == 1:
-        yield Box(offset=(start,), shape=(stop - start,))
-        return
-    row = prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # within one row
-        yield from _in_row(shape, end_whole, start, stop)
-        return
-    yield from _in_row(shape, first_whole - 1, start, first_whole * row)
-    if first_whole < end_whole:
-        yield Box(offset=(first_whole, *(0 for _ in shape[1:])), shape=(end_whole - first_whole, *shape[1:]))
-    yield from _in_row(shape, end_whole, end_whole * row, stop)
-
-
-def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
-    begin = row * prod(shape[1:])
-    for box in boxes_of_range(shape[1:], start - begin, stop - begin) if start < stop else ():
-        yield Box(offset=(row, *box.offset), shape=(1, *box.shape))
-
+from moerl.train.checkpoint.boxes import boxes_of_range
 
 _STATE, _MASTER = "optimizer.state", "optimizer.state.param"
 

@@ -12,47 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moerl.train.megatron.overlap import gather_parameters
+from moerl.train.memory.blocks import Block
 from moerl.train.memory.memory_states import KINDS, Bytes, Kind
 from moerl.types.stats import MemoryStats
-
-
-class Block:
-    """One storage. `is_kept`: its contents are copied to the host; else they are zeros when it comes back."""
-
-    def __init__(self, storage: torch.UntypedStorage, *, is_kept: bool):
-        self.storage, self._is_kept = storage, is_kept
-        self._num_bytes = storage.nbytes()
-        self._host: Tensor | None = None
-
-    @property
-    def device_bytes(self) -> int:
-        return self.storage.nbytes()
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self._host is None else self._host.nbytes
-
-    def leave(self) -> None:
-        if self.storage.nbytes() == 0:
-            return
-        if self._is_kept:
-            if self._host is None:
-                self._host = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-            self._host.copy_(self._view(), non_blocking=True)
-        # On the copy's own stream: the allocator gives the memory to nobody before the copy has read it.
-        self.storage.resize_(0)
-
-    def come_back(self) -> None:
-        if self.storage.nbytes() == self._num_bytes:
-            return
-        self.storage.resize_(self._num_bytes)
-        if self._host is None:
-            self._view().zero_()
-        else:
-            self._view().copy_(self._host, non_blocking=True)
-
-    def _view(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
 class DeviceMemory:
