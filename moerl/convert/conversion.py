@@ -230,7 +230,10 @@ def _existing(path: Path) -> Path:
 
 @contextmanager
 def progress_bar(title: str, total_bytes: int) -> Iterator[OnBytes]:
-    """Called with bytes done since the last call, from any thread."""
+    """Bar with bytes per second and the time left, on a terminal; a line at the end everywhere.
+
+    Yields what is called with the bytes done since the last call, from any thread.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     lock = Lock()
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -35,6 +35,10 @@ from moerl.types.exit_codes import ExitCode
 logger = logging.getLogger(__name__)
 
 
+# Files that the first node leaves for the job's script. PREFIX.lost: the nodes that the job has lost in all its tries, one a line; Slurm is
+# asked for others. PREFIX.again: the job is to be queued again. srun's exit code does not tell: it is 137 when any task was killed.
+
+
 def lost_file(marks: Path) -> Path:
     return marks.with_name(f"{marks.name}.lost")
 

@@ -30,7 +30,12 @@ DEVICE_BYTES = 2 * 256 * 2**20
 
 
 class Assembly:
-    """Memory of one push."""
+    """Memory of one push, in which tensors that come in pieces are put together.
+
+    A batch is on its way at once, and an embedding or output layer by itself has gigabytes in large models (docs/benchmarks.md), which a
+    GPU full of weights and caches has not. So a device lends no more than two buckets; the rest waits in host memory and crosses to it
+    when whole.
+    """
 
     def __init__(self, *, device_bytes: int = DEVICE_BYTES):
         """`device_bytes`: at most so many are on a device at a time."""
@@ -52,8 +57,10 @@ class Assembly:
 
 
 class Incoming:
-    """Buckets of all pushes until an error. The constructor returns when it has connected to those from whom buckets come; nccl: when all
-    have joined."""
+    """Buckets of one model process, as they come from memory or files of the senders or over a network, in all pushes until an error.
+
+    The constructor returns when it has connected to those from whom buckets come; nccl: when all have joined.
+    """
 
     def __init__(self, offer: TransportOffer, *, device: torch.device, read: Read | None):
         self._device, self._seconds = device, offer.seconds

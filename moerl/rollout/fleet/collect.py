@@ -19,7 +19,10 @@ from moerl.types.stored import Payload, Stored, StoredCompletion
 
 
 def rest(prompt_ids: tuple[int, ...], sampling: SamplingParams, so_far: Completion | None) -> tuple[tuple[int, ...], SamplingParams]:
-    """The request for what is missing of `so_far`."""
+    """The request for what is missing of `so_far`, which a push ended: from any server, and joined to one completion by `joined`.
+
+    It is drawn as the whole would have been: `SamplingParams.num_drawn` says how many random numbers are used up.
+    """
     if so_far is None or not so_far.token_ids:
         return prompt_ids, sampling
     num_drawn = len(so_far.token_ids)

@@ -238,7 +238,11 @@ def _signed(routes: np.ndarray) -> np.ndarray:
 
 
 class KeptRoutes:
-    """Routes of the mini-batches of one update, in order."""
+    """Routes a rank noted in a log-prob pass, until the update that replays them; by mini-batch, in order.
+
+    The pass runs the very micro-batches of that update (the plan is a function of the batch), so every rank keeps what its own routers
+    chose for its own positions: nothing is gathered, and nothing travels through the driver.
+    """
 
     def __init__(self) -> None:
         self._mini_batches: list[list[tuple[np.ndarray, np.ndarray]]] = []

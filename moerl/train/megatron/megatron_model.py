@@ -36,7 +36,7 @@ from moerl.train.megatron.routers import Routers
 
 
 def recompute_fields(recompute: Recompute) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig."""
+    """Keyword arguments of TransformerConfig, for the activations that are computed again in the backward pass."""
     if isinstance(recompute, NoRecompute):
         return {}
     if isinstance(recompute, FullRecompute):
@@ -257,6 +257,12 @@ def _bridge_groups() -> Groups:
 
 
 class MTPModel(GPTModel):
+    """Megatron's GPTModel with its multi-token prediction block, returning the logits of every depth instead of a loss.
+
+    Megatron's own forward computes that loss inside the model: it needs labels, which RL does not give it, and it divides by counts of one
+    rank and one micro-batch. Here the loss is made where every other loss is (moerl/train/loss/batch_loss.py).
+    """
+
     def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """On the last stage [1, T, V / tp]: the logits; where gradients are wanted a tuple of them and of those of each depth in order."""
         if not self.post_process:

@@ -201,6 +201,10 @@ def _end(entries: Sequence[BucketEntry]) -> int:
     return entries[-1].offset + entries[-1].num_bytes
 
 
+# When each bucket travels: rounds in which every rank sends at most one and every reader receives at most one. Over a network this is a
+# coloring of the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first fit, by groups that
+# belong together. On one host a bucket may have several readers.
+
 Edge = tuple[int, Sequence[int]]
 """Source and targets of a bucket."""
 

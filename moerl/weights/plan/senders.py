@@ -1,4 +1,8 @@
-"""Which rank sends each part of a push to which GPUs. Pure."""
+"""Into which parts the tensors of a push are cut, which of them are wanted together, and which rank sends each to which GPUs. Pure.
+
+A reader uses a tensor when it has all parts of it, and an engine that fuses the experts of a layer when it has all of these. It keeps them
+until then. Hence batches: some tensors of a stage, or the experts of whole layers, which few ranks send to a node at about one time.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle

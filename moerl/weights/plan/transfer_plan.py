@@ -170,7 +170,11 @@ FP8_DTYPE = "float8_e4m3fn"
 
 
 def with_scales(tensors: Iterable[PlannedTensor]) -> list[PlannedTensor]:
-    """The same with what is FP8 in a published checkpoint in FP8, each followed by its scales."""
+    """The same with what is FP8 in a published checkpoint in FP8, each followed by its scales: X.weight, X.weight_scale_inv.
+
+    Every piece of the values travels with its own of the scales: those of the blocks that begin in it. However ranks and parts cut the
+    values, these pieces of the scales are disjoint and make them up, and a rank that has the values has the scales.
+    """
     found: list[PlannedTensor] = []
     for tensor in tensors:
         pair = fp8_specs(tensor.spec)

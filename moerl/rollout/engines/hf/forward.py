@@ -19,7 +19,7 @@ from moerl.types.routes import RouteShape
 
 
 class RouteRecorder:
-    """Costs nothing but while it records."""
+    """Experts that the routers of a transformers model choose, as its forward passes run. Costs nothing but while it records."""
 
     def __init__(self, model: PreTrainedModel, shape: RouteShape | None):
         """`shape` None: a dense model, of which there is nothing to record."""
