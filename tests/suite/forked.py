@@ -4,6 +4,7 @@ Both are the product's own. Runs that tests start as a user does, by their comma
 """
 
 import os
+import time
 from collections.abc import Iterator
 
 import psutil
@@ -13,11 +14,18 @@ from moerl.cluster.forks.fork_server import VARIABLE, executed_servers
 from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.ray_reaper import reaping_ray
 
+IMPORT_SECONDS = 60.0
+
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[str]:
-    """What VARIABLE is to say."""
+    """What VARIABLE is to say. Both servers are there, so that a test which looks for processes that stayed does not find the second."""
+    before = len(psutil.Process().children(recursive=True))
     with executed_servers() as name:
+        # The process that owns them, the first, and its fork for Ray's workers when the first has imported. Without forks there is none.
+        deadline = time.monotonic() + IMPORT_SECONDS
+        while len(psutil.Process().children(recursive=True)) < before + 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
         yield name
 
 
