@@ -198,7 +198,7 @@ def test_the_summary_says_how_the_run_ended(stopped, how, word):
 
 
 def complaints(ended):
-    """Lines of stderr that are not a bar of progress, nor what a torch built for CUDA says of a toolkit (nvcc) on a machine without a GPU."""
+    """Lines of stderr that are not a bar of progress, nor what a torch built for CUDA says of a toolkit (nvcc) where no GPU is."""
     harmless = ("Writing model shards", "No CUDA runtime is found, using CUDA_HOME=")
     return [line for line in ended.stderr.splitlines() if line and not any(words in line for words in harmless)]
 
