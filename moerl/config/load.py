@@ -4,7 +4,6 @@ composition, schema, rules across fields."""
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,14 @@ def build(plain: Mapping[str, Any]) -> RunConfig:
         # By way of JSON: in strict mode pydantic takes lists for tuples and mappings for dataclasses only from there.
         config = _ADAPTER.validate_json(json.dumps(given.value), strict=True)
     except ValidationError as error:
-        problems = [_explainer().problem(details) for details in error.errors(include_url=False)]
+        problems = [Explainer().problem(details) for details in error.errors(include_url=False)]
     unusable_paths = {problem.path for problem in given.unusable}
     problems = [*given.unusable, *(problem for problem in problems if problem.path not in unusable_paths)]
     reported = {problem.path for problem in problems}
-    problems += [_explainer().left_open(path) for path in given.open_paths if path not in reported]
+    problems += [Explainer().left_open(path) for path in given.open_paths if path not in reported]
     if problems:
         raise ConfigError(problems)
     return config
-
-
-@cache
-def _explainer() -> Explainer:
-    return Explainer(_ADAPTER.json_schema())
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:

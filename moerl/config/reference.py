@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from pydantic import TypeAdapter
-
-from moerl.config.explain import LEFT_OUT, Node, description, resolve, words
-from moerl.config.schema.run_config import RunConfig
+from moerl.config.explain import LEFT_OUT, Node, description, json_schema, resolve, words
 from moerl.types.errors import ConfigError, Problem, problem
 
 
@@ -63,7 +60,7 @@ def reference_page() -> str:
 @cache
 def settings() -> tuple[ReferenceEntry, ...]:
     """Every setting, a section before its fields."""
-    root = TypeAdapter(RunConfig).json_schema()
+    root = json_schema()
     merged: dict[ReferenceEntry, list[str]] = {}
     for setting in _fields(root, root, "", ()):
         merged.setdefault(replace(setting, only=()), []).extend(setting.only)

@@ -23,7 +23,6 @@ CHECK_SECONDS = 120.0
 """Limit of importing an engine and its argument parser; it takes about 5 s."""
 
 _CHECKOUT = Path(__file__).parents[3]
-_PROBLEMS = TypeAdapter(list[Problem])
 
 
 def interpreter(rollout: RolloutConfig) -> str:
@@ -92,7 +91,7 @@ def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[
     ]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
-        return tuple(_PROBLEMS.validate_json(ended.stdout))
+        return tuple(TypeAdapter(list[Problem]).validate_json(ended.stdout))
     except subprocess.CalledProcessError as error:
         reason = "it ended with " + "\n".join(error.stderr.splitlines()[-3:])
     except (OSError, subprocess.TimeoutExpired, ValidationError) as error:

@@ -7,18 +7,20 @@ from pydantic import Field
 
 from moerl.config.schema.strict import Positive, Seconds, Strict
 
-# -- data and rewards ------------------------------------------------------------------------------------------
+_SHUFFLE = "A new order each epoch, a function of the run's seed and the epoch."
+_CHAT_TEMPLATE = "Render `prompt` with the tokenizer's chat template; false concatenates the contents of its messages."
+_MAX_PROMPT_TOKENS = "Longest prompt that is taken, with its chat template; the model's context holds it and the response."
+_OVERLONG_PROMPTS = "A prompt over max_prompt_tokens stops the run before it starts (error), or is left out with a warning (drop)."
 
 
 @dataclass(frozen=True, kw_only=True)
 class _DataBase(Strict):
-    shuffle: bool = True
-    """A new order each epoch, a function of the run's seed and the epoch."""
-    chat_template: bool = True
-    """Render `prompt` with the tokenizer's chat template; false concatenates the contents of its messages."""
-    max_prompt_tokens: Positive = 1024
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """A prompt over max_prompt_tokens stops the run before it starts, or is left out with a warning."""
+    """Described by Field: pydantic reads a string under a field only in the class that is the section."""
+
+    shuffle: Annotated[bool, Field(description=_SHUFFLE)] = True
+    chat_template: Annotated[bool, Field(description=_CHAT_TEMPLATE)] = True
+    max_prompt_tokens: Annotated[int, Field(gt=0, description=_MAX_PROMPT_TOKENS)] = 1024
+    overlong_prompts: Annotated[Literal["error", "drop"], Field(description=_OVERLONG_PROMPTS)] = "error"
 
 
 @dataclass(frozen=True, kw_only=True)

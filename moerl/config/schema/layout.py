@@ -5,16 +5,12 @@ Megatron's order: world = tp * cp * dp * pp for the dense part and etp * ep * ed
 
 from dataclasses import dataclass
 
-from pydantic import ConfigDict
-
-from moerl.config.schema.strict import Size
+from moerl.config.schema.strict import Size, Strict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Strict):
     """Parallel sizes of one Megatron group. dp and edp follow from them."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     ranks: Size = 1
     """Training processes, one per GPU."""

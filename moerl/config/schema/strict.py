@@ -15,4 +15,4 @@ Seconds = Annotated[float, Field(gt=0)]
 class Strict:
     """Unknown keys are errors, in every section."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    __pydantic_config__ = ConfigDict(extra="forbid")  # `json_schema` of config/explain.py adds the strings under fields
