@@ -69,7 +69,6 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     `ends_at`: when the machine is taken away, in seconds since 1970. SIGUSR1 and SIGTERM ask the run to end too. Raises MoerlError,
     which after such an end is RunStopped; leaves no process and no shared memory.
     """
-    answer_stack_requests()
     with _claimed(config):
         for num_restarts in itertools.count():
             try:
@@ -83,8 +82,6 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
                     _run(_train(config, observe, ends_at))
                 break
             except MoerlError as error:
-                if _is_hang(error) and config.deadlines.on_hang == "requeue":
-                    error.exit_code = ExitCode.CONTINUE
                 restarts = _is_hang(error) and config.deadlines.on_hang == "restart"
                 if not restarts or num_restarts == config.deadlines.max_restarts:
                     raise
@@ -112,16 +109,10 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
     An evaluation that was stopped goes on where it was. Raises MoerlError, as `train`; leaves no process and no shared memory.
     """
     config = evaluation.config
-    answer_stack_requests()
     with _claimed(config):
         keep_samples_of(config.run_dir, evaluation.identity())
-        try:
-            with Observer(config) as observe:
-                results = _run(_evaluate(evaluation, observe))
-        except MoerlError as error:
-            if _is_hang(error) and config.deadlines.on_hang == "requeue":
-                error.exit_code = ExitCode.CONTINUE
-            raise
+        with Observer(config) as observe:
+            results = _run(_evaluate(evaluation, observe))
     return config.run_dir / RESULTS, results
 
 
@@ -210,7 +201,8 @@ async def _assembled(
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         placement = find_placement(config)
         if trained_on is not None:
-            _check_store(config)
+            if (said := shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))) is not None:
+                logger.warning("%s", said)
             if config.sft is not None:
                 directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, placement.ranks, observe)
                 model = replace(model, directory=directory)
@@ -266,7 +258,8 @@ async def _together(*starts: Any) -> None:
 
 @contextmanager
 def _claimed(config: RunConfig) -> Iterator[None]:
-    """The run's directory, for this process alone, with the configuration it started from."""
+    """The run's directory, for this process alone, with the configuration it started from; a hang ends it as deadlines.on_hang says."""
+    answer_stack_requests()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     with (config.run_dir / ".lock").open("w") as lock:
         try:
@@ -277,7 +270,12 @@ def _claimed(config: RunConfig) -> Iterator[None]:
         temporary = saved.with_suffix(".tmp")
         temporary.write_text(to_yaml(config))
         os.replace(temporary, saved)
-        yield
+        try:
+            yield
+        except MoerlError as error:
+            if _is_hang(error) and config.deadlines.on_hang == "requeue":
+                error.exit_code = ExitCode.CONTINUE
+            raise
 
 
 def _load_model(config: RunConfig) -> _Model:
@@ -332,12 +330,6 @@ def _local_ray() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
-
-
-def _check_store(config: RunConfig) -> None:
-    said = shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))
-    if said is not None:
-        logger.warning("%s", said)
 
 
 def _heed_signals(stop: Stop) -> None:
