@@ -42,28 +42,23 @@ else:
 
 
 class _Module(ModuleType):
-    """Can be pickled by its name, as cloudpickle does with every other module."""
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        from importlib import import_module
-
-        return import_module, (self.__name__,)
-
-
-class _Callable(_Module):
     """`moerl.train` and `moerl.check` are functions and, once they are imported, also modules: those can be called as the functions."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and name in __all__:
+            value.__class__ = _Module
+        super().__setattr__(name, value)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         from moerl import api
 
         return getattr(api, self.__name__.rpartition(".")[2])(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """By its name, as cloudpickle does with every other module."""
+        from importlib import import_module
 
-class _Package(_Module):
-    def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and name in __all__:
-            value.__class__ = _Callable
-        super().__setattr__(name, value)
+        return import_module, (self.__name__,)
 
 
-sys.modules[__name__].__class__ = _Package
+sys.modules[__name__].__class__ = _Module
