@@ -9,7 +9,7 @@ from typing import Any
 
 from moerl.config.compose import compose
 from moerl.config.derive.scratch_config import scratch_config
-from moerl.config.load import Check, build, checked
+from moerl.config.load import build, checked
 from moerl.config.resume import model_differences, resume_differences
 from moerl.config.rules.engine_rules import unserved
 from moerl.config.rules.facts import Facts, facts_of
@@ -57,8 +57,10 @@ def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out
     if source is not None and not problems:
         config = with_model(config, source)
     facts = facts_of(config.model)
-    checks: tuple[Check, ...] = (validate, _data_and_reward, _trained_model(source), cannot_start)
-    problems += [found for check_of in checks for found in check_of(config, facts)]
+    problems += [*validate(config, facts), *_data_and_reward(config, facts)]
+    if source is not None and kind_of(source) == "run":
+        problems += _trained_otherwise(config, source)
+    problems += cannot_start(config, facts)
     if problems:
         raise ConfigError(problems)
     assert source is not None
@@ -67,17 +69,12 @@ def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out
     return evaluation_of(config, source, out)
 
 
-def _trained_model(source: Path | None) -> Check:
+def _trained_otherwise(config: RunConfig, checkpoint: Path) -> Iterator[Problem]:
     """Differences that keep the weights of a run's checkpoint from being those of the model."""
-
-    def differences(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-        model = _model_config(config)
-        if source is None or kind_of(source) != "run" or model is None:
-            return
+    model = _model_config(config)
+    if model is not None:
         with suppress(CheckpointError):  # a damaged manifest is reported by the check of the whole checkpoint
-            yield from model_differences(read_manifest(source).model, model[1], checkpoint=str(source), config_file=model[0])
-
-    return differences
+            yield from model_differences(read_manifest(checkpoint).model, model[1], checkpoint=str(checkpoint), config_file=model[0])
 
 
 def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -90,16 +87,11 @@ def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 def cannot_start(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Settings that can be checked and planned, and that `train` and `launch` refuse."""
-    yield from _weights(config)
-    if config.model.is_only_named:  # with a path, a rule of every check
-        yield from unserved(config.rollout, facts.shape)
-    yield from start_problems(config, facts)
-
-
-def _weights(config: RunConfig) -> Iterator[Problem]:
     if config.model.is_only_named:
         reason = f"model.published={config.model.published} says what the model is, for checks; its weights are not part of moerl"
         yield problem("model.path", None, "must be given to start", reason, "model.path=DIRECTORY of the downloaded checkpoint")
+        yield from unserved(config.rollout, facts.shape)  # with a path, a rule of every check
+    yield from start_problems(config, facts)
 
 
 def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -110,12 +102,8 @@ def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if saved.exists():
         yield from resume_differences(saved.read_text(), config)
     directory = newest(_checkpoints(config))
-    model = _model_config(config)
-    if directory is None or model is None:
-        return
-    with suppress(CheckpointError):  # a damaged manifest is reported by the check of the whole checkpoint
-        trained = read_manifest(directory).model
-        yield from model_differences(trained, model[1], checkpoint=str(directory), config_file=model[0])
+    if directory is not None:
+        yield from _trained_otherwise(config, directory)
 
 
 def _checkpoints(config: RunConfig) -> Path:
