@@ -3,7 +3,6 @@ composition, schema, rules across fields."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,18 @@ def checked(plain: Mapping[str, Any], checks: Sequence[Check] = ()) -> RunConfig
 
 def build(plain: Mapping[str, Any]) -> RunConfig:
     """The typed form of composed settings; types are not converted ("4" is not 4). Raises ConfigError with every problem."""
-    given = _given(plain, "")
-    problems: list[Problem] = []
+    open_paths: list[str] = []
+    faults: list[Problem] = []
+    found: list[Problem] = []
     try:
         # By way of JSON: in strict mode pydantic takes lists for tuples and mappings for dataclasses only from there.
-        config = _ADAPTER.validate_json(json.dumps(given.value), strict=True)
+        config = _ADAPTER.validate_json(json.dumps(_usable(plain, "", open_paths, faults)), strict=True)
     except ValidationError as error:
-        problems = [Explainer().problem(details) for details in error.errors(include_url=False)]
-    unusable_paths = {problem.path for problem in given.unusable}
-    problems = [*given.unusable, *(problem for problem in problems if problem.path not in unusable_paths)]
+        found = [Explainer().problem(details) for details in error.errors(include_url=False)]
+    unusable_paths = {fault.path for fault in faults}
+    problems = [*faults, *(problem for problem in found if problem.path not in unusable_paths)]
     reported = {problem.path for problem in problems}
-    problems += [Explainer().left_open(path) for path in given.open_paths if path not in reported]
+    problems += [Explainer().left_open(path) for path in open_paths if path not in reported]
     if problems:
         raise ConfigError(problems)
     return config
@@ -68,32 +68,20 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Given:
-    """The settings that pydantic can look at, and those that it need not."""
-
-    value: Any
-    open_paths: list[str]
-    """Left open by `???`."""
-    unusable: list[Problem]
-
-
-def _given(value: Any, path: str) -> _Given:
+def _usable(value: Any, path: str, open_paths: list[str], faults: list[Problem]) -> Any:
+    """The settings that pydantic can look at; the others go into the lists: `open_paths` are left open by `???`."""
     if not isinstance(value, Mapping):
-        return _Given(value=value, open_paths=[], unusable=[])
-    left = _Given(value={}, open_paths=[], unusable=[])
+        return value
+    kept = {}
     for name, child in value.items():
         child_path = f"{path}.{name}" if path else str(name)
         if child == "???":
-            left.open_paths.append(child_path)
+            open_paths.append(child_path)
         elif (fault := unusable({name: None if isinstance(child, Mapping) else child}, path)) is not None:
-            left.unusable.append(fault)
+            faults.append(fault)
         else:
-            inner = _given(child, child_path)
-            left.value[name] = inner.value
-            left.open_paths.extend(inner.open_paths)
-            left.unusable.extend(inner.unusable)
-    return left
+            kept[name] = _usable(child, child_path, open_paths, faults)
+    return kept
 
 
 LARGEST = 2**63 - 1
