@@ -36,92 +36,92 @@ def json_schema() -> Node:
     return TypeAdapter(RunConfig).json_schema()
 
 
-class Explainer:
-    def __init__(self) -> None:
-        self._root = json_schema()
-
-    def problem(self, error: ErrorDetails) -> Problem:
-        path, node, owner = self._locate(error["loc"])
-        match error["type"]:
-            case "unexpected_keyword_argument":
-                return self._unknown(path, error["input"], owner)
-            case "missing" if isinstance(error["loc"][-1], str):
-                return self._missing(path, node, "nothing sets it and it has no default")
-            case "missing":  # an element of a list of fixed length
-                return self._wrong(path.rpartition(".")[0], owner, error)
-            case "union_tag_not_found" | "union_tag_invalid":
-                tag = error["ctx"]["discriminator"].strip("'")
-                value = error["ctx"].get("tag", NOT_SET)
-                rule = f"must be one of {error['ctx']['expected_tags']}" if "expected_tags" in error["ctx"] else "must be given"
-                names = list(node["discriminator"]["mapping"])
-                reason = "it decides which settings the section has"
-                return problem(f"{path}.{tag}", value, rule, reason, _nearest(f"{path}.{tag}=", value, names))
-        return self._wrong(path, node, error)
-
-    def left_open(self, path: str) -> Problem:
-        """Problem of a setting whose value is `???`."""
-        _, node, _ = self._locate(path.split("."))
-        return self._missing(path, node, "a file or an override leaves it open with ???")
-
-    def _missing(self, path: str, node: Node, reason: str) -> Problem:
-        reason = ": ".join(filter(None, [reason, description(node)]))
-        return problem(path, NOT_SET, "must be given", reason, f"write {path}=<{words(node)}>")
-
-    def _unknown(self, path: str, value: object, owner: Node) -> Problem:
-        if path in LEFT_OUT:
-            return problem(path, value, "is not a setting", *LEFT_OUT[path])
-        head, _, name = path.rpartition(".")
-        names = list(owner["properties"])
-        near = difflib.get_close_matches(name, names, n=1)
-        elsewhere = sorted({p for p in self._paths(self._root, "") if p.rpartition(".")[2] == name and p != path})
-        here = near if near or elsewhere else [other for other in names if other.startswith(name)][:1]
-        meant = [".".join(filter(None, [head, other])) for other in here] if here else elsewhere
-        fix = f"did you mean {' or '.join(meant)}?" if meant else f"leave it out (~{path} if a file sets it), or use one of those"
-        where = head if head else "a run"
-        return problem(path, value, "is not a setting", f"{where} has {', '.join(names)}", fix)
-
-    def _wrong(self, path: str, node: Node, error: ErrorDetails) -> Problem:
-        value, wanted = error["input"], words(node)
-        is_type = error["type"].endswith("_type")
-        general = "a value of another type is refused, so that a slip is seen" if is_type else "other values have no meaning here"
-        reason = description(node) or general
-        choices = [str(choice) for choice in node.get("enum", ())]
-        return problem(path, value, f"must be {wanted}", reason, _nearest(f"{path}=", value, choices, wanted))
-
-    # -- walking the schema ------------------------------------------------------------------------------------
-
-    def _locate(self, loc: Sequence[int | str]) -> tuple[str, Node, Node]:
-        """The path as a person writes it, the schema there, and the schema of the section around it."""
-        names: list[str] = []
-        node = owner = self._resolve(self._root)
-        for part in loc:
-            if "discriminator" in node and part in node["discriminator"]["mapping"]:
-                node = self._resolve({"$ref": node["discriminator"]["mapping"][part]})
-                continue
-            names.append(str(part))
-            owner, node = node, self._resolve(_child(node, part))
-        return ".".join(names), node, owner
-
-    def _resolve(self, node: Node) -> Node:
-        return resolve(self._root, node)
-
-    def _paths(self, node: Node, prefix: str) -> Iterator[str]:
-        node = self._resolve(node)
-        for option in node.get("oneOf", ()):
-            yield from self._paths(option, prefix)
-        for name, child in node.get("properties", {}).items():
-            path = f"{prefix}.{name}" if prefix else name
-            yield path
-            yield from self._paths(child, path)
+def problem_of(error: ErrorDetails) -> Problem:
+    path, node, owner = _locate(error["loc"])
+    match error["type"]:
+        case "unexpected_keyword_argument":
+            return _unknown(path, error["input"], owner)
+        case "missing" if isinstance(error["loc"][-1], str):
+            return _missing(path, node, "nothing sets it and it has no default")
+        case "missing":  # an element of a list of fixed length
+            return _wrong(path.rpartition(".")[0], owner, error)
+        case "union_tag_not_found" | "union_tag_invalid":
+            tag = error["ctx"]["discriminator"].strip("'")
+            value = error["ctx"].get("tag", NOT_SET)
+            rule = f"must be one of {error['ctx']['expected_tags']}" if "expected_tags" in error["ctx"] else "must be given"
+            names = list(node["discriminator"]["mapping"])
+            reason = "it decides which settings the section has"
+            return problem(f"{path}.{tag}", value, rule, reason, _nearest(f"{path}.{tag}=", value, names))
+    return _wrong(path, node, error)
 
 
-def resolve(root: Node, node: Node) -> Node:
+def left_open(path: str) -> Problem:
+    """Problem of a setting whose value is `???`."""
+    _, node, _ = _locate(path.split("."))
+    return _missing(path, node, "a file or an override leaves it open with ???")
+
+
+def _missing(path: str, node: Node, reason: str) -> Problem:
+    reason = ": ".join(filter(None, [reason, description(node)]))
+    return problem(path, NOT_SET, "must be given", reason, f"write {path}=<{words(node)}>")
+
+
+def _unknown(path: str, value: object, owner: Node) -> Problem:
+    if path in LEFT_OUT:
+        return problem(path, value, "is not a setting", *LEFT_OUT[path])
+    head, _, name = path.rpartition(".")
+    names = list(owner["properties"])
+    near = difflib.get_close_matches(name, names, n=1)
+    elsewhere = sorted({p for p in _paths(json_schema(), "") if p.rpartition(".")[2] == name and p != path})
+    here = near if near or elsewhere else [other for other in names if other.startswith(name)][:1]
+    meant = [".".join(filter(None, [head, other])) for other in here] if here else elsewhere
+    fix = f"did you mean {' or '.join(meant)}?" if meant else f"leave it out (~{path} if a file sets it), or use one of those"
+    where = head if head else "a run"
+    return problem(path, value, "is not a setting", f"{where} has {', '.join(names)}", fix)
+
+
+def _wrong(path: str, node: Node, error: ErrorDetails) -> Problem:
+    value, wanted = error["input"], words(node)
+    is_type = error["type"].endswith("_type")
+    general = "a value of another type is refused, so that a slip is seen" if is_type else "other values have no meaning here"
+    reason = description(node) or general
+    choices = [str(choice) for choice in node.get("enum", ())]
+    return problem(path, value, f"must be {wanted}", reason, _nearest(f"{path}=", value, choices, wanted))
+
+
+# -- walking the schema ----------------------------------------------------------------------------------------
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[str, Node, Node]:
+    """The path as a person writes it, the schema there, and the schema of the section around it."""
+    names: list[str] = []
+    node = owner = resolve(json_schema())
+    for part in loc:
+        if "discriminator" in node and part in node["discriminator"]["mapping"]:
+            node = resolve({"$ref": node["discriminator"]["mapping"][part]})
+            continue
+        names.append(str(part))
+        owner, node = node, resolve(_child(node, part))
+    return ".".join(names), node, owner
+
+
+def _paths(node: Node, prefix: str) -> Iterator[str]:
+    node = resolve(node)
+    for option in node.get("oneOf", ()):
+        yield from _paths(option, prefix)
+    for name, child in node.get("properties", {}).items():
+        path = f"{prefix}.{name}" if prefix else name
+        yield path
+        yield from _paths(child, path)
+
+
+def resolve(node: Node) -> Node:
     """`node` behind its references and as the non-null side of an optional value; its description is that of the field itself, which a
     section's own (`section`) does not replace."""
     outer = node
     while True:
         if "$ref" in node:
-            node = root["$defs"][node["$ref"].rpartition("/")[2]]
+            node = json_schema()["$defs"][node["$ref"].rpartition("/")[2]]
         elif "anyOf" in node:
             node = next(option for option in node["anyOf"] if option.get("type") != "null")
         else:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from moerl.config.compose import compose
-from moerl.config.explain import Explainer
+from moerl.config.explain import left_open, problem_of
 from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
@@ -49,11 +49,11 @@ def build(plain: Mapping[str, Any]) -> RunConfig:
         # By way of JSON: in strict mode pydantic takes lists for tuples and mappings for dataclasses only from there.
         config = _ADAPTER.validate_json(json.dumps(_usable(plain, "", open_paths, faults)), strict=True)
     except ValidationError as error:
-        found = [Explainer().problem(details) for details in error.errors(include_url=False)]
+        found = [problem_of(details) for details in error.errors(include_url=False)]
     unusable_paths = {fault.path for fault in faults}
     problems = [*faults, *(problem for problem in found if problem.path not in unusable_paths)]
     reported = {problem.path for problem in problems}
-    problems += [Explainer().left_open(path) for path in open_paths if path not in reported]
+    problems += [left_open(path) for path in open_paths if path not in reported]
     if problems:
         raise ConfigError(problems)
     return config

@@ -60,41 +60,40 @@ def reference_page() -> str:
 @cache
 def settings() -> tuple[ReferenceEntry, ...]:
     """Every setting, a section before its fields."""
-    root = json_schema()
     merged: dict[ReferenceEntry, list[str]] = {}
-    for setting in _fields(root, root, "", ()):
+    for setting in _fields(json_schema(), "", ()):
         merged.setdefault(replace(setting, only=()), []).extend(setting.only)
     return tuple(replace(setting, only=tuple(dict.fromkeys(only))) for setting, only in merged.items())
 
 
-def _fields(root: Node, section: Node, prefix: str, only: tuple[str, ...]) -> Iterator[ReferenceEntry]:
+def _fields(section: Node, prefix: str, only: tuple[str, ...]) -> Iterator[ReferenceEntry]:
     for name, node in section.get("properties", {}).items():
-        yield from _setting(root, node, f"{prefix}{name}", only, is_required=name in section.get("required", ()))
+        yield from _setting(node, f"{prefix}{name}", only, is_required=name in section.get("required", ()))
 
 
-def _setting(root: Node, field: Node, path: str, only: tuple[str, ...], *, is_required: bool) -> Iterator[ReferenceEntry]:
-    node = resolve(root, field)
+def _setting(field: Node, path: str, only: tuple[str, ...], *, is_required: bool) -> Iterator[ReferenceEntry]:
+    node = resolve(field)
     named = node.get("additionalProperties")
     named = named if isinstance(named, dict) and "$ref" in named else None
     is_section = named is not None or "properties" in node or "discriminator" in node
     text = " ".join(filter(None, [description(node), " ".join(node["section"].split())]))
     yield ReferenceEntry(path=path, takes=_takes(field, node, is_required, is_section), text=text, only=only, is_section=is_section)
     if named is not None:
-        yield from _setting(root, named, f"{path}.NAME", only, is_required=False)
+        yield from _setting(named, f"{path}.NAME", only, is_required=False)
     elif "discriminator" in node:
-        yield from _chosen(root, node, path, only)
+        yield from _chosen(node, path, only)
     else:
-        yield from _fields(root, node, f"{path}.", only)
+        yield from _fields(node, f"{path}.", only)
 
 
-def _chosen(root: Node, node: Node, path: str, only: tuple[str, ...]) -> Iterator[ReferenceEntry]:
+def _chosen(node: Node, path: str, only: tuple[str, ...]) -> Iterator[ReferenceEntry]:
     """The fields of a section that one of them, the tag, decides about."""
     tag, kinds = node["discriminator"]["propertyName"], node["discriminator"]["mapping"]
-    options = {kind: resolve(root, {"$ref": reference}) for kind, reference in kinds.items()}
+    options = {kind: resolve({"$ref": reference}) for kind, reference in kinds.items()}
     text = " ".join(f"{kind}: {' '.join(option['section'].split())}" for kind, option in options.items() if option["section"])
     yield ReferenceEntry(path=f"{path}.{tag}", takes=f"one of {', '.join(kinds)}; must be given with the section", text=text, only=only)
     found = {
-        kind: [setting for setting in _fields(root, option, f"{path}.", ()) if setting.path != f"{path}.{tag}"]
+        kind: [setting for setting in _fields(option, f"{path}.", ()) if setting.path != f"{path}.{tag}"]
         for kind, option in options.items()
     }
     for kind, fields in found.items():
