@@ -33,70 +33,37 @@ def broken_layout(layout: Layout, shape: ModelShape | None) -> Iterator[Problem]
 
 
 def _size_problems(layout: Layout) -> Iterator[Problem]:
-    dense, expert = layout.tp * layout.pp * layout.cp, layout.ep * layout.etp * layout.pp
-    if layout.ranks % dense:
-        yield _problem(
-            "ranks",
-            layout.ranks,
-            f"must be a multiple of tp * pp * cp = {dense}",
-            "what remains after tp, pp and cp is data parallel, a whole number",
-            _multiples(dense, layout.ranks),
-        )
-    if layout.ranks % expert:
-        yield _problem(
-            "ranks",
-            layout.ranks,
-            f"must be a multiple of ep * etp * pp = {expert}",
-            "what remains after ep, etp and pp replicates the experts, a whole number",
-            _multiples(expert, layout.ranks),
-        )
+    for product, size, reason in (
+        ("tp * pp * cp", layout.tp * layout.pp * layout.cp, "what remains after tp, pp and cp is data parallel, a whole number"),
+        ("ep * etp * pp", layout.ep * layout.etp * layout.pp, "what remains after ep, etp and pp replicates the experts, a whole number"),
+    ):
+        if layout.ranks % size:
+            yield _problem("ranks", layout.ranks, f"must be a multiple of {product} = {size}", reason, _multiples(size, layout.ranks))
     yield from contradictions(layout)
 
 
 def _model_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
-    if shape.num_heads % layout.tp:
-        yield _problem(
-            "tp",
-            layout.tp,
-            f"must divide the model's {shape.num_heads} attention heads",
-            "each rank owns whole heads",
-            _divisors(shape.num_heads),
-        )
-    if shape.num_kv_heads % layout.tp:
-        yield _problem(
-            "tp",
-            layout.tp,
-            f"must divide the model's {shape.num_kv_heads} key/value heads",
-            "moerl does not replicate key/value heads",
-            _divisors(shape.num_kv_heads),
-        )
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    yield from _uneven(layout, "tp", heads, f"the model's {heads} attention heads", "each rank owns whole heads")
+    yield from _uneven(layout, "tp", kv_heads, f"the model's {kv_heads} key/value heads", "moerl does not replicate key/value heads")
     yield from pipeline_problems(layout, shape.num_layers)
     if shape.num_experts is None:
         for name in ("ep", "etp"):
-            if getattr(layout, name) > 1:
-                yield _problem(
-                    name, getattr(layout, name), "must be 1 for a dense model", "there are no experts to distribute", f"{name}=1"
-                )
-    else:
-        if shape.num_experts % layout.ep:
-            yield _problem(
-                "ep",
-                layout.ep,
-                f"must divide the model's {shape.num_experts} experts",
-                "each rank owns whole experts",
-                _divisors(shape.num_experts),
-            )
-        if shape.expert_ffn_size % layout.etp:
-            yield _problem(
-                "etp",
-                layout.etp,
-                f"must divide the expert's inner size {shape.expert_ffn_size}",
-                "its columns are split evenly",
-                _divisors(shape.expert_ffn_size),
-            )
-        if shape.has_biased_experts and layout.etp > 1:
-            reason = "each rank that holds a part of an expert would add its bias (Megatron-Core, TransformerConfig.__post_init__)"
-            yield _problem("etp", layout.etp, "must be 1 for experts with biases", reason, "etp=1 and a larger ep")
+            if (size := getattr(layout, name)) > 1:
+                yield _problem(name, size, "must be 1 for a dense model", "there are no experts to distribute", f"{name}=1")
+        return
+    experts, columns = shape.num_experts, shape.expert_ffn_size
+    yield from _uneven(layout, "ep", experts, f"the model's {experts} experts", "each rank owns whole experts")
+    yield from _uneven(layout, "etp", columns, f"the expert's inner size {columns}", "its columns are split evenly")
+    if shape.has_biased_experts and layout.etp > 1:
+        reason = "each rank that holds a part of an expert would add its bias (Megatron-Core, TransformerConfig.__post_init__)"
+        yield _problem("etp", layout.etp, "must be 1 for experts with biases", reason, "etp=1 and a larger ep")
+
+
+def _uneven(layout: Layout, name: str, count: int, what: str, reason: str) -> Iterator[Problem]:
+    """Fault of a parallel size that does not divide `what` it shares out, `count` of them."""
+    if count % getattr(layout, name):
+        yield _problem(name, getattr(layout, name), f"must divide {what}", reason, divisors(count))
 
 
 def pipeline_problems(layout: Layout, num_layers: int) -> Iterator[Problem]:
@@ -182,7 +149,7 @@ def _problem(field: str, value: object, rule: str, reason: str, fix: str) -> Pro
     return Problem(path=f"train.layout.{field}", value=value, rule=rule, reason=reason, fix=fix)
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
     return "one of " + ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
+from moerl.config.rules.parallel_rules import divisors
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
@@ -48,10 +49,10 @@ def _size_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         yield _problem("gpus", layout.gpus, rule, "servers fill nodes, or nodes fill servers", f"gpus={whole}")
     if layout.gpus % layout.dp:
         reason = "attention is tensor parallel over gpus / dp GPUs, a whole number"
-        yield _problem("dp", layout.dp, f"must divide gpus={layout.gpus}", reason, _divisors(layout.gpus))
+        yield _problem("dp", layout.dp, f"must divide gpus={layout.gpus}", reason, divisors(layout.gpus))
     if layout.gpus % layout.ep:
         reason = "each expert is cut over gpus / ep GPUs, a whole number"
-        yield _problem("ep", layout.ep, f"must divide gpus={layout.gpus}", reason, _divisors(layout.gpus))
+        yield _problem("ep", layout.ep, f"must divide gpus={layout.gpus}", reason, divisors(layout.gpus))
     if rollout.max_running < layout.dp:
         reason = f"each of rollout.layout.dp={layout.dp} data-parallel groups decodes requests of its own"
         fix = f"rollout.max_running={layout.dp}, or a smaller rollout.layout.dp"
@@ -80,7 +81,7 @@ def _model_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem
 def _head_problems(layout: ServerLayout, shape: ModelShape) -> Iterator[Problem]:
     if shape.num_heads % layout.tp:
         reason = f"each GPU computes whole heads, and gpus={layout.gpus} over dp={layout.dp} groups leaves {layout.tp} for one"
-        fix = f"a dp that leaves {_divisors(shape.num_heads)}"
+        fix = f"a dp that leaves {divisors(shape.num_heads)}"
         yield _problem("dp", layout.dp, f"must leave a divisor of the model's {shape.num_heads} attention heads", reason, fix)
     heads = shape.num_kv_heads
     if not shape.has_latent_attention and heads % layout.tp and layout.tp % heads:
@@ -102,7 +103,7 @@ def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) 
     redundant = 0 if layout.redundant_experts is None else layout.redundant_experts
     if (num_experts + redundant) % layout.ep:
         copies = f" and redundant_experts={redundant}" if redundant else ""
-        fix = f"redundant_experts={-num_experts % layout.ep}" if layout.redundant_experts is not None else _divisors(num_experts)
+        fix = f"redundant_experts={-num_experts % layout.ep}" if layout.redundant_experts is not None else divisors(num_experts)
         reason = "each GPU holds as many whole experts as any other"
         yield _problem("ep", layout.ep, f"must divide the model's {num_experts} experts{copies} together", reason, fix)
     if layout.gpus % layout.ep:
@@ -197,7 +198,3 @@ def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:
 
 def _problem(field: str, value: object, rule: str, reason: str, fix: str) -> Problem:
     return problem(f"rollout.layout.{field}", value, rule, reason, fix)
-
-
-def _divisors(number: int) -> str:
-    return "one of " + ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
