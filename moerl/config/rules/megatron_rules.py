@@ -178,15 +178,14 @@ _OFF = (None, False, "none")
 
 def allowed_problems(name: str, value: Any) -> Iterator[Problem]:
     """Fault of a field that Megatron has and moerl does not set itself."""
-    path = f"train.megatron.{name}"
     if name not in ALLOWED:
         unknown = "the Megatron that moerl is tested with has no such field"
-        yield problem(path, value, "cannot be set", REFUSED.get(name, unknown), "leave it out")
+        yield _problem(name, value, "cannot be set", REFUSED.get(name, unknown), "leave it out")
         return
     accepts, words = ALLOWED[name]
     if not accepts(value):
         reason = "Megatron takes any value, and what it makes of another one is another model, or an error after the start"
-        yield problem(path, value, f"must be {words}", reason, "leave it out for moerl's choice")
+        yield _problem(name, value, f"must be {words}", reason, "leave it out for moerl's choice")
 
 
 def replay_problems_of(settings: Mapping[str, Any], mode: str) -> Iterator[Problem]:
@@ -195,13 +194,10 @@ def replay_problems_of(settings: Mapping[str, Any], mode: str) -> Iterator[Probl
         value = settings.get(name)
         if value not in _OFF:
             rule, fix = f"does not go with train.router_replay={mode}", "leave it out, or train.router_replay=off"
-            yield problem(f"train.megatron.{name}", value, rule, reason, fix)
+            yield _problem(name, value, rule, reason, fix)
 
 
-_SOURCES = {
-    "TransformerConfig": "transformer/transformer_config.py",
-    "ModelParallelConfig": "model_parallel_config.py",
-}
+_SOURCES = {"TransformerConfig": "transformer/transformer_config.py", "ModelParallelConfig": "model_parallel_config.py"}
 
 _LAYOUT = {
     "tensor_model_parallel_size": "set train.layout.tp instead",
@@ -252,34 +248,15 @@ _FP8 = {
 }
 _MODEL = dict.fromkeys(
     (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-        "normalization",
-        "layernorm_epsilon",
-        "gated_linear_unit",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "qk_layernorm",
-        "multi_latent_attention",
-        "num_moe_experts",
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-        "moe_shared_expert_intermediate_size",
-        "moe_router_topk",
-        "moe_router_pre_softmax",
-        "moe_router_score_function",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_topk_scaling_factor",
-        "moe_router_enable_expert_bias",
-        "mtp_num_layers",
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "normalization", "layernorm_epsilon", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+        "multi_latent_attention", "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq",
+        "moe_shared_expert_intermediate_size", "moe_router_topk", "moe_router_pre_softmax",
+        "moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "mtp_num_layers",
     ),
     "leave it out: it follows from the model's config.json (model.path, model.scratch)",
-)
+)  # fmt: skip
 _RUN = {
     "deterministic_mode": "set deterministic instead",
     "hidden_dropout": "leave it out: log-probs of two passes must agree, so there is no dropout",
@@ -316,7 +293,7 @@ def field_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
     fields = megatron_fields()
     if settings and not fields:
         reason = "the names are checked against Megatron's own fields"
-        yield _problem("", dict(settings), "needs megatron-core", reason, "install megatron-core, or leave train.megatron out")
+        yield problem("train.megatron", dict(settings), "needs megatron-core", reason, "install megatron-core, or leave train.megatron out")
         return
     for name, value in settings.items():
         if name in OWNED:
@@ -355,5 +332,4 @@ def _fields(file: Path, cls: str) -> Iterator[tuple[str, str]]:
 
 
 def _problem(name: str, value: object, rule: str, reason: str, fix: str) -> Problem:
-    path = f"train.megatron.{name}" if name else "train.megatron"
-    return Problem(path=path, value=value, rule=rule, reason=reason, fix=fix)
+    return problem(f"train.megatron.{name}", value, rule, reason, fix)
