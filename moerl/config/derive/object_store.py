@@ -14,16 +14,19 @@ def sample_bytes(config: RunConfig) -> int:
     many."""
     routes = routes_to_replay(config)
     per_token = 0 if routes is None else routes.num_layers * routes.top_k * routes.dtype.itemsize
-    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.model.max_context)
-    return longest * (TOKEN_BYTES + per_token)
+    return _longest(config) * (TOKEN_BYTES + per_token)
 
 
 def most_bytes(config: RunConfig) -> int:
     """With every slot of the buffer full of the longest samples, and the columns of a step."""
     step = config.groups_per_step * config.group_size
-    longest = min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.model.max_context)
-    columns = step * longest * COLUMN_BYTES * (config.needs_old_logprobs + config.uses_reference)
+    columns = step * _longest(config) * COLUMN_BYTES * (config.needs_old_logprobs + config.uses_reference)
     return (config.max_staleness + 1) * step * sample_bytes(config) + columns
+
+
+def _longest(config: RunConfig) -> int:
+    """Tokens of a sample."""
+    return min(config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.model.max_context)
 
 
 def shortage(config: RunConfig, store_bytes: float) -> str | None:

@@ -79,16 +79,8 @@ def _own_environment(engine: str) -> Path:
 @functools.cache
 def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[Problem, ...]:
     """Problems by the engine's own parser, in its environment; nothing is started. `arguments` and `model` (or null) are JSON."""
-    command = [
-        python,
-        "-m",
-        f"moerl.rollout.engines.{engine}.{engine}_server",
-        "--check",
-        "--engine-args",
-        arguments,
-        "--model-config",
-        model,
-    ]
+    module = f"moerl.rollout.engines.{engine}.{engine}_server"
+    command = [python, "-m", module, "--check", "--engine-args", arguments, "--model-config", model]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=True)
         return tuple(TypeAdapter(list[Problem]).validate_json(ended.stdout))
