@@ -31,8 +31,10 @@ def options(
 
 
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="recipe=NAME [KEY=VALUE]...", help="A recipe, and settings that differ from it.", show_default=False),
+    list[str],
+    typer.Argument(
+        metavar="recipe=NAME [KEY=VALUE]...", help="A recipe, and settings that differ from it.", default_factory=list, show_default=False
+    ),
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="A directory with recipe/NAME.yaml files of your own.", show_default=False)]
 
@@ -44,7 +46,7 @@ Checkpoint = Annotated[
 
 @app.command()
 def train(
-    overrides: Overrides = None,
+    overrides: Overrides,
     config_dir: ConfigDir = None,
     ends_at: Annotated[
         float | None, typer.Option(help="When the machine is taken away, in seconds since 1970: save before.", show_default=False)
@@ -65,7 +67,7 @@ def train(
 
 @app.command(name="eval")
 def evaluate(
-    overrides: Overrides = None,
+    overrides: Overrides,
     config_dir: ConfigDir = None,
     checkpoint: Checkpoint = None,
     out: Annotated[
@@ -89,7 +91,7 @@ def evaluate(
 
 
 @app.command()
-def check(overrides: Overrides = None, config_dir: ConfigDir = None) -> None:
+def check(overrides: Overrides, config_dir: ConfigDir = None) -> None:
     """Print every setting of a run and what keeps it from starting, or everything that is wrong with it. Needs no GPU, loads no torch."""
     from moerl.check import cannot_start, load_checked
     from moerl.config.rules.facts import facts_of
@@ -112,7 +114,7 @@ def explain(
 
 @app.command()
 def launch(
-    overrides: Overrides = None,
+    overrides: Overrides,
     config_dir: ConfigDir = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script or manifest, and submit nothing.")] = False,
     kuberay: Annotated[bool, typer.Option("--kuberay", help="As a RayJob of KubeRay (kubernetes.*), given to kubectl.")] = False,
@@ -125,24 +127,23 @@ def launch(
     from moerl.kuberay import create_rayjob, load_for_pods, render_rayjob
     from moerl.slurm.job_script import render_eval, render_train, submit
 
-    words = overrides if overrides is not None else []
     if kuberay and evaluates:
         raise typer.BadParameter("a RayJob trains; run moerl eval on the cluster's head node instead", param_hint="--eval")
     if checkpoint is not None and not evaluates:
         raise typer.BadParameter("has no meaning without --eval", param_hint="--checkpoint")
     if kuberay:
         # What the paths name is on the pods' volumes: `moerl train` looks at it there.
-        manifest = render_rayjob(load_for_pods(words, config_dir, checks=() if dry_run else (cannot_start,)), words, config_dir)
+        manifest = render_rayjob(load_for_pods(overrides, config_dir, checks=() if dry_run else (cannot_start,)), overrides, config_dir)
         typer.echo(manifest if dry_run else create_rayjob(manifest), nl=not dry_run)
         return
     if evaluates:
-        config = load(words, config_dir)
+        config = load(overrides, config_dir)
         if not dry_run:
-            load_evaluation(words, config_dir, checkpoint=checkpoint, out=None)
-        script = render_eval(config, words, config_dir, checkpoint)
+            load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=None)
+        script = render_eval(config, overrides, config_dir, checkpoint)
     else:
         config = load_checked(overrides, config_dir, starts=not dry_run)
-        script = render_train(config, words, config_dir)
+        script = render_train(config, overrides, config_dir)
     typer.echo(script if dry_run else submit(config, script), nl=not dry_run)
 
 
@@ -162,7 +163,7 @@ def end(
 
 @app.command()
 def node(
-    overrides: Overrides = None,
+    overrides: Overrides,
     config_dir: ConfigDir = None,
     marks: Annotated[Path | None, typer.Option(metavar="PREFIX", help="Of files for the job's script.", show_default=False)] = None,
     evaluates: Annotated[bool, typer.Option("--eval", help="The first node evaluates.")] = False,
@@ -172,16 +173,15 @@ def node(
     from moerl.config.load import load
     from moerl.slurm.job_node import run_node
 
-    arguments = overrides if overrides is not None else []
-    config = load(arguments, config_dir)
+    config = load(overrides, config_dir)
     options = [] if config_dir is None else [f"--config-dir={config_dir}"]
     evaluation = [] if checkpoint is None else [f"--checkpoint={checkpoint}"]
-    raise typer.Exit(run_node(config, [*options, *arguments], marks, evaluation if evaluates else None))
+    raise typer.Exit(run_node(config, [*options, *overrides], marks, evaluation if evaluates else None))
 
 
 @app.command()
 def plan(
-    overrides: Overrides = None,
+    overrides: Overrides,
     config_dir: ConfigDir = None,
     servers: Annotated[int | None, typer.Option(min=1, help="Rollout servers; the recipe's if not given.", show_default=False)] = None,
     gpus_per_server: Annotated[
@@ -277,7 +277,7 @@ def compare(
 
 @app.command()
 def doctor(
-    overrides: Overrides = None,
+    overrides: Overrides,
     config_dir: ConfigDir = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="That there must be.", show_default=False)] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=0, help="That every node must have.", show_default=False)] = None,

@@ -24,12 +24,12 @@ from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import CheckpointError, ConfigError, Problem, can_be, problem
 
 
-def load_checked(overrides: Sequence[str] | None, config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
+def load_checked(overrides: Sequence[str], config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
     """Raises ConfigError with every problem, see `moerl.config.load.checked`; then CheckpointError if the newest checkpoint is damaged.
 
     `starts`: the run is about to begin, and needs what a check alone can do without.
     """
-    return checked_run(compose(overrides if overrides is not None else (), config_dir), starts=starts)
+    return checked_run(compose(overrides, config_dir), starts=starts)
 
 
 def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
@@ -42,11 +42,9 @@ def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
     return config
 
 
-def load_evaluation(
-    overrides: Sequence[str] | None, config_dir: Path | None = None, *, checkpoint: Path | None, out: Path | None
-) -> Evaluation:
+def load_evaluation(overrides: Sequence[str], config_dir: Path | None = None, *, checkpoint: Path | None, out: Path | None) -> Evaluation:
     """Evaluation that `moerl eval` makes. Raises as `load_checked`. `checkpoint`: None: the newest of the run."""
-    return checked_evaluation(compose(overrides if overrides is not None else (), config_dir), checkpoint=checkpoint, out=out)
+    return checked_evaluation(compose(overrides, config_dir), checkpoint=checkpoint, out=out)
 
 
 def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out: Path | None) -> Evaluation:
