@@ -29,7 +29,7 @@ def interpreter(rollout: RolloutConfig) -> str:
     """Python that the servers are started with."""
     if rollout.python is not None:
         return rollout.python
-    return str(_own_environment(rollout.engine)) if rollout.engine in FAMILIES else sys.executable
+    return str(_CHECKOUT / f".venv-{rollout.engine}" / "bin" / "python") if rollout.engine in FAMILIES else sys.executable
 
 
 def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -70,10 +70,6 @@ def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Probl
         rule = f"serves {', '.join(families)}; the model is {shape.model_type}"
         reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
-
-
-def _own_environment(engine: str) -> Path:
-    return _CHECKOUT / f".venv-{engine}" / "bin" / "python"
 
 
 @functools.cache

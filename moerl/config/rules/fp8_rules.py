@@ -104,7 +104,8 @@ def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearS
     yield LinearSize(name="hidden_size", size=hf["hidden_size"])
     yield from _latent_attention(hf) if megatron.get("multi_latent_attention") else _attention(megatron)
     expert, shared = (megatron.get(name) for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
-    if expert is None or _has_dense_layers(megatron["moe_layer_freq"]):
+    layers = megatron.get("moe_layer_freq")
+    if expert is None or (isinstance(layers, list) and 0 in layers):  # some are dense
         yield LinearSize(name="intermediate_size", size=hf["intermediate_size"], cut_by="tp")
     if expert is not None:
         # Models without dense layers may call the experts' size as others call that of dense layers (Mixtral).
@@ -115,10 +116,6 @@ def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearS
         yield LinearSize(name=name, size=shared, cut_by="tp")
     if trains_mtp:
         yield LinearSize(name="hidden_size", size=hf["hidden_size"], cut_by="tp")
-
-
-def _has_dense_layers(layer_freq: int | list[int]) -> bool:
-    return isinstance(layer_freq, list) and 0 in layer_freq
 
 
 def _attention(megatron: Mapping[str, Any]) -> Iterator[LinearSize]:

@@ -21,7 +21,7 @@ def kubernetes_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Faults of the settings, whoever starts the run."""
     kubernetes = config.kubernetes
     for index, volume in enumerate(kubernetes.volumes):
-        if not _is_absolute(volume.path):
+        if not PurePosixPath(volume.path).is_absolute() or PurePosixPath(volume.path) == PurePosixPath("/"):
             path, reason = f"kubernetes.volumes.{index}.path", "a pod has no directory of submission"
             yield problem(path, volume.path, "must be absolute, below /", reason, "path: /data")
     for name, source in kubernetes.secrets.items():
@@ -66,7 +66,3 @@ def _places(config: RunConfig, config_dir: str | None) -> Iterator[tuple[str, st
         yield "placement.topology", config.placement.topology, False
     if config_dir is not None:
         yield "--config-dir", config_dir, False
-
-
-def _is_absolute(path: str) -> bool:
-    return PurePosixPath(path).is_absolute() and PurePosixPath(path) != PurePosixPath("/")

@@ -15,9 +15,6 @@ from moerl.types.errors import Problem, problem
 _OF_EXPERTS = ("moe", "moe_act")
 
 
-# -- rules -----------------------------------------------------------------------------------------------------
-
-
 def memory_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Every rule the memory settings break, for the model if it is known."""
     train, shape = config.train, facts.shape

@@ -1,6 +1,6 @@
 """The rules of rollout.layout: sizes that divide each other and the model, and what an engine lacks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from moerl.config.derive.model_shape import ModelShape
@@ -22,22 +22,20 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     rollout, shape = config.rollout, facts.shape
     layout = rollout.layout
     if rollout.engine == "hf":
-        yield from _hf_problems(layout)
+        if replace(layout, weights="dtype") != ServerLayout():
+            reason = "a server of rollout.engine=hf is one process; of its layout only weights can be chosen"
+            yield problem("rollout.layout", layout, "has no effect", reason, "rollout.engine=sglang, or leave it out")
         return
     sizes = [*_size_problems(rollout), *_all_to_all_problems(layout)]
     yield from sizes
     if shape is not None:
         yield from _model_problems(layout, shape)
-    if not sizes and rollout.engine in _ENGINE_RULES:
-        yield from _ENGINE_RULES[rollout.engine](rollout)
+    if not sizes and rollout.engine == "vllm":
+        yield from _vllm_problems(rollout)
+    if not sizes and rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency"):
+        yield from _low_latency_problems(rollout)
     if config.train.router_replay == "rollout":
         yield from _replay_problems(layout)
-
-
-def _hf_problems(layout: ServerLayout) -> Iterator[Problem]:
-    if replace(layout, weights="dtype") != ServerLayout():
-        reason = "a server of rollout.engine=hf is one process; of its layout only weights can be chosen"
-        yield problem("rollout.layout", layout, "has no effect", reason, "rollout.engine=sglang, or leave it out")
 
 
 def _size_problems(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -118,11 +116,6 @@ def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) 
         yield _problem("weights", "fp8", f"needs parts of experts that are multiples of {_FP8_BLOCK}", reason, f"ep={layout.gpus}")
 
 
-def _sglang_problems(rollout: RolloutConfig) -> Iterator[Problem]:
-    if rollout.layout.all_to_all in ("deepep", "deepep_low_latency"):
-        yield from _low_latency_problems(rollout)
-
-
 def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     layout = rollout.layout
     if layout.ep not in (1, layout.gpus):
@@ -156,9 +149,6 @@ def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         rule = f"must be at most {most} for all_to_all={layout.all_to_all}, dp={layout.dp} and mtp_tokens={layout.mtp_tokens}"
         fix = f"rollout.max_running={most}, a larger dp, or all_to_all=deepep_normal"
         yield problem("rollout.max_running", rollout.max_running, rule, _LATENCY_REASON, fix)
-
-
-_ENGINE_RULES: dict[str, Callable[[RolloutConfig], Iterator[Problem]]] = {"sglang": _sglang_problems, "vllm": _vllm_problems}
 
 
 def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:

@@ -7,8 +7,6 @@ from pydantic import Field
 
 from moerl.config.schema.strict import Positive, Strict
 
-# -- algorithm -------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(Strict):

@@ -5,8 +5,6 @@ from typing import Literal
 
 from moerl.config.schema.strict import NotNegative, Positive, Size, Strict
 
-# -- model -----------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScratchModel(Strict):
