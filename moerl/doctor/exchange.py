@@ -1,7 +1,12 @@
-"""Measures links between ranks: every pair of a node's ranks, every pair of nodes, and the all-reduce of all. Runs on every rank."""
+"""Measures links between ranks: every pair of a node's ranks, every pair of nodes, and the all-reduce of all. Each rank is a process of
+its own: python -m moerl.doctor.exchange JSON."""
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from statistics import median
 
@@ -20,7 +25,42 @@ Exchange = Callable[[int, torch.Tensor, torch.Tensor, Group], None]
 """(peer, what is sent, what is received, group that both are in): returns when both are done."""
 
 
-MEASURED = TypeAdapter(Measured)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankJob:
+    host: str
+    """Address of the head's store."""
+    port: int
+    rank: int
+    nodes: tuple[tuple[int, ...], ...]
+    """The ranks of every node."""
+    gpu: int | None
+    """None: the ranks are on CPU cores."""
+    num_bytes: int
+    seconds: float
+
+
+JOB, MEASURED = TypeAdapter(RankJob), TypeAdapter(Measured)
+
+
+def main(job: RankJob) -> None:
+    """Puts what it measured under measured/RANK in the store, or its traceback under failed/RANK."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=job.seconds)
+    store = dist.TCPStore(job.host, job.port, is_master=False, timeout=timeout)
+    try:
+        device = torch.device("cpu") if job.gpu is None else torch.device("cuda", job.gpu)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        num_ranks = sum(map(len, job.nodes))
+        backend = "gloo" if job.gpu is None else "nccl"
+        dist.init_process_group(backend, store=dist.PrefixStore("ranks", store), rank=job.rank, world_size=num_ranks, timeout=timeout)
+        store.set(f"measured/{job.rank}", MEASURED.dump_json(measure(job.nodes, device, job.num_bytes)).decode())
+    except Exception:
+        store.set(f"failed/{job.rank}", traceback.format_exc())
+        raise
+    # Every rank is done before one ends its connections, which a late one would take for a failure.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def measure(nodes: Sequence[Sequence[int]], device: torch.device, num_bytes: int, exchange: Exchange | None = None) -> Measured:
@@ -92,3 +132,7 @@ def _wait_for_all(device: torch.device, group: Group = None) -> None:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main(JOB.validate_json(sys.argv[1]))

@@ -8,9 +8,8 @@ from datetime import timedelta
 from torch.distributed import DistStoreError, TCPStore
 
 from moerl.doctor.checks.bandwidth_checks import Bandwidth, bandwidth_checks, combine
-from moerl.doctor.checks.cluster_checks import Skew, clock_checks, count_checks, likeness_checks, reach_checks
+from moerl.doctor.checks.cluster_checks import Skew, clock_checks, count_checks, fabric_checks, likeness_checks, reach_checks
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.checks.fabric_checks import fabric_checks
 from moerl.doctor.checks.findings import Finding, fail, skipped, warn
 from moerl.doctor.checks.gpu_checks import gpu_checks
 from moerl.doctor.checks.host_checks import host_checks

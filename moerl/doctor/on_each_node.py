@@ -11,17 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import IO
+from typing import Any
 
 from pydantic import TypeAdapter
 from torch.distributed import TCPStore
 
+from moerl.cluster.descendants import end_with_parent
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.node_facts import NodeFacts, gather
-from moerl.doctor.measuring_rank import JOB, RankJob
+from moerl.doctor.exchange import JOB, RankJob
 from moerl.hardware.network_settings import Setting, read_nccl_files, variables
 from moerl.types.errors import MoerlError
 
@@ -119,45 +120,47 @@ def rank_variables(settings: tuple[Setting, ...], environment: Mapping[str, str]
     return {name: value for name, value in _NET_CHANNELS.items() if name not in given} | variables(settings)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rank:
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
+class LoggedProcess(subprocess.Popen[bytes]):
+    """A module with its argument, ended with the block and with this process."""
+
+    def __init__(self, module: str, argument: bytes, environment: Mapping[str, str]):
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
+        command = [sys.executable, "-m", module, argument.decode()]
+        super().__init__(command, env=os.environ | environment, stdout=self._log, stderr=self._log, preexec_fn=end_with_parent)
+
+    def said(self) -> list[str]:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").splitlines()
+
+    def __exit__(self, *raised: Any) -> None:
+        self.kill()
+        self.wait()
+        self._log.close()
 
 
 @contextmanager
-def _ranks(place: NodePlace, plan: Measurement, environment: dict[str, str]) -> Iterator[dict[int, _Rank]]:
+def _ranks(place: NodePlace, plan: Measurement, environment: Mapping[str, str]) -> Iterator[dict[int, LoggedProcess]]:
     """The node's ranks, ended in any case."""
-    ranks: dict[int, _Rank] = {}
-    try:
+    with ExitStack() as stack:
+        ranks = {}
         for local, rank in enumerate(plan.ranks[place.index] if plan.ranks else ()):
             job = RankJob(
                 host=place.host, port=place.port, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
-                num_bytes=plan.num_bytes, seconds=place.seconds, parent=os.getpid(),
+                num_bytes=plan.num_bytes, seconds=place.seconds,
             )  # fmt: skip
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
-            command = [sys.executable, "-m", "moerl.doctor.measuring_rank", JOB.dump_json(job).decode()]
-            process = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
-            ranks[rank] = _Rank(process=process, log=log)
+            ranks[rank] = stack.enter_context(LoggedProcess("moerl.doctor.exchange", JOB.dump_json(job), environment))
         yield ranks
-    finally:
-        for started in ranks.values():
-            started.process.kill()
-            started.process.wait()
-            started.log.close()
 
 
-def _wait_for_ranks(store: TCPStore, ranks: dict[int, _Rank]) -> None:
+def _wait_for_ranks(store: TCPStore, ranks: Mapping[int, LoggedProcess]) -> None:
     """Until each has ended, or the head wants no more. What a rank that failed said last is left for the head."""
-    while any(rank.process.poll() is None for rank in ranks.values()):
+    while any(rank.poll() is None for rank in ranks.values()):
         if store.check(["stop"]):
             return
         time.sleep(_POLL_SECONDS)
     for number, rank in ranks.items():
-        if rank.process.returncode != 0 and not store.check([f"failed/{number}"]):
-            rank.log.seek(0)
-            last = rank.log.read().decode(errors="replace").splitlines()[-5:]
-            store.set(f"failed/{number}", "\n".join([f"it ended with code {rank.process.returncode}", *last]))
+        if rank.returncode != 0 and not store.check([f"failed/{number}"]):
+            store.set(f"failed/{number}", "\n".join([f"it ended with code {rank.returncode}", *rank.said()[-5:]]))
 
 
 if __name__ == "__main__":

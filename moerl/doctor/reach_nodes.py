@@ -6,7 +6,6 @@ Each way yields a `Launched`: the places of the nodes and what became of them. T
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moerl.cluster.topology import expand
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.on_each_node import PLACE, NodePlace, examine
-from moerl.hardware.hardware_tools import Absent, run_tool
+from moerl.doctor.on_each_node import PLACE, LoggedProcess, NodePlace, examine
 from moerl.hardware.network_settings import find_interfaces
 from moerl.types.errors import ConfigError, MoerlError, problem
 
@@ -54,11 +53,8 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
         reason = "each task would measure the others as if they were nodes"
         rule = f"must be one per node; the step has {tasks} tasks on {nodes} nodes"
         raise ConfigError([problem("srun --ntasks-per-node", tasks / nodes, rule, reason, "srun --ntasks-per-node=1 moerl doctor")])
-    said = run_tool("scontrol", "show", "hostnames", environment["SLURM_STEP_NODELIST"])
-    if isinstance(said, Absent):
-        raise MoerlError(f"names of the step's nodes, {environment['SLURM_STEP_NODELIST']}: {said.reason}")
     step = "-".join(environment.get(f"SLURM_{part}", "0") for part in ("JOB_ID", "RESTART_COUNT", "STEP_ID"))
-    return Slurm(index=int(environment["SLURM_PROCID"]), names=tuple(said.split()), step=step)
+    return Slurm(index=int(environment["SLURM_PROCID"]), names=tuple(expand(environment["SLURM_STEP_NODELIST"])), step=step)
 
 
 @contextmanager
@@ -150,25 +146,17 @@ def _names(given: list[str]) -> tuple[str, ...]:
 
 @contextmanager
 def _own_node(place: NodePlace) -> Iterator[Callable[[], Mapping[int, str]]]:
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moerl.doctor.on_each_node", PLACE.dump_json(place).decode()], stdout=log, stderr=log
-        )
+    with LoggedProcess("moerl.doctor.on_each_node", PLACE.dump_json(place), {}) as process:
 
         def dead() -> dict[int, str]:
             if not process.poll():
                 return {}
-            log.seek(0)
-            said = log.read().decode(errors="replace").splitlines()
+            said = process.said()
             return {place.index: said[-1] if said else f"it ended with code {process.returncode}"}
 
-        try:
-            yield dead
-            with suppress(subprocess.TimeoutExpired):  # a slow command of its own; the head has its finding about it
-                process.wait(_END_SECONDS)
-        finally:
-            process.kill()
-            process.wait()
+        yield dead
+        with suppress(subprocess.TimeoutExpired):  # a slow command of its own; the head has its finding about it
+            process.wait(_END_SECONDS)
 
 
 def _meeting_file(slurm: Slurm, run_dir: Path) -> Path:

@@ -3,6 +3,9 @@
 import shutil
 import subprocess
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SECONDS = 60.0
 """nvidia-smi takes up to 20 s on a node of 8 GPUs without the persistence daemon."""
@@ -17,15 +20,21 @@ class Absent:
     """The tool is there and failed; otherwise there is only nothing to ask."""
 
 
-def run_tool(name: str, *args: str) -> str | Absent:
-    """Its standard output."""
+def present(what: tuple[T, ...] | Absent) -> tuple[T, ...]:
+    """Nothing where it could not be found out."""
+    return () if isinstance(what, Absent) else what
+
+
+def run_tool(name: str, *args: str, seconds: float | None = None) -> str | Absent:
+    """Its standard output. `seconds`: less than the usual time."""
+    limit = _SECONDS if seconds is None else seconds
     path = shutil.which(name)
     if path is None:
         return Absent(reason=f"{name} is not on PATH")
     try:
-        done = subprocess.run([path, *args], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+        done = subprocess.run([path, *args], capture_output=True, text=True, errors="replace", timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return Absent(reason=f"{name} did not end within {_SECONDS:g} s", is_fault=True)
+        return Absent(reason=f"{name} did not end within {limit:g} s", is_fault=True)
     except OSError as error:
         return Absent(reason=f"{name} cannot be run: {error}", is_fault=True)
     if done.returncode == 0:

@@ -16,7 +16,7 @@ from typing import Literal
 import psutil
 
 from moerl.config.schema.run_config import NetworkConfig
-from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.hardware_tools import Absent, present
 from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
 from moerl.hardware.nvidia import DISTANCES, NvidiaGPU, Topology, find_gpus, find_topology
 from moerl.types.errors import ConfigError, problem
@@ -91,7 +91,7 @@ def network_settings(
     Raises ConfigError for a network.interface that the node does not have.
     """
     detected: list[Setting] = []
-    if config.detect and _has_gpus(hardware):
+    if config.detect and present(hardware.gpus):
         detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware)]
         detected += _megatron(hardware, role)
     asked = {setting.name: setting for setting in _asked_interface(hardware, config)}
@@ -136,10 +136,6 @@ def _unless_given(setting: Setting, environment: Mapping[str, str], files: Mappi
     return Setting(name=name, value=None, reason=f"{given}, which is kept")
 
 
-def _has_gpus(hardware: Hardware) -> bool:
-    return not isinstance(hardware.gpus, Absent) and len(hardware.gpus) > 0
-
-
 def _asked_interface(hardware: Hardware, config: NetworkConfig) -> Iterator[Setting]:
     name = config.interface
     if name is None:
@@ -167,8 +163,7 @@ def _infiniband(hardware: Hardware) -> Iterator[Setting]:
     if not ports:
         yield Setting(name="NCCL_IB_HCA", value=None, reason=_without_infiniband(hardware.ports))
         return
-    assert not isinstance(hardware.ports, Absent)
-    left_out = [port.name for port in hardware.ports if port not in ports]
+    left_out = [port.name for port in present(hardware.ports) if port not in ports]
     gbit = max((port.gbit for port in ports if port.gbit is not None), default=None)
     rate = f" at {gbit:g} Gb/s" if gbit is not None and all(port.gbit == gbit for port in ports) else ""
     reason = f"active InfiniBand ports{rate}" + (f"; others are left out: {', '.join(left_out)}" if left_out else "")
@@ -183,9 +178,7 @@ def _infiniband(hardware: Hardware) -> Iterator[Setting]:
 def fabric_ports(ports: tuple[Port, ...] | Absent, topology: Topology | Absent) -> tuple[Port, ...]:
     """The active InfiniBand ports that carry the compute network. Those of storage are slower, or farther from every GPU than another one;
     a port of unknown rate, and every port where a distance is not known, gets the benefit of the doubt."""
-    if isinstance(ports, Absent):
-        return ()
-    active = [port for port in ports if port.is_active and port.link_layer == "InfiniBand"]
+    active = [port for port in present(ports) if port.is_active and port.link_layer == "InfiniBand"]
     fastest = max((port.gbit for port in active if port.gbit is not None), default=None)
     fast = [port for port in active if port.gbit is None or port.gbit == fastest]
     near = frozenset() if isinstance(topology, Absent) else topology.nearest({port.adapter for port in fast})
@@ -240,8 +233,7 @@ def _nvlink(hardware: Hardware) -> Iterator[Setting]:
 def _megatron(hardware: Hardware, role: Role) -> Iterator[Setting]:
     if role != "train":
         return
-    assert not isinstance(hardware.gpus, Absent)
-    name, compute = "CUDA_DEVICE_MAX_CONNECTIONS", hardware.gpus[0].compute
+    name, compute = "CUDA_DEVICE_MAX_CONNECTIONS", present(hardware.gpus)[0].compute
     if compute is not None and compute < (10, 0):
         reason = "Megatron relies on one queue to start communication before the computation that it is hidden behind"
         yield Setting(name=name, value="1", reason=reason)

@@ -1,19 +1,38 @@
 """GPUs of a node by nvidia-smi: themselves, the links between them, and how far the network adapters are. Parsing is pure."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moerl.hardware.hardware_tools import Absent, run_tool
 
-_FIELDS = (
-    "index", "name", "driver_version", "compute_cap", "memory.total", "memory.used", "temperature.gpu", "clocks.sm", "clocks.max.sm",
-    "ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "mig.mode.current",
-)  # fmt: skip
+_Fields = Mapping[str, tuple[str, Callable[[str], Any]]]
+"""Field of NvidiaGPU -> nvidia-smi's name for it, and what becomes of the text."""
+_FIELDS: _Fields = {
+    "index": ("index", int),
+    "name": ("name", str),
+    "driver": ("driver_version", str),
+    "compute": ("compute_cap", lambda cell: tuple(map(int, cell.split(".")))),
+    "total_mib": ("memory.total", float),
+    "used_mib": ("memory.used", float),
+    "celsius": ("temperature.gpu", float),
+    "sm_mhz": ("clocks.sm", float),
+    "max_sm_mhz": ("clocks.max.sm", float),
+    "ecc": ("ecc.mode.current", str),
+    "uncorrected": ("ecc.errors.uncorrected.volatile.total", int),
+    "mig": ("mig.mode.current", str),
+    "slowed_by": ("", lambda cell: int(cell, 16)),
+}
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
-"""One field under the name it has since driver 535, and before."""
+"""slowed_by: one field under the name it has since driver 535, and before."""
 _FABRIC = ("fabric.state", "fabric.status")
-_REMAPPED = ("remapped_rows.pending", "remapped_rows.failure")
+_TRUTH = {"yes": True, "1": True, "no": False, "0": False}
+"""Drivers write Yes and No, or a number."""
+_REMAPPED: _Fields = {
+    "remap_pending": ("remapped_rows.pending", lambda cell: _TRUTH.get(cell.lower())),
+    "remap_failed": ("remapped_rows.failure", lambda cell: _TRUTH.get(cell.lower())),
+}
 
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """Between a GPU and an adapter, nearest first: one PCIe bridge, several, the host bridge, other host bridges, another socket."""
@@ -95,11 +114,13 @@ def find_gpus() -> tuple[NvidiaGPU, ...] | Absent:
 
 
 def _query_gpus(reasons: str) -> tuple[NvidiaGPU, ...] | Absent:
-    said = run_tool("nvidia-smi", f"--query-gpu={','.join((*_FIELDS, reasons))}", "--format=csv,noheader,nounits")
+    asked = ",".join(name if name else reasons for name, _ in _FIELDS.values())
+    said = run_tool("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits")
     if isinstance(said, Absent):
         return () if "No devices were found" in said.reason else said
     fabric = run_tool("nvidia-smi", f"--query-gpu={','.join(_FABRIC)}", "--format=csv,noheader,nounits")
-    remapped = run_tool("nvidia-smi", f"--query-remapped-rows={','.join(_REMAPPED)}", "--format=csv,noheader,nounits")
+    rows = ",".join(name for name, _ in _REMAPPED.values())
+    remapped = run_tool("nvidia-smi", f"--query-remapped-rows={rows}", "--format=csv,noheader,nounits")
     return parse_gpus(said, "" if isinstance(fabric, Absent) else fabric, "" if isinstance(remapped, Absent) else remapped)
 
 
@@ -114,8 +135,8 @@ def find_topology() -> Topology | Absent:
 
 
 def parse_gpus(query: str, fabric: str = "", remapped: str = "") -> tuple[NvidiaGPU, ...]:
-    """`query`: nvidia-smi's rows of _FIELDS and the slowdown reasons, `fabric` and `remapped`: its rows of _FABRIC and _REMAPPED, or what
-    it says instead, which is no row for each GPU; without header, units."""
+    """`query`: nvidia-smi's rows of _FIELDS, `fabric` and `remapped`: its rows of _FABRIC and _REMAPPED, or what it says instead, which is
+    no row for each GPU; without header, units."""
     rows = _rows(query)
     states, remaps = _rows(fabric), _rows(remapped)
     if len(states) != len(rows):
@@ -123,7 +144,7 @@ def parse_gpus(query: str, fabric: str = "", remapped: str = "") -> tuple[Nvidia
     if len(remaps) != len(rows) or any(len(cells) != len(_REMAPPED) for cells in remaps):
         remaps = [[""] * len(_REMAPPED)] * len(rows)
     return tuple(
-        _gpu(dict(zip((*_FIELDS, "slowed_by", *_REMAPPED), [*row, *remap], strict=True)), _fabric(state))
+        NvidiaGPU(**_read(_FIELDS, row), **_read(_REMAPPED, remap), fabric=" ".join(cell for cell in state if _is_known(cell)))
         for row, state, remap in zip(rows, states, remaps, strict=True)
     )
 
@@ -163,45 +184,13 @@ def parse_topology(text: str) -> Topology:
     )
 
 
-def _gpu(row: dict[str, str], fabric: str) -> NvidiaGPU:
-    capability = _known(row["compute_cap"])
-    return NvidiaGPU(
-        index=int(row["index"]),
-        name=row["name"],
-        driver=row["driver_version"],
-        compute=None if capability is None else (int(capability.split(".")[0]), int(capability.split(".")[1])),
-        total_mib=_number(row["memory.total"]),
-        used_mib=_number(row["memory.used"]),
-        celsius=_number(row["temperature.gpu"]),
-        sm_mhz=_number(row["clocks.sm"]),
-        max_sm_mhz=_number(row["clocks.max.sm"]),
-        ecc=_known(row["ecc.mode.current"]),
-        uncorrected=None if (count := _known(row["ecc.errors.uncorrected.volatile.total"])) is None else int(count),
-        mig=_known(row["mig.mode.current"]),
-        slowed_by=None if (bits := _known(row["slowed_by"])) is None else int(bits, 16),
-        fabric=fabric,
-        remap_pending=_truth(row["remapped_rows.pending"]),
-        remap_failed=_truth(row["remapped_rows.failure"]),
-    )
+def _read(fields: _Fields, row: Sequence[str]) -> dict[str, Any]:
+    return {field: read(cell) if _is_known(cell) else None for (field, (_, read)), cell in zip(fields.items(), row, strict=True)}
 
 
-def _fabric(cells: list[str]) -> str:
-    return " ".join(cell for cell in cells if _known(cell) is not None)
-
-
-def _truth(cell: str) -> bool | None:
-    """Drivers write Yes and No, or a number."""
-    return {"yes": True, "1": True, "no": False, "0": False}.get(cell.lower())
-
-
-def _known(cell: str) -> str | None:
-    """None for what nvidia-smi writes instead of a value: [N/A], [Not Supported], [Unknown Error], ..."""
-    return None if cell.startswith("[") or cell in ("", "N/A", "ERR!") else cell
-
-
-def _number(cell: str) -> float | None:
-    known = _known(cell)
-    return None if known is None else float(known)
+def _is_known(cell: str) -> bool:
+    """False for what nvidia-smi writes instead of a value: [N/A], [Not Supported], [Unknown Error], ..."""
+    return not cell.startswith("[") and cell not in ("", "N/A", "ERR!")
 
 
 def slowdowns(bits: int) -> Iterator[str]:

@@ -14,8 +14,7 @@ from moerl.config.load import load
 from moerl.doctor import reach_nodes
 from moerl.doctor.checks.expected import expected_of
 from moerl.doctor.checks.findings import Finding
-from moerl.doctor.output import fixes, merged, table
-from moerl.doctor.preflight import PreflightError, examine_nodes, preflight
+from moerl.doctor.preflight import PreflightError, examine_nodes, fixes, merged, preflight, table
 from moerl.doctor.reach_nodes import Slurm, join_slurm, on_slurm, slurm_step
 from moerl.types.errors import ConfigError, MoerlError
 
@@ -63,8 +62,7 @@ def test_fake_h100_are_read_judged_and_their_faults_come_with_commands(doctor, h
     assert "0 skipped" not in done.stdout
 
 
-def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(doctor, fake_tools, tmp_path, monkeypatch):
-    fake_tools(scontrol='[ "$*" = "show hostnames n[0-1]" ] && printf "n0\\nn1\\n"')
+def test_the_tasks_of_a_slurm_step_find_each_other_and_the_first_one_reports(doctor, tmp_path, monkeypatch):
     args = ("--run-dir", tmp_path, "--nodes", 2, "--json", tmp_path / "doctor.json")
     second = started(*args, **STEP, SLURM_PROCID="1")
     for name, value in {**STEP, "SLURM_PROCID": "0"}.items():

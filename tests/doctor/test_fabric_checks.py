@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from node_cases import h100_node
 
+from moerl.doctor.checks.cluster_checks import fabric_checks
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.checks.fabric_checks import fabric_checks
 from moerl.doctor.checks.host_checks import host_checks
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import Port

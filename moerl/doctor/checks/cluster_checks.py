@@ -1,14 +1,16 @@
-"""Checks of the nodes together: how many, whether they are alike, their clocks, and whether they find each other by name."""
+"""Checks of the nodes together: how many, whether they are alike, their InfiniBand, their clocks, and
+whether they find each other by name."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_high
 
 from moerl.doctor.checks.expected import MAX_SKEW_SECONDS, SKEW_SECONDS, Expectations
 from moerl.doctor.checks.findings import Finding, fail, ok, skipped, warn
 from moerl.doctor.checks.host_checks import is_loopback
 from moerl.doctor.checks.node_facts import NodeFacts
-from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.hardware_tools import Absent, present
 
 _OF_ONE_NODE = ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Settings that may differ between nodes; with others different, ranks would disagree on how to talk."""
@@ -22,10 +24,6 @@ class Skew:
     """Half the round trip in which it was measured."""
 
 
-def num_gpus(facts: NodeFacts) -> int:
-    return 0 if isinstance(facts.gpus, Absent) else len(facts.gpus)
-
-
 def count_checks(came: Sequence[NodeFacts], missing: Mapping[str, str], expected: Expectations) -> Iterator[Finding]:
     """`missing`: name -> why."""
     for name, why in missing.items():
@@ -36,7 +34,7 @@ def count_checks(came: Sequence[NodeFacts], missing: Mapping[str, str], expected
         yield fail("nodes", found, str(expected.nodes), f"# sbatch --nodes={expected.nodes}")
     else:
         yield ok("nodes", found, "" if expected.nodes is None else str(expected.nodes))
-    total = sum(map(num_gpus, came))
+    total = sum(len(present(facts.gpus)) for facts in came)
     if expected.ranks is not None and (total > 0 or expected.gpus_per_node):
         own = f" and {expected.server_gpus} GPUs of servers" if expected.server_gpus else ""
         needed = f"{expected.ranks} train ranks{own}"
@@ -52,11 +50,12 @@ def likeness_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:
         return
     properties: dict[str, list[str]] = {
         "GPUs": [_gpus(facts) for facts in came],
-        "driver": [_driver(facts) for facts in came],
+        "driver": [gpus[0].driver if (gpus := present(facts.gpus)) else "none" for facts in came],
         "network settings": [_settings(facts) for facts in came],
     }
     for name in came[0].versions:
-        properties[name] = [_text(facts.versions.get(name, Absent(reason="not installed"))) for facts in came]
+        found = [facts.versions.get(name, Absent(reason="not installed")) for facts in came]
+        properties[name] = [version.reason if isinstance(version, Absent) else version for version in found]
     differing = False
     for name, values in properties.items():
         usual = Counter(values).most_common(1)[0][0]
@@ -96,7 +95,9 @@ def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str
         other = next(one for one in came if one.name == by)
         said = f"not from {by}: {refusal}" if refusal else ""
         if not refusal and is_loopback(facts) and other.boot_id != facts.boot_id:
-            said = f"{facts.hostname} is {', '.join(_addresses(facts))} on the node itself: ranks there would wait for others at it"
+            said = (
+                f"{facts.hostname} is {', '.join(present(facts.own_addresses))} on the node itself: ranks there would wait for others at it"
+            )
         if said:
             fix = f"# on every node, in /etc/hosts or DNS: ADDRESS {facts.hostname}; not 127.0.1.1"
             if facts.gloo_interface:
@@ -108,18 +109,9 @@ def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str
         yield replace(finding, node=facts.name)
 
 
-def _addresses(facts: NodeFacts) -> tuple[str, ...]:
-    return () if isinstance(facts.own_addresses, Absent) else facts.own_addresses
-
-
 def _gpus(facts: NodeFacts) -> str:
-    if isinstance(facts.gpus, Absent) or not facts.gpus:
-        return "0"
-    return f"{len(facts.gpus)} of {', '.join(sorted({gpu.name for gpu in facts.gpus}))}"
-
-
-def _driver(facts: NodeFacts) -> str:
-    return "none" if isinstance(facts.gpus, Absent) or not facts.gpus else facts.gpus[0].driver
+    gpus = present(facts.gpus)
+    return f"{len(gpus)} of {', '.join(sorted({gpu.name for gpu in gpus}))}" if gpus else "0"
 
 
 def _settings(facts: NodeFacts) -> str:
@@ -127,5 +119,47 @@ def _settings(facts: NodeFacts) -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(shared.items())) if shared else "none"
 
 
-def _text(value: str | Absent) -> str:
-    return value.reason if isinstance(value, Absent) else value
+_CHECK = "InfiniBand beside other nodes"
+_UNKNOWN = float("inf")
+"""Rate of a port that is there; 0 stands for one that is not."""
+
+
+def fabric_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Fastest with fastest, and so on: adapters may have other names on other nodes. Nodes whose ports could not be asked for have failed
+    already and are left out."""
+    nodes = [(facts, _active(facts)) for facts in came if not (isinstance(facts.ports, Absent) and facts.ports.is_fault)]
+    most = max((len(ports) for _, ports in nodes), default=0)
+    if len(nodes) < 2 or most == 0:
+        return
+    if any(rate == _UNKNOWN for _, ports in nodes for rate in ports.values()):
+        nodes = [(facts, dict.fromkeys(ports, _UNKNOWN)) for facts, ports in nodes]
+    rates = [sorted(ports.values(), reverse=True) + [0.0] * (most - len(ports)) for _, ports in nodes]
+    usual = [median_high(column) for column in zip(*rates, strict=True)]
+    expected = f"{_counted(usual)}, as most nodes have"
+    worse = [index for index, own in enumerate(rates) if any(mine < theirs for mine, theirs in zip(own, usual, strict=True))]
+    for index in worse:
+        facts, ports = nodes[index]
+        names = _worse_ports(ports, [others for _, others in nodes])
+        found = _counted(rates[index]) + (f"; missing or slower: {', '.join(names)}" if names else "")
+        fix = f"ibstat; lspci | grep -i mellanox  # adapter, cable, switch port; or leave it out: sbatch --exclude={facts.name}"
+        yield replace(fail(_CHECK, found, expected, fix), node=facts.name)
+    if not worse:
+        yield ok(_CHECK, _counted(usual), "no node with fewer or slower ports")
+
+
+def _active(facts: NodeFacts) -> dict[str, float]:
+    """Port -> its rate."""
+    active = (port for port in present(facts.ports) if port.is_active and port.link_layer == "InfiniBand")
+    return {port.name: _UNKNOWN if port.gbit is None else port.gbit for port in active}
+
+
+def _worse_ports(own: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> list[str]:
+    """By their names on most nodes."""
+    names = dict.fromkeys(name for ports in nodes for name in ports)
+    return [name for name in names if own.get(name, 0.0) < median_high(ports.get(name, 0.0) for ports in nodes)]
+
+
+def _counted(rates: Sequence[float]) -> str:
+    counts = Counter(rate for rate in rates if rate > 0)
+    said = [f"{num} active" + ("" if rate == _UNKNOWN else f" at {rate:g} Gb/s") for rate, num in counts.items()]
+    return ", ".join(said) if said else "no active port"

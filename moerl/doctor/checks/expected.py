@@ -29,8 +29,6 @@ GOOD_SHARE, LEAST_SHARE = 0.7, 0.5
 class Expectations:
     nodes: int | None = None
     """None: as many as there are."""
-    names: tuple[str, ...] = ()
-    """GPUs of the nodes, in order; empty: not known."""
     gpus_per_node: int | None = None
     """None: as many as on the other nodes."""
     ranks: int | None = None
@@ -52,16 +50,14 @@ def expected_of(
     gpus_per_node: int | None = None,
     gb_per_second: float | None = None,
     run_dir: Path | None = None,
-    names: tuple[str, ...] = (),
 ) -> Expectations:
     """By what a run needs, if there is one, and what is said besides, which counts more."""
     if config is None:
         where = Path.cwd() if run_dir is None else run_dir
-        return Expectations(nodes=nodes, names=names, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=where.absolute())
+        return Expectations(nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=where.absolute())
     placement, ranks, engine = config.placement, config.train.layout.ranks, config.rollout.engine
     return Expectations(
         nodes=placement.nodes if nodes is None else nodes,
-        names=names,
         gpus_per_node=_gpus_per_node(config) if gpus_per_node is None else gpus_per_node,
         ranks=ranks,
         server_gpus=num_gpus(config) - ranks,

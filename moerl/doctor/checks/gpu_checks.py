@@ -6,7 +6,7 @@ from moerl.doctor.checks.expected import USED_GPU_MIB, Expectations
 from moerl.doctor.checks.findings import Finding, absent, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.doctor.checks.versions import newest_cuda
-from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.hardware_tools import Absent, present
 from moerl.hardware.nvidia import NvidiaGPU, slowdowns
 
 _CHECKS = ("GPUs", "driver", "MIG", "clocks", "ECC", "GPU memory", "NVLink", "NVSwitch fabric")
@@ -15,17 +15,14 @@ _SLOW_SHARE = 0.9
 
 
 def gpu_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
-    gpus = facts.gpus
-    if not isinstance(gpus, Absent) and gpus:
+    if gpus := present(facts.gpus):
         yield _count(facts, gpus, expected)
         yield from (check(facts, gpus) for check in (_driver, _mig, _clocks, _ecc, _memory, _nvlink, _fabric))
         return
-    wanted = expected.gpus_per_node if expected.gpus_per_node is not None else 0
-    why = gpus if isinstance(gpus, Absent) else Absent(reason="nvidia-smi finds no GPU")
-    if wanted > 0:
-        yield fail(
-            "GPUs", f"0: {why.reason}", str(wanted), "# install the NVIDIA driver, or start the container with its GPUs (--nv, --gpus all)"
-        )
+    why = facts.gpus if isinstance(facts.gpus, Absent) else Absent(reason="nvidia-smi finds no GPU")
+    if expected.gpus_per_node:
+        fix = "# install the NVIDIA driver, or start the container with its GPUs (--nv, --gpus all)"
+        yield fail("GPUs", f"0: {why.reason}", str(expected.gpus_per_node), fix)
     elif why.is_fault:
         yield absent("GPUs", why, "nvidia-smi; sudo dmesg | grep -i -e NVRM -e Xid")
     else:

@@ -18,7 +18,7 @@ from moerl.doctor.checks.expected import (
 from moerl.doctor.checks.findings import Finding, absent, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
 from moerl.doctor.checks.versions import OPTIONAL, is_supported, supported
-from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.hardware_tools import Absent, present
 from moerl.hardware.infiniband import Port
 from moerl.hardware.network_settings import fabric_ports
 
@@ -66,7 +66,7 @@ def _rate(port: Port) -> str:
 
 
 def _gpudirect(facts: NodeFacts) -> Finding:
-    if isinstance(facts.gpus, Absent) or not facts.gpus or not fabric_ports(facts.ports, facts.topology):
+    if not present(facts.gpus) or not fabric_ports(facts.ports, facts.topology):
         return skipped("GPUDirect RDMA", "needs GPUs and InfiniBand")
     if isinstance(facts.gpudirect, Absent):
         return fail("GPUDirect RDMA", facts.gpudirect.reason, "nvidia_peermem or dma-buf", "sudo modprobe nvidia-peermem")
@@ -129,11 +129,10 @@ def _disk(disk: Disk) -> Finding:
     found, expected = f"{disk.free_bytes / GIB:,.0f} GiB free in {disk.path}", f"{DISK_BYTES / GIB:g} GiB"
     if disk.refusal:
         return fail(disk.purpose, disk.refusal, "writable", f"ls -ld {disk.path}  # or another output_dir=")
-    if disk.free_bytes < LEAST_DISK_BYTES:
-        return fail(disk.purpose, found, expected, f"du -xh --max-depth=2 {disk.path} | sort -h | tail")
-    if disk.free_bytes < DISK_BYTES:
-        return warn(disk.purpose, found, expected, f"du -xh --max-depth=2 {disk.path} | sort -h | tail")
-    return ok(disk.purpose, found, expected)
+    if disk.free_bytes >= DISK_BYTES:
+        return ok(disk.purpose, found, expected)
+    fix = f"du -xh --max-depth=2 {disk.path} | sort -h | tail"
+    return (fail if disk.free_bytes < LEAST_DISK_BYTES else warn)(disk.purpose, found, expected, fix)
 
 
 def _own_name(facts: NodeFacts) -> Finding:
@@ -159,14 +158,13 @@ def _ray(facts: NodeFacts) -> Finding:
 
 
 def _versions(facts: NodeFacts) -> Iterator[Finding]:
-    has_gpus = not isinstance(facts.gpus, Absent) and len(facts.gpus) > 0
     for name, version in facts.versions.items():
         wanted = supported().get(name, "")
         if not isinstance(version, Absent):
             yield _version(name, version, f"pip install '{name}{wanted}'")
         elif name in (*OPTIONAL, "CUDA", "NCCL"):
             fix = f"pip install '{name}[pytorch]{wanted}'" if name in OPTIONAL else "make venv TORCH_INDEX=URL  # of a PyTorch for CUDA"
-            yield fail(name, version.reason, wanted, fix) if has_gpus else skipped(name, f"{version.reason}; needed on GPUs")
+            yield fail(name, version.reason, wanted, fix) if present(facts.gpus) else skipped(name, f"{version.reason}; needed on GPUs")
         else:
             yield fail(name, version.reason, wanted, f"pip install '{name}{wanted}'")
 

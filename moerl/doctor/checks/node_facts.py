@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import psutil
@@ -15,11 +15,10 @@ import psutil
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.versions import engine_versions, libcuda_version, trainer_versions
 from moerl.hardware.hardware_tools import Absent
-from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
-from moerl.hardware.network_settings import Hardware, Setting, find_interfaces, network_settings, read_nccl_files, variables
-from moerl.hardware.nvidia import NvidiaGPU, NVLinks, Topology, find_gpus, find_links, find_topology
+from moerl.hardware.network_settings import Hardware, Setting, find_hardware, network_settings, read_nccl_files, variables
+from moerl.hardware.nvidia import NVLinks, find_links
 
-UNLIMITED = -1
+UNLIMITED = resource.RLIM_INFINITY
 _CAP_IPC_LOCK = 14
 """Its bit (linux/capability.h)."""
 _SESSION = re.compile(r"session_[0-9_-]+")
@@ -38,17 +37,12 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeFacts:
+class NodeFacts(Hardware):
     name: str
     hostname: str
     boot_id: str
     """The same on two nodes that are one machine."""
-    gpus: tuple[NvidiaGPU, ...] | Absent
     links: tuple[NVLinks, ...] | Absent
-    topology: Topology | Absent
-    ports: tuple[Port, ...] | Absent
-    gpudirect: GPUDirect | Absent
-    interfaces: Mapping[str, tuple[str, ...]]
     own_addresses: tuple[str, ...] | Absent
     """Addresses that the node's host name resolves to there."""
     torch_gpus: int
@@ -78,29 +72,24 @@ def gather(name: str, expected: Expectations, *, reached_at: str | None) -> Node
     have."""
     import torch
 
-    gpus, topology, ports, gpudirect, interfaces = find_gpus(), find_topology(), find_ports(), find_gpudirect(), find_interfaces()
-    hardware = Hardware(gpus=gpus, topology=topology, ports=ports, gpudirect=gpudirect, interfaces=interfaces)
+    hardware = find_hardware()
     memory = psutil.virtual_memory()
     files = read_nccl_files(os.environ)
     settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ, files=files)
-    limits = {which: tuple(map(_limit, resource.getrlimit(which))) for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
+        **{field.name: getattr(hardware, field.name) for field in fields(hardware)},
         name=name,
         hostname=socket.gethostname(),
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        gpus=gpus,
         links=find_links(),
-        topology=topology,
-        ports=ports,
-        gpudirect=gpudirect,
-        interfaces=interfaces,
         own_addresses=_own_addresses(),
         torch_gpus=torch.cuda.device_count(),
         libcuda=libcuda_version(),
-        open_files=(limits[resource.RLIMIT_NOFILE][0], limits[resource.RLIMIT_NOFILE][1]),
-        locked_bytes=limits[resource.RLIMIT_MEMLOCK][0],
+        open_files=(soft, hard),
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         locks_any_memory=locks_any_memory(Path("/proc/self/status").read_text()),
-        disks=tuple(_disk(*place) for place in _places(expected)),
+        disks=(_disk("run folder", expected.run_dir), _disk("temp", Path(tempfile.gettempdir())), _disk("/dev/shm", Path("/dev/shm"))),
         ram_bytes=memory.total,
         free_ram_bytes=memory.available,
         versions=trainer_versions(),
@@ -117,20 +106,12 @@ def locks_any_memory(status: str) -> bool:
     return found is not None and bool(int(found[1], 16) >> _CAP_IPC_LOCK & 1)
 
 
-def _limit(value: int) -> int:
-    return UNLIMITED if value == resource.RLIM_INFINITY else value
-
-
 def _own_addresses() -> tuple[str, ...] | Absent:
     name = socket.gethostname()
     try:
         return tuple(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None)))
     except OSError as error:
         return Absent(reason=f"{name}: {error}", is_fault=True)
-
-
-def _places(expected: Expectations) -> list[tuple[str, Path]]:
-    return [("run folder", expected.run_dir), ("temp", Path(tempfile.gettempdir())), ("/dev/shm", Path("/dev/shm"))]
 
 
 def _disk(purpose: str, path: Path) -> Disk:
