@@ -164,7 +164,7 @@ def _resources(config: RunConfig) -> Iterator[tuple[str, int | str]]:
 
 
 def _gpus(config: RunConfig) -> int:
-    """Environment of a pod."""
+    """GPUs of a pod."""
     if not config.kubernetes.with_gpus:
         return 0
     return config.placement.gpus_per_node if config.placement.gpus_per_node is not None else num_gpus(config)

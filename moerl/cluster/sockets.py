@@ -11,9 +11,9 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _NUM_TRIES = 20_000, 200
 
 
-def free_ports(count: int) -> int:
+def free_ports(count: int, *, fix: str = "give rollout.layout.port") -> int:
     """The first of `count`, below those that the system gives to connections: none of them is taken meanwhile but by another who chooses
-    one. EngineError where there are none."""
+    one. EngineError, with the `fix`, where there are none."""
     highest = int(_RANGE.read_text().split()[0]) - count if _RANGE.exists() else 32_768 - count
     # Not the generator that a run seeds: two runs on a node would choose the same.
     chance = random.SystemRandom()
@@ -21,7 +21,7 @@ def free_ports(count: int) -> int:
         first = chance.randint(min(_LOWEST, highest), highest)
         if all(_is_free(port) for port in range(first, first + count)):
             return first
-    raise EngineError(f"no {count} ports in a row are free below {highest + count} on this node; give rollout.layout.port")
+    raise EngineError(f"no {count} ports in a row are free below {highest + count} on this node; {fix}")
 
 
 def _is_free(port: int) -> bool:

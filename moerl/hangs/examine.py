@@ -1,9 +1,7 @@
 """Examination of processes from outside, on their node: state, memory, stacks, progress; and of the node: GPUs, kills for memory."""
 
 import re
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import psutil
 from moerl.hangs.progress import Line, read_progress
 from moerl.hangs.python_stacks import Stacks, find_py_spy, stacks_of
 from moerl.hangs.watched import ProcessId
+from moerl.hardware.hardware_tools import Absent, run_tool
 
 _GPU_SECONDS = 20.0
 """nvidia-smi itself hangs when the driver does."""
@@ -110,19 +109,16 @@ def _family(wanted: ProcessId) -> Iterator[Examined]:
     if process is None:
         yield Examined(pid=wanted.pid, command="", state="gone", rss_bytes=0, stacks=_ENDED)
         return
-    for each in (process, *_below(process)):
+    family = [process]
+    with suppress(psutil.NoSuchProcess):
+        family += process.children(recursive=True)
+    for each in family:
         with suppress(psutil.NoSuchProcess):
             yield _examine(each)
 
 
 def _with_stacks(found: Examined, *, py_spy: str | None) -> Examined:
     return found if found.state == "gone" else replace(found, stacks=stacks_of(found.pid, py_spy=py_spy))
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        return process.children(recursive=True)
-    return []
 
 
 def _examine(process: psutil.Process) -> Examined:
@@ -137,12 +133,5 @@ def _examine(process: psutil.Process) -> Examined:
 
 
 def _gpus() -> str:
-    nvidia_smi = shutil.which("nvidia-smi")
-    if nvidia_smi is None:
-        return "no nvidia-smi on this node"
-    try:
-        command = [nvidia_smi, f"--query-gpu={_GPU_FIELDS}", "--format=csv"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi: {error}"
-    return ended.stdout if ended.returncode == 0 else f"nvidia-smi: exit code {ended.returncode}: {ended.stdout}{ended.stderr}"
+    said = run_tool("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv", seconds=_GPU_SECONDS)
+    return said.reason if isinstance(said, Absent) else said

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from moerl.cluster.sockets import keep_alive
+from moerl.hardware.network_settings import find_interfaces
 from moerl.slurm.allocation import AllocatedNode
 from moerl.types.errors import MoerlError
 
@@ -176,10 +175,7 @@ async def _connect(addresses: Sequence[str], port: int) -> NodeLink:
 
 def addresses_of(interface: str | None) -> list[str]:
     """IPv4 addresses of this node, those of a loopback last; the interface's alone if one is named."""
-    found = {
-        name: [address.address for address in addresses if address.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
+    found = {name: [address for address in addresses if ":" not in address] for name, addresses in find_interfaces().items()}
     if interface is not None:
         if not found.get(interface):
             names = ", ".join(sorted(name for name, addresses in found.items() if addresses))
@@ -193,15 +189,6 @@ def addresses_of(interface: str | None) -> list[str]:
 def common_address(guests: Sequence[Guest]) -> str:
     """Address of the first node: where most of the others reached it."""
     return Counter(guest.link.own_address for guest in guests).most_common(1)[0][0]
-
-
-def interface_of(address: str) -> str:
-    return next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        for found in addresses
-        if found.address == address and found.family == socket.AF_INET
-    )
 
 
 def _write_private(file: Path, text: str) -> None:

@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import socket
 import sys
-import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +11,12 @@ from pathlib import Path
 import psutil
 
 from moerl.cluster.descendants import end_with_parent_alone
+from moerl.cluster.sockets import free_ports
+from moerl.hardware.network_settings import find_interfaces
 from moerl.slurm.allocation import AllocatedNode
-from moerl.slurm.meeting import POLL_SECONDS, appeared, interface_of
+from moerl.slurm.meeting import POLL_SECONDS, appeared
 from moerl.types.errors import MoerlError
 
-_FIRST_PORT, _NUM_PORTS = 10_000, 22_000
-"""Below those that systems hand out to outgoing connections."""
 _LOG_LINES = 20
 _ERROR_LINES = 3
 _DAEMONS = ("raylet", "gcs_server")
@@ -49,7 +47,7 @@ class RayNode:
         token_file.write_text(self.token)
         inherited = {name: value for name, value in os.environ.items() if name not in _WHICH_CLUSTER}
         ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_USAGE_STATS_ENABLED": "0"}
-        name = interface_of(self.address)
+        name = next(name for name, addresses in find_interfaces().items() if self.address in addresses)
         # NCCL takes a name without = as the beginning of names.
         network = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
         return {**network, **inherited, **ray, "TMPDIR": str(self.directory)}
@@ -72,7 +70,8 @@ class RayNode:
 
     def _command(self, cluster: str | None) -> list[str]:
         if cluster is None:
-            client = _free_port(self.address, self.directory)
+            # The one daemon of Ray that cannot ask the system for a port.
+            client = free_ports(1, fix="end what holds them")
             role = ["--head", "--port=0", f"--ray-client-server-port={client}", "--include-dashboard=false", "--no-monitor"]
         else:
             role = [f"--address={cluster}"]
@@ -169,20 +168,6 @@ async def wait_until_registered(cluster: str, expected: Sequence[tuple[str, Allo
 def _gpus(node: object) -> int:
     usage = node.resource_usage.usage  # type: ignore[attr-defined]
     return int(sum(resource.total for resource in usage if resource.resource_name == "GPU"))
-
-
-def _free_port(address: str, seed: Path) -> int:
-    """Port for the one daemon of Ray that cannot ask the system. Jobs start their search at different ports."""
-    start = zlib.crc32(str(seed).encode())
-    for attempt in range(_NUM_PORTS):
-        port = _FIRST_PORT + (start + attempt) % _NUM_PORTS
-        with socket.socket() as probe:
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-            return port
-    raise MoerlError(f"no free port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS} on {address}")
 
 
 def log_files(directory: Path) -> Sequence[Path]:
