@@ -77,7 +77,7 @@ class _Head:
 
     def _not_ended(self, index: int) -> Finding:
         found = self._launched.dead().get(index, f"still at work {self._seconds:g} s after everything was measured")
-        return replace(warn("end of the doctor", found, "ends", "pgrep -af moerl.doctor"), node=self._launched.names[index])
+        return warn("end of the doctor", found, "ends", "pgrep -af moerl.doctor", node=self._launched.names[index])
 
     def _meet(self) -> tuple[dict[int, Hello], dict[str, str]]:
         """Nodes by index as they came, and the names of the others with why they did not."""
@@ -175,5 +175,5 @@ def _failed(rank: int, why: str, plan: Measurement, names: Sequence[str]) -> Fin
     node = next(index for index, ranks in enumerate(plan.ranks) if rank in ranks)
     lines = why.strip().splitlines()
     kind = "GPU" if plan.on_gpus else "rank"
-    finding = fail(f"bandwidth, {kind} {plan.ranks[node].index(rank)}", lines[-1], "it measures", "NCCL_DEBUG=INFO moerl doctor")
-    return replace(finding, node=names[node])
+    check = f"bandwidth, {kind} {plan.ranks[node].index(rank)}"
+    return fail(check, lines[-1], "it measures", "NCCL_DEBUG=INFO moerl doctor", node=names[node])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 
 from moerl.doctor.checks.expected import GOOD_SHARE, LEAST_SHARE, Expectations
-from moerl.doctor.checks.findings import ALL_NODES, Finding, fail, ok, skipped, warn
+from moerl.doctor.checks.findings import ALL_NODES, Finding, bad, ok, skipped
 from moerl.doctor.checks.judge import Measured, Pair, judge, outliers, speed_of
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.hardware.hardware_tools import Absent
@@ -67,23 +67,15 @@ def _beside_others(what: str, names: Sequence[str], links: Mapping[Pair, float],
     if len(names) < 3:
         return
     judged = judge(len(names), links, share=GOOD_SHARE)
-    wanted = f"{GOOD_SHARE:.0%} of {judged.reference:.3g} GB/s, which most {what} reach"
+    wanted, least = f"{GOOD_SHARE:.0%} of {judged.reference:.3g} GB/s, which most {what} reach", LEAST_SHARE * judged.reference
     for one in judged.slow:
         speed = speed_of(one, links)
         fix = f"# take it out and look at its links: sbatch --exclude={names[one]}" if what == "nodes" else "nvidia-smi topo -m"
-        finding = _bad(
-            on_gpus and speed < LEAST_SHARE * judged.reference, f"slow beside other {what}", f"{names[one]}: {speed:.3g} GB/s", wanted, fix
-        )
-        yield replace(finding, node=names[one] if what == "nodes" else ALL_NODES)
+        found, node = f"{names[one]}: {speed:.3g} GB/s", names[one] if what == "nodes" else ALL_NODES
+        yield bad(f"slow beside other {what}", found, wanted, fix, fails=on_gpus and speed < least, node=node)
     for a, b in judged.slow_pairs:
-        said = f"{names[a]} - {names[b]}: {links[a, b]:.3g} GB/s"
-        yield _bad(
-            on_gpus and links[a, b] < LEAST_SHARE * judged.reference,
-            f"slow pair of {what}",
-            said,
-            wanted,
-            "ibdiagnet  # the path between them",
-        )
+        found, fix = f"{names[a]} - {names[b]}: {links[a, b]:.3g} GB/s", "ibdiagnet  # the path between them"
+        yield bad(f"slow pair of {what}", found, wanted, fix, fails=on_gpus and links[a, b] < least)
     if not judged.slow and not judged.slow_pairs:
         yield ok(f"{what} beside each other", f"{min(links.values()):.3g} to {max(links.values()):.3g} GB/s", wanted)
 
@@ -93,8 +85,8 @@ def _all_reduce_inside(names: Sequence[str], found: Bandwidth) -> Iterator[Findi
     for index in outliers(speeds, share=GOOD_SHARE):
         usual = median_high(speeds)
         wanted, fix = f"{GOOD_SHARE:.0%} of {usual:.3g} GB/s, which most nodes reach", "nvidia-smi topo -m; nvidia-smi nvlink --status"
-        is_failure = found.on_gpus and speeds[index] < LEAST_SHARE * usual
-        yield replace(_bad(is_failure, "all-reduce inside", f"{speeds[index]:.3g} GB/s", wanted, fix), node=names[index])
+        fails = found.on_gpus and speeds[index] < LEAST_SHARE * usual
+        yield bad("all-reduce inside", f"{speeds[index]:.3g} GB/s", wanted, fix, fails=fails, node=names[index])
 
 
 def _beside_links(check: str, values: Sequence[float], limit: float | None, links: str, on_gpus: bool, *, fails: bool) -> Iterator[Finding]:
@@ -112,11 +104,7 @@ def _beside_links(check: str, values: Sequence[float], limit: float | None, link
         yield ok(f"bandwidth {check}", found, wanted)
     else:
         fix = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET moerl doctor  # are NET/IB and GDRDMA in its lines?"
-        yield _bad(fails and share < LEAST_SHARE, f"bandwidth {check}", found, wanted, fix)
-
-
-def _bad(is_failure: bool, check: str, found: str, expected: str, fix: str) -> Finding:
-    return (fail if is_failure else warn)(check, found, expected, fix)
+        yield bad(f"bandwidth {check}", found, wanted, fix, fails=fails and share < LEAST_SHARE)
 
 
 def _infiniband(came: Sequence[NodeFacts]) -> float | None:

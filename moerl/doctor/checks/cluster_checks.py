@@ -3,11 +3,11 @@ whether they find each other by name."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median_high
 
 from moerl.doctor.checks.expected import MAX_SKEW_SECONDS, SKEW_SECONDS, Expectations
-from moerl.doctor.checks.findings import Finding, fail, ok, skipped, warn
+from moerl.doctor.checks.findings import Finding, bad, fail, ok, skipped, warn
 from moerl.doctor.checks.host_checks import is_loopback
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.hardware.hardware_tools import Absent, present
@@ -28,7 +28,7 @@ def count_checks(came: Sequence[NodeFacts], missing: Mapping[str, str], expected
     """`missing`: name -> why."""
     for name, why in missing.items():
         fix = f"srun --nodelist={name} --time=1 hostname; sinfo -R  # or leave it out: sbatch --exclude={name}"
-        yield replace(fail("node", why, "answers", fix), node=name)
+        yield fail("node", why, "answers", fix, node=name)
     found = f"{len(came)} of {len(came) + len(missing)}" if missing else str(len(came))
     if expected.nodes is not None and len(came) < expected.nodes:
         yield fail("nodes", found, str(expected.nodes), f"# sbatch --nodes={expected.nodes}")
@@ -64,7 +64,7 @@ def likeness_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:
             if value != usual:
                 differing = True
                 fix = f"# make it as on the other nodes, or leave it out: sbatch --exclude={facts.name}"
-                yield replace(fail(f"same {name}", value, f"{usual}, as on {where}", fix), node=facts.name)
+                yield fail(f"same {name}", value, f"{usual}, as on {where}", fix, node=facts.name)
     if not differing:
         yield ok("nodes are alike", "GPUs, driver, versions, network settings")
 
@@ -76,11 +76,10 @@ def clock_checks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
         found = f"{skew.seconds:+.3f} s (+- {skew.error_seconds:.3f})"
         off = abs(skew.seconds) - skew.error_seconds
         fix = "chronyc tracking; sudo chronyc makestep"
-        if off > MAX_SKEW_SECONDS:
-            finding = fail("clock", found, expected, fix)
+        if off > SKEW_SECONDS:
+            yield bad("clock", found, expected, fix, fails=off > MAX_SKEW_SECONDS, node=name)
         else:
-            finding = warn("clock", found, expected, fix) if off > SKEW_SECONDS else ok("clock", found, expected)
-        yield replace(finding, node=name)
+            yield ok("clock", found, expected, node=name)
 
 
 def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
@@ -88,7 +87,7 @@ def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str
     only to what reads the log, and to libraries that were told nothing."""
     for facts in came:
         if facts.name not in reached:
-            yield replace(skipped("reached by name", "there is no other node"), node=facts.name)
+            yield skipped("reached by name", "there is no other node", node=facts.name)
             continue
         by, refusal = reached[facts.name]
         expected = "an address that other nodes reach"
@@ -98,15 +97,13 @@ def reach_checks(came: Sequence[NodeFacts], reached: Mapping[str, tuple[str, str
             said = (
                 f"{facts.hostname} is {', '.join(present(facts.own_addresses))} on the node itself: ranks there would wait for others at it"
             )
-        if said:
-            fix = f"# on every node, in /etc/hosts or DNS: ADDRESS {facts.hostname}; not 127.0.1.1"
-            if facts.gloo_interface:
-                finding = warn("reached by name", f"{said}; gloo uses {facts.gloo_interface}", expected, fix)
-            else:
-                finding = fail("reached by name", said, expected, f"{fix}; or network.interface=")
+        fix = f"# on every node, in /etc/hosts or DNS: ADDRESS {facts.hostname}; not 127.0.1.1"
+        if not said:
+            yield ok("reached by name", f"from {by}", expected, node=facts.name)
+        elif facts.gloo_interface:
+            yield warn("reached by name", f"{said}; gloo uses {facts.gloo_interface}", expected, fix, node=facts.name)
         else:
-            finding = ok("reached by name", f"from {by}", expected)
-        yield replace(finding, node=facts.name)
+            yield fail("reached by name", said, expected, f"{fix}; or network.interface=", node=facts.name)
 
 
 def _gpus(facts: NodeFacts) -> str:
@@ -142,7 +139,7 @@ def fabric_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:
         names = _worse_ports(ports, [others for _, others in nodes])
         found = _counted(rates[index]) + (f"; missing or slower: {', '.join(names)}" if names else "")
         fix = f"ibstat; lspci | grep -i mellanox  # adapter, cable, switch port; or leave it out: sbatch --exclude={facts.name}"
-        yield replace(fail(_CHECK, found, expected, fix), node=facts.name)
+        yield fail(_CHECK, found, expected, fix, node=facts.name)
     if not worse:
         yield ok(_CHECK, _counted(usual), "no node with fewer or slower ports")
 

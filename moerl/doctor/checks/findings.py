@@ -1,6 +1,7 @@
 """Findings of the doctor: one finding per node and check."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from moerl.hardware.hardware_tools import Absent
@@ -11,32 +12,25 @@ ALL_NODES = "all"
 """Node of a finding that is about the nodes together."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    node: str
+    node: str = field(default=ALL_NODES, kw_only=True)
     check: str
     found: str
     """Finding of a check that was skipped: why."""
-    expected: str
-    verdict: Verdict
+    expected: str = ""
+    verdict: Verdict = field(kw_only=True)
     fix: str = ""
     """A command that mends it, or a comment in a shell's form; empty where nothing is to be done."""
 
 
-def ok(check: str, found: str, expected: str = "") -> Finding:
-    return Finding(node=ALL_NODES, check=check, found=found, expected=expected, verdict="ok")
+ok, skipped = partial(Finding, verdict="ok"), partial(Finding, verdict="skipped")
+warn, fail = partial(Finding, verdict="warn"), partial(Finding, verdict="fail")
 
 
-def warn(check: str, found: str, expected: str, fix: str = "") -> Finding:
-    return Finding(node=ALL_NODES, check=check, found=found, expected=expected, verdict="warn", fix=fix)
-
-
-def fail(check: str, found: str, expected: str, fix: str) -> Finding:
-    return Finding(node=ALL_NODES, check=check, found=found, expected=expected, verdict="fail", fix=fix)
-
-
-def skipped(check: str, why: str, expected: str = "") -> Finding:
-    return Finding(node=ALL_NODES, check=check, found=why, expected=expected, verdict="skipped")
+def bad(check: str, found: str, expected: str, fix: str, *, fails: bool, node: str = ALL_NODES) -> Finding:
+    """A warning unless it `fails`."""
+    return Finding(check, found, expected, verdict="fail" if fails else "warn", fix=fix, node=node)
 
 
 def absent(check: str, what: Absent, fix: str = "") -> Finding:

@@ -15,7 +15,7 @@ from moerl.doctor.checks.expected import (
     SHM_SHARE,
     Expectations,
 )
-from moerl.doctor.checks.findings import Finding, absent, fail, ok, skipped, warn
+from moerl.doctor.checks.findings import Finding, absent, bad, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
 from moerl.doctor.checks.versions import OPTIONAL, is_supported, supported
 from moerl.hardware.hardware_tools import Absent, present
@@ -54,8 +54,8 @@ def _infiniband(facts: NodeFacts) -> Finding:
     ethernet = [port.name for port in ports if port.is_active and port.link_layer != "InfiniBand"]
     if down:
         fix = f"ibstat {down[0].split(':')[0]}  # cable, switch port, or subnet manager"
-        is_failure = not fabric and not ethernet
-        return (fail if is_failure else warn)("InfiniBand", f"{found}; not active: {', '.join(down)}", "every port active", fix)
+        found = f"{found}; not active: {', '.join(down)}"
+        return bad("InfiniBand", found, "every port active", fix, fails=not fabric and not ethernet)
     if not fabric:
         return skipped("InfiniBand", f"RDMA over Ethernet only: {', '.join(ethernet)}" if ethernet else "no port is active")
     return ok("InfiniBand", found, "every port active")
@@ -83,7 +83,7 @@ def _open_files(facts: NodeFacts) -> Finding:
         fix = f"# ulimit -n {OPEN_FILES} where the job is submitted, or in the shell that runs ray start"
         return warn("ulimit -n", found, expected, fix)
     fix = "# the node's hard limit: nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd; Slurm takes that of sbatch's shell along"
-    return (fail if hard < FEWEST_OPEN_FILES else warn)("ulimit -n", found, expected, fix)
+    return bad("ulimit -n", found, expected, fix, fails=hard < FEWEST_OPEN_FILES)
 
 
 def _locked_memory(facts: NodeFacts) -> Finding:
@@ -132,7 +132,7 @@ def _disk(disk: Disk) -> Finding:
     if disk.free_bytes >= DISK_BYTES:
         return ok(disk.purpose, found, expected)
     fix = f"du -xh --max-depth=2 {disk.path} | sort -h | tail"
-    return (fail if disk.free_bytes < LEAST_DISK_BYTES else warn)(disk.purpose, found, expected, fix)
+    return bad(disk.purpose, found, expected, fix, fails=disk.free_bytes < LEAST_DISK_BYTES)
 
 
 def _own_name(facts: NodeFacts) -> Finding:
