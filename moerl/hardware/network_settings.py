@@ -42,7 +42,7 @@ class Hardware:
     """Name -> IP addresses."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     name: str
     value: str | None
@@ -92,11 +92,12 @@ def network_settings(
     """
     detected: list[Setting] = []
     if config.detect and present(hardware.gpus):
-        detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_gpudirect(hardware), *_nvlink(hardware)]
-        detected += _megatron(hardware, role)
+        detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_nvlink(hardware)]
+        if role == "train":
+            detected.append(_megatron(hardware))
     asked = {setting.name: setting for setting in _asked_interface(hardware, config)}
     for name, value in sorted(config.variables.items()):
-        asked[name] = Setting(name=name, value=str(value), reason="network.variables says so")
+        asked[name] = Setting(name, str(value), "network.variables says so")
     kept = [_unless_given(setting, environment, files) for setting in detected if setting.name not in asked]
     return (*kept, *asked.values())
 
@@ -133,7 +134,7 @@ def _unless_given(setting: Setting, environment: Mapping[str, str], files: Mappi
     if setting.value is None or name not in {*environment, *files}:
         return setting
     given = f"the environment has {name}={environment[name]}" if name in environment else f"{files[name]} sets it"
-    return Setting(name=name, value=None, reason=f"{given}, which is kept")
+    return Setting(name, None, f"{given}, which is kept")
 
 
 def _asked_interface(hardware: Hardware, config: NetworkConfig) -> Iterator[Setting]:
@@ -154,25 +155,26 @@ def _reached_interface(hardware: Hardware, reached_at: str | None) -> Iterator[S
 
 
 def _over(interface: str, reason: str) -> Iterator[Setting]:
-    yield Setting(name="NCCL_SOCKET_IFNAME", value=f"={interface}", reason=reason)
-    yield Setting(name="GLOO_SOCKET_IFNAME", value=interface, reason=reason)
+    yield Setting("NCCL_SOCKET_IFNAME", f"={interface}", reason)
+    yield Setting("GLOO_SOCKET_IFNAME", interface, reason)
 
 
 def _infiniband(hardware: Hardware) -> Iterator[Setting]:
     ports = fabric_ports(hardware.ports, hardware.topology)
     if not ports:
-        yield Setting(name="NCCL_IB_HCA", value=None, reason=_without_infiniband(hardware.ports))
+        yield Setting("NCCL_IB_HCA", None, _without_infiniband(hardware.ports))
         return
     left_out = [port.name for port in present(hardware.ports) if port not in ports]
     gbit = max((port.gbit for port in ports if port.gbit is not None), default=None)
     rate = f" at {gbit:g} Gb/s" if gbit is not None and all(port.gbit == gbit for port in ports) else ""
     reason = f"active InfiniBand ports{rate}" + (f"; others are left out: {', '.join(left_out)}" if left_out else "")
-    yield Setting(name="NCCL_IB_HCA", value="=" + ",".join(port.name for port in ports), reason=reason)
+    yield Setting("NCCL_IB_HCA", "=" + ",".join(port.name for port in ports), reason)
     reason = "17 s before a packet is sent again, so that a rerouted link does not end the run"
-    yield Setting(name="NCCL_IB_TIMEOUT", value=str(_IB_TIMEOUT), reason=reason)
+    yield Setting("NCCL_IB_TIMEOUT", str(_IB_TIMEOUT), reason)
     if gbit is not None and gbit >= _FAST_GBIT:
         reason = f"one queue pair follows one path of the fabric and rarely fills {gbit:g} Gb/s"
-        yield Setting(name="NCCL_IB_QPS_PER_CONNECTION", value=str(_QUEUE_PAIRS), reason=reason)
+        yield Setting("NCCL_IB_QPS_PER_CONNECTION", str(_QUEUE_PAIRS), reason)
+    yield _gpudirect(hardware)
 
 
 def fabric_ports(ports: tuple[Port, ...] | Absent, topology: Topology | Absent) -> tuple[Port, ...]:
@@ -193,28 +195,21 @@ def _without_infiniband(ports: tuple[Port, ...] | Absent) -> str:
     return "no RDMA port is active" if ports else "no RDMA adapter"
 
 
-def _gpudirect(hardware: Hardware) -> Iterator[Setting]:
+def _gpudirect(hardware: Hardware) -> Setting:
     name, topology = "NCCL_NET_GDR_LEVEL", hardware.topology
-    if not fabric_ports(hardware.ports, topology):
-        return
     if isinstance(hardware.gpudirect, Absent):
-        yield Setting(name=name, value=None, reason=f"no GPUDirect RDMA: {hardware.gpudirect.reason}")
-        return
+        return Setting(name, None, f"no GPUDirect RDMA: {hardware.gpudirect.reason}")
     if isinstance(topology, Absent):
-        yield Setting(name=name, value=None, reason=f"distances of GPUs and adapters are not known: {topology.reason}")
-        return
+        return Setting(name, None, f"distances of GPUs and adapters are not known: {topology.reason}")
     nearest = [topology.to_adapter(gpu) for gpu in topology.gpus]
     known = [kind for kind in nearest if kind is not None]
     if not known or len(known) < len(nearest):
-        yield Setting(name=name, value=None, reason="distances of GPUs and adapters are not known: nvidia-smi topo lists no adapter")
-        return
+        return Setting(name, None, "distances of GPUs and adapters are not known: nvidia-smi topo lists no adapter")
     farthest = max(known, key=DISTANCES.index)
     if DISTANCES.index(farthest) > DISTANCES.index("PHB"):
-        reason = f"the nearest adapter of a GPU is at {farthest}, where going through host memory is as fast"
-        yield Setting(name=name, value=None, reason=reason)
-        return
+        return Setting(name, None, f"the nearest adapter of a GPU is at {farthest}, where going through host memory is as fast")
     reason = f"{hardware.gpudirect}; no GPU's nearest adapter is farther than {farthest}"
-    yield Setting(name=name, value="PHB" if farthest == "PHB" else "PXB", reason=reason)
+    return Setting(name, "PHB" if farthest == "PHB" else "PXB", reason)
 
 
 def _nvlink(hardware: Hardware) -> Iterator[Setting]:
@@ -223,19 +218,16 @@ def _nvlink(hardware: Hardware) -> Iterator[Setting]:
     if isinstance(gpus, Absent) or isinstance(topology, Absent) or len(gpus) < 2:
         return
     if not topology.has_nvlink:
-        yield Setting(name=name, value="0", reason="not every two GPUs have an NVLink between them")
+        yield Setting(name, "0", "not every two GPUs have an NVLink between them")
     elif all(gpu.fabric == "Completed Success" for gpu in gpus):
-        yield Setting(name=name, value="1", reason="NVLink between every two GPUs, and the NVSwitch fabric is complete")
+        yield Setting(name, "1", "NVLink between every two GPUs, and the NVSwitch fabric is complete")
     else:
-        yield Setting(name=name, value=None, reason="NVLinks without a fabric that says it is complete: NCCL decides")
+        yield Setting(name, None, "NVLinks without a fabric that says it is complete: NCCL decides")
 
 
-def _megatron(hardware: Hardware, role: Role) -> Iterator[Setting]:
-    if role != "train":
-        return
+def _megatron(hardware: Hardware) -> Setting:
     name, compute = "CUDA_DEVICE_MAX_CONNECTIONS", present(hardware.gpus)[0].compute
     if compute is not None and compute < (10, 0):
         reason = "Megatron relies on one queue to start communication before the computation that it is hidden behind"
-        yield Setting(name=name, value="1", reason=reason)
-    else:
-        yield Setting(name=name, value=None, reason="needed before Blackwell (compute capability 10) only")
+        return Setting(name, "1", reason)
+    return Setting(name, None, "needed before Blackwell (compute capability 10) only")

@@ -58,7 +58,6 @@ def place_of(environment: Mapping[str, str]) -> JobPlace:
 class AllocatedNode:
     """Facts that a node tells the first one before anything is started."""
 
-    index: int
     name: str
     gpus: tuple[str, ...]
     """Model of each."""
@@ -74,7 +73,6 @@ def node_facts(place: JobPlace, slurm: SlurmConfig, *, complaints: tuple[str, ..
     gpus, of_gpus = _gpus() if slurm.gpus_per_node else ((), ())
     versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
     return AllocatedNode(
-        index=place.index,
         name=place.name,
         gpus=gpus,
         num_cpus=len(os.sched_getaffinity(0)),

@@ -251,8 +251,7 @@ class _Node:
         """MoerlError if a node cannot carry the run; the doctor has said on standard output which, and why."""
         found = self._log.parent / "doctor.json"
         counts = [f"--nodes={len(self._place.names)}", f"--gpus-per-node={self._config.slurm.gpus_per_node}"]
-        command = [sys.executable, "-m", "moerl", "doctor", *counts, f"--json={found}", "--fix", *arguments]
-        doctor = await asyncio.create_subprocess_exec(*command, env={**os.environ, "RAY_ADDRESS": cluster}, preexec_fn=end_with_parent)
+        doctor = await _start_moerl(cluster, "doctor", *counts, f"--json={found}", "--fix", *arguments)
         try:
             code = await _unless(doctor.wait(), watch)
         finally:
@@ -265,9 +264,7 @@ class _Node:
             )
 
     async def _train(self, arguments: Sequence[str], cluster: str, watch: Watch) -> int:
-        command = [sys.executable, "-m", "moerl", *self._verb(), *arguments]
-        environment = {**os.environ, "RAY_ADDRESS": cluster}
-        self._driver = driver = await asyncio.create_subprocess_exec(*command, env=environment, preexec_fn=end_with_parent)
+        self._driver = driver = await _start_moerl(cluster, *self._verb(), *arguments)
         try:
             code = await _unless(driver.wait(), watch)
         finally:
@@ -297,6 +294,11 @@ class _Node:
 
     def _ray(self, address: str, token: str) -> RayNode:
         return RayNode(facts=self._facts, address=address, directory=self._directory, token=token, log=self._log)
+
+
+async def _start_moerl(cluster: str, *words: str) -> asyncio.subprocess.Process:
+    environment = {**os.environ, "RAY_ADDRESS": cluster}
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "moerl", *words, env=environment, preexec_fn=end_with_parent)
 
 
 async def _unless(work: Awaitable[T], watch: Watch) -> T:

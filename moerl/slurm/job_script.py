@@ -30,31 +30,18 @@ _MARKS = '--marks="$marks"'
 
 def render_train(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None) -> str:
     """The script of a training run. Every node composes the configuration from the same `overrides`. ConfigError: too few nodes."""
-    return _render_job(
-        config,
-        overrides,
-        config_dir,
-        title=config.name,
-        name=config.name,
-        arguments="key=value ...",
-        comment="One process per node. Together they make the job's Ray cluster; the first then trains, and its exit code is the job's.",
-        options=[],
-    )
+    does = "then trains, and its exit code is the job's"
+    return _render_job(config, overrides, config_dir, title=config.name, name=config.name, arguments="key=value ...", does=does)
 
 
 def render_eval(config: RunConfig, overrides: Sequence[str], config_dir: Path | None = None, checkpoint: Path | None = None) -> str:
     """The script of an evaluation, on the nodes that a training run would have. `checkpoint`: see `moerl eval`."""
     return _render_job(
-        config,
-        overrides,
-        config_dir,
-        title=f"evaluation of {config.name}",
-        name=f"eval-{config.name}",
-        arguments="--checkpoint=PATH key=value ...",
-        comment="One process per node. Together they make the job's Ray cluster; the first evaluates, and goes on where it was stopped.",
+        config, overrides, config_dir, title=f"evaluation of {config.name}", name=f"eval-{config.name}",
+        arguments="--checkpoint=PATH key=value ...", does="evaluates, and goes on where it was stopped",
         options=["--eval", *([] if checkpoint is None else [f"--checkpoint={shlex.quote(str(checkpoint))}"])],
         mounts=[] if checkpoint is None else [checkpoint],
-    )
+    )  # fmt: skip
 
 
 def submit(config: RunConfig, script: str) -> str:
@@ -96,24 +83,25 @@ def _sbatch(*arguments: str) -> str:
 
 
 def _render_job(
-    config: RunConfig, overrides: Sequence[str], config_dir: Path | None, *, title: str, name: str, arguments: str, comment: str,
-    options: Sequence[str], mounts: Sequence[Path] = (),
+    config: RunConfig, overrides: Sequence[str], config_dir: Path | None, *, title: str, name: str, arguments: str, does: str,
+    options: Sequence[str] = (), mounts: Sequence[Path] = (),
 ) -> str:  # fmt: skip
-    """`options`: of moerl node. `mounts`: further directories that containers need."""
+    """`does`: what the first node does. `options`: of moerl node. `mounts`: further directories that containers need."""
     slurm, nodes = config.slurm, config.placement.nodes
     if problems := list(size_problems(slurm, nodes, config.placement.gpus_per_node, num_gpus(config))):
         raise ConfigError(problems)
     each = f"{slurm.gpus_per_node} GPUs" if slurm.gpus_per_node else "CPUs"
     # A task that ends lets the others end in order; the first node's says how the job went.
     step = ["--export=ALL", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={LAST_SECONDS:.0f}"]
+    again = ["--requeue", "--open-mode=append", f"--signal=USR1@{slurm.end_seconds}"]
     options = [*options, *([] if config_dir is None else [f"--config-dir={shlex.quote(str(config_dir.resolve()))}"])]
     paths = [path for path in (config_dir, Path(config.output_dir), *mounts) if path is not None and path.is_absolute()]
     return _render(
         slurm,
         title=f"{title}: {nodes} nodes with {each}",
         arguments=arguments,
-        comment=comment,
-        directives=[f"--job-name={name}", *_resources(slurm, nodes), *_requeue(slurm)],
+        comment=f"One process per node. Together they make the job's Ray cluster; the first {does}.",
+        directives=[f"--job-name={name}", *_resources(slurm, nodes), *again],
         requeue_code=ExitCode.QUEUE_AGAIN,
         command=[*step, *_container(slurm, paths), _python(slurm), "-m moerl node", _MARKS, *options, *map(shlex.quote, overrides)],
     )
@@ -141,19 +129,10 @@ def _render(slurm: SlurmConfig, *, directives: list[str], **words: object) -> st
 
 
 def _resources(slurm: SlurmConfig, nodes: int) -> Iterator[str]:
-    yield f"--nodes={nodes}"
-    yield "--ntasks-per-node=1"
-    yield "--exclusive"
-    yield "--mem=0"
+    yield from (f"--nodes={nodes}", "--ntasks-per-node=1", "--exclusive", "--mem=0")
     if slurm.gpus_per_node:
         yield f"--gpus-per-node={slurm.gpus_per_node}"
     yield from _wishes(slurm)
-
-
-def _requeue(slurm: SlurmConfig) -> Iterator[str]:
-    yield "--requeue"
-    yield "--open-mode=append"
-    yield f"--signal=USR1@{slurm.end_seconds}"
 
 
 def _wishes(slurm: SlurmConfig) -> Iterator[str]:

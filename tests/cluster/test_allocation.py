@@ -12,7 +12,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[0-1]
 
 
 def node(index: int, *gpus: str, **versions: str) -> AllocatedNode:
-    return AllocatedNode(index=index, name=f"n{index}", gpus=gpus, num_cpus=8, versions={"python": "3.11.2", "ray": "2.60.0", **versions})
+    return AllocatedNode(name=f"n{index}", gpus=gpus, num_cpus=8, versions={"python": "3.11.2", "ray": "2.60.0", **versions})
 
 
 def test_a_requeued_job_is_another_one_for_its_files():

@@ -13,7 +13,7 @@ from moerl.types.errors import MoerlError
 
 
 def facts(name: str) -> AllocatedNode:
-    return AllocatedNode(index=1, name=name, gpus=("H100",), num_cpus=2, versions={"ray": "2.60.0"})
+    return AllocatedNode(name=name, gpus=("H100",), num_cpus=2, versions={"ray": "2.60.0"})
 
 
 def test_nodes_meet_and_hear_what_the_first_says(tmp_path: Path):

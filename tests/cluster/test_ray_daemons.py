@@ -10,7 +10,7 @@ import pytest
 from moerl.slurm.allocation import AllocatedNode
 from moerl.slurm.ray_daemons import RayEnded, RayNode, end_of
 
-FACTS = AllocatedNode(index=0, name="n0", gpus=(), num_cpus=1, versions={})
+FACTS = AllocatedNode(name="n0", gpus=(), num_cpus=1, versions={})
 
 
 def is_agent(process: psutil.Process) -> bool:

@@ -41,7 +41,7 @@ def handlers():
 
 def ended(tmp_path: Path, job: str, *, saves: bool, evaluation: list[str] | None = None) -> int:
     config = load(["recipe=grpo-tiny-moe-1n2g-sync", f"output_dir={tmp_path}"])
-    facts = AllocatedNode(index=0, name="n0", gpus=(), num_cpus=1, versions={})
+    facts = AllocatedNode(name="n0", gpus=(), num_cpus=1, versions={})
     place = JobPlace(job=job, index=0, names=("n0",))
     node = Ended(config, place, facts, log=tmp_path / "n0.log", directory=tmp_path, marks=None, evaluation=evaluation)
     node.saves = saves

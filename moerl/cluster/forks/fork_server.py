@@ -58,7 +58,7 @@ def forking() -> Iterator[None]:
     Nothing is started, and every process is executed, where the environment already says where to fork, or nowhere; where ranks are
     started by a cluster of several nodes; and where a fork would not be a good copy of this process.
     """
-    if VARIABLE in os.environ or "RAY_ADDRESS" in os.environ:
+    if _is_decided():
         yield
         return
     preload()
@@ -68,28 +68,31 @@ def forking() -> Iterator[None]:
         yield
         return
     name = new_name()
-    server = fork_servers(name)
-    os.environ[VARIABLE] = name
-    try:
+    with _forked_servers(name), _announced(name):
         yield
-    finally:
-        del os.environ[VARIABLE]
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
 
 
 @contextmanager
 def forking_apart() -> Iterator[None]:
     """As `forking`, in a program that is not moerl's own: whose threads, open files and exit functions no process of a run may have."""
-    if VARIABLE in os.environ or "RAY_ADDRESS" in os.environ:
+    if _is_decided():
         yield
         return
-    with executed_servers() as name:
-        os.environ[VARIABLE] = name
-        try:
-            yield
-        finally:
-            del os.environ[VARIABLE]
+    with executed_servers() as name, _announced(name):
+        yield
+
+
+def _is_decided() -> bool:
+    return VARIABLE in os.environ or "RAY_ADDRESS" in os.environ
+
+
+@contextmanager
+def _announced(name: str) -> Iterator[None]:
+    os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
 
 
 @contextmanager
@@ -106,16 +109,15 @@ def executed_servers() -> Iterator[str]:
 
 def serve_until_eof(name: str) -> None:
     """The whole of a process: its input ends with the process that started it."""
-    server = fork_servers(name, preload)
-    print("listening", flush=True)
-    sys.stdin.buffer.read()
-    os.kill(server, signal.SIGKILL)
-    os.waitpid(server, 0)
+    with _forked_servers(name, preload):
+        print("listening", flush=True)
+        sys.stdin.buffer.read()
 
 
-def fork_servers(name: str, prepare: Callable[[], object] = lambda: None) -> int:
-    """The pid of the first, of which the other, for Ray's workers, is a fork. Both listen already, and answer when they have imported
-    what their processes will, the first after `prepare`."""
+@contextmanager
+def _forked_servers(name: str, prepare: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Two servers, of which that for Ray's workers is a fork of the other. Both listen already, and answer when they have imported what
+    their processes will, the first after `prepare`."""
     listener, for_ranks = listen(name), listen(for_workers(name))
 
     def prepared() -> None:
@@ -123,7 +125,12 @@ def fork_servers(name: str, prepare: Callable[[], object] = lambda: None) -> int
         fork_server(for_ranks, preload_for_ranks)
 
     with for_ranks:
-        return fork_server(listener, prepared)
+        server = fork_server(listener, prepared)
+    try:
+        yield
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def fork_server(listener: socket.socket, before: Callable[[], object] = lambda: None) -> int:
