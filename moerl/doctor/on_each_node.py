@@ -84,7 +84,7 @@ def examine(place: NodePlace) -> None:
         store.set(f"facts/{place.index}", HELLO.dump_json(Hello(facts=facts, port=listener.getsockname()[1])).decode())
         _answer_clock(store, place.index)
         plan = PLAN.validate_json(store.get("plan"))
-        store.set(f"reached/{place.index}", _try_name(*plan.neighbours[place.index]) if place.index in plan.neighbours else "")
+        store.set(f"reached/{place.index}", refusal_of(*plan.neighbours[place.index]) if place.index in plan.neighbours else "")
         with _ranks(place, plan, rank_variables(facts.settings, os.environ)) as processes:
             _wait_for_ranks(store, processes)
             # Until then others may still try this node's name.
@@ -105,7 +105,7 @@ def _answer_clock(store: TCPStore, index: int) -> None:
         store.set(f"clock/{index}/{number}", repr(time.time()))
 
 
-def _try_name(host: str, port: int) -> str:
+def refusal_of(host: str, port: int) -> str:
     """Why it cannot be reached; empty if it can."""
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):

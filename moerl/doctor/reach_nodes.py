@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moerl.cluster.topology import expand
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.on_each_node import PLACE, LoggedProcess, NodePlace, examine
+from moerl.doctor.on_each_node import PLACE, LoggedProcess, NodePlace, examine, refusal_of
 from moerl.hardware.network_settings import find_interfaces
 from moerl.types.errors import ConfigError, MoerlError, problem
 
@@ -172,9 +172,7 @@ def _own_addresses() -> list[str]:
 def _first_reachable(name: str, hosts: list[str], port: int) -> str:
     refusals = []
     for host in hosts:
-        try:
-            socket.create_connection((host, port), timeout=5.0).close()
+        if not (refusal := refusal_of(host, port)):
             return host
-        except OSError as error:
-            refusals.append(f"{host}: {error}")
+        refusals.append(refusal)
     raise MoerlError(f"{name}: cannot reach the first node at port {port}: {'; '.join(refusals)}")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from moerl.doctor.checks.expected import GIB
+from moerl.doctor.checks.host_checks import GIB
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import parse_ports

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_high
 
-from moerl.doctor.checks.expected import GOOD_SHARE, LEAST_SHARE, Expectations
+from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import ALL_NODES, Finding, bad, ok, skipped
 from moerl.doctor.checks.judge import Measured, Pair, judge, outliers, speed_of
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.network_settings import fabric_ports
+
+_GOOD_SHARE, _LEAST_SHARE = 0.7, 0.5
+"""Shares of the expected bandwidth: below the first a warning, below the second a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +69,8 @@ def _beside_others(what: str, names: Sequence[str], links: Mapping[Pair, float],
     """Slow ones by name. Nothing is said of fewer than three, which have no others to be compared with."""
     if len(names) < 3:
         return
-    judged = judge(len(names), links, share=GOOD_SHARE)
-    wanted, least = f"{GOOD_SHARE:.0%} of {judged.reference:.3g} GB/s, which most {what} reach", LEAST_SHARE * judged.reference
+    judged = judge(len(names), links, share=_GOOD_SHARE)
+    wanted, least = f"{_GOOD_SHARE:.0%} of {judged.reference:.3g} GB/s, which most {what} reach", _LEAST_SHARE * judged.reference
     for one in judged.slow:
         speed = speed_of(one, links)
         fix = f"# take it out and look at its links: sbatch --exclude={names[one]}" if what == "nodes" else "nvidia-smi topo -m"
@@ -82,10 +85,10 @@ def _beside_others(what: str, names: Sequence[str], links: Mapping[Pair, float],
 
 def _all_reduce_inside(names: Sequence[str], found: Bandwidth) -> Iterator[Finding]:
     speeds = found.node_all_reduce
-    for index in outliers(speeds, share=GOOD_SHARE):
+    for index in outliers(speeds, share=_GOOD_SHARE):
         usual = median_high(speeds)
-        wanted, fix = f"{GOOD_SHARE:.0%} of {usual:.3g} GB/s, which most nodes reach", "nvidia-smi topo -m; nvidia-smi nvlink --status"
-        fails = found.on_gpus and speeds[index] < LEAST_SHARE * usual
+        wanted, fix = f"{_GOOD_SHARE:.0%} of {usual:.3g} GB/s, which most nodes reach", "nvidia-smi topo -m; nvidia-smi nvlink --status"
+        fails = found.on_gpus and speeds[index] < _LEAST_SHARE * usual
         yield bad("all-reduce inside", f"{speeds[index]:.3g} GB/s", wanted, fix, fails=fails, node=names[index])
 
 
@@ -99,12 +102,12 @@ def _beside_links(check: str, values: Sequence[float], limit: float | None, link
     if limit is None:
         yield skipped(f"bandwidth {check}", f"{found}; no {links} link to expect a figure from, and no --gb-per-second")
         return
-    share, wanted = usual / limit, f"{GOOD_SHARE:.0%} of {limit:.3g} GB/s"
-    if share >= GOOD_SHARE:
+    share, wanted = usual / limit, f"{_GOOD_SHARE:.0%} of {limit:.3g} GB/s"
+    if share >= _GOOD_SHARE:
         yield ok(f"bandwidth {check}", found, wanted)
     else:
         fix = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET moerl doctor  # are NET/IB and GDRDMA in its lines?"
-        yield bad(f"bandwidth {check}", found, wanted, fix, fails=fails and share < LEAST_SHARE)
+        yield bad(f"bandwidth {check}", found, wanted, fix, fails=fails and share < _LEAST_SHARE)
 
 
 def _infiniband(came: Sequence[NodeFacts]) -> float | None:

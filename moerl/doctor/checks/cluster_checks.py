@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 
-from moerl.doctor.checks.expected import MAX_SKEW_SECONDS, SKEW_SECONDS, Expectations
+from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, bad, fail, ok, skipped, warn
 from moerl.doctor.checks.host_checks import is_loopback
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.hardware.hardware_tools import Absent, present
 
+_SKEW_SECONDS, _MAX_SKEW_SECONDS = 0.1, 5.0
+"""Clocks: logs are merged by time, and the modification times that rendezvous and checkpoints over shared folders compare."""
 _OF_ONE_NODE = ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Settings that may differ between nodes; with others different, ranks would disagree on how to talk."""
 
@@ -71,13 +73,13 @@ def likeness_checks(came: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 def clock_checks(skews: Mapping[str, Skew]) -> Iterator[Finding]:
     """Node -> its clock against the head's."""
-    expected = f"within {SKEW_SECONDS:g} s of the head"
+    expected = f"within {_SKEW_SECONDS:g} s of the head"
     for name, skew in skews.items():
         found = f"{skew.seconds:+.3f} s (+- {skew.error_seconds:.3f})"
         off = abs(skew.seconds) - skew.error_seconds
         fix = "chronyc tracking; sudo chronyc makestep"
-        if off > SKEW_SECONDS:
-            yield bad("clock", found, expected, fix, fails=off > MAX_SKEW_SECONDS, node=name)
+        if off > _SKEW_SECONDS:
+            yield bad("clock", found, expected, fix, fails=off > _MAX_SKEW_SECONDS, node=name)
         else:
             yield ok("clock", found, expected, node=name)
 

@@ -1,4 +1,4 @@
-"""Expectations that the nodes are held to: limits of the checks, and what the user or a recipe says there should be."""
+"""Expectations that the nodes are held to, by what the user or a recipe says there should be. Limits stand with their checks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -6,23 +6,6 @@ from pathlib import Path
 from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.rules.engine_rules import FAMILIES, interpreter
 from moerl.config.schema.run_config import NetworkConfig, RunConfig
-
-GIB = 2**30
-
-OPEN_FILES, FEWEST_OPEN_FILES = 65536, 4096
-"""ulimit -n. A rank holds sockets to every other rank, Ray's processes several for every worker."""
-SHM_BYTES, SHM_SHARE = GIB, 0.3
-"""/dev/shm: NCCL's and gloo's segments need about 1 GiB on a node; Ray's object store takes 0.3 of host memory there (ray_constants.py,
-DEFAULT_OBJECT_STORE_MEMORY_PROPORTION) and goes to a disk if it does not fit."""
-DISK_BYTES, LEAST_DISK_BYTES = 20 * GIB, GIB
-FREE_RAM_SHARE = 0.5
-"""Below it something else is at home on the node."""
-USED_GPU_MIB = 1024.0
-"""A GPU without processes holds up to about 600 MiB of its driver."""
-SKEW_SECONDS, MAX_SKEW_SECONDS = 0.1, 5.0
-"""Clocks: logs are merged by time, and the modification times that rendezvous and checkpoints over shared folders compare."""
-GOOD_SHARE, LEAST_SHARE = 0.7, 0.5
-"""Shares of the expected bandwidth: below the first a warning, below the second a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)

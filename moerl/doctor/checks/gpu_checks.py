@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from moerl.doctor.checks.expected import USED_GPU_MIB, Expectations
+from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, absent, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import NodeFacts
 from moerl.doctor.checks.versions import newest_cuda
@@ -12,6 +12,10 @@ from moerl.hardware.nvidia import NvidiaGPU, slowdowns
 _CHECKS = ("GPUs", "driver", "MIG", "clocks", "ECC", "GPU memory", "NVLink", "NVSwitch fabric")
 _SLOW_SHARE = 0.9
 """Share of the highest clock, under which application clocks are worth a word."""
+
+
+_USED_GPU_MIB = 1024.0
+"""A GPU without processes holds up to about 600 MiB of its driver."""
 
 
 def gpu_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
@@ -89,14 +93,12 @@ def _ecc(facts: NodeFacts, gpus: Sequence[NvidiaGPU]) -> Finding:
     off = [gpu.index for gpu in gpus if gpu.ecc == "Disabled"]
     if errors:
         said = "; ".join(f"GPU {index}: {count} uncorrected" for index, count in errors.items())
-        return fail(
-            "ECC", said, "0 uncorrected", f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, errors))}  # and tell who runs the node"
-        )
+        fix = f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, errors))}  # and tell who runs the node"
+        return fail("ECC", said, "0 uncorrected", fix)
     if failed := [gpu.index for gpu in gpus if gpu.remap_failed]:
         said = f"broken rows could not be replaced on {_list(failed)}"
-        return fail(
-            "ECC", said, "every broken row replaced", "nvidia-smi -q -d ROW_REMAPPER  # the GPU must be exchanged: tell who runs the node"
-        )
+        fix = "nvidia-smi -q -d ROW_REMAPPER  # the GPU must be exchanged: tell who runs the node"
+        return fail("ECC", said, "every broken row replaced", fix)
     if pending := [gpu.index for gpu in gpus if gpu.remap_pending]:
         fix = f"sudo nvidia-smi --gpu-reset -i {','.join(map(str, pending))}  # with nothing running on them, or reboot the node"
         return fail("ECC", f"broken rows are replaced at the next reset of {_list(pending)}", "every broken row replaced", fix)
@@ -108,8 +110,8 @@ def _ecc(facts: NodeFacts, gpus: Sequence[NvidiaGPU]) -> Finding:
 
 
 def _memory(facts: NodeFacts, gpus: Sequence[NvidiaGPU]) -> Finding:
-    used = {gpu.index: gpu.used_mib for gpu in gpus if gpu.used_mib is not None and gpu.used_mib > USED_GPU_MIB}
-    expected = f"less than {USED_GPU_MIB:g} MiB in use"
+    used = {gpu.index: gpu.used_mib for gpu in gpus if gpu.used_mib is not None and gpu.used_mib > _USED_GPU_MIB}
+    expected = f"less than {_USED_GPU_MIB:g} MiB in use"
     if used:
         said = "; ".join(f"GPU {index}: {mib:,.0f} MiB" for index, mib in used.items())
         return warn("GPU memory", f"in use: {said}", expected, "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv")

@@ -4,17 +4,6 @@ import ipaddress
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moerl.doctor.checks.expected import (
-    DISK_BYTES,
-    FEWEST_OPEN_FILES,
-    FREE_RAM_SHARE,
-    GIB,
-    LEAST_DISK_BYTES,
-    OPEN_FILES,
-    SHM_BYTES,
-    SHM_SHARE,
-    Expectations,
-)
 from moerl.doctor.checks.findings import Finding, absent, bad, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
 from moerl.doctor.checks.versions import OPTIONAL, is_supported, supported
@@ -22,8 +11,19 @@ from moerl.hardware.hardware_tools import Absent, present
 from moerl.hardware.infiniband import Port
 from moerl.hardware.network_settings import fabric_ports
 
+GIB = 2**30
 
-def host_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
+_OPEN_FILES, _FEWEST_OPEN_FILES = 65536, 4096
+"""ulimit -n. A rank holds sockets to every other rank, Ray's processes several for every worker."""
+_SHM_BYTES, _SHM_SHARE = GIB, 0.3
+"""/dev/shm: NCCL's and gloo's segments need about 1 GiB on a node; Ray's object store takes 0.3 of host memory there (ray_constants.py,
+DEFAULT_OBJECT_STORE_MEMORY_PROPORTION) and goes to a disk if it does not fit."""
+_DISK_BYTES, _LEAST_DISK_BYTES = 20 * GIB, GIB
+_FREE_RAM_SHARE = 0.5
+"""Below it something else is at home on the node."""
+
+
+def host_checks(facts: NodeFacts) -> Iterator[Finding]:
     yield _infiniband(facts)
     yield _gpudirect(facts)
     yield _open_files(facts)
@@ -76,14 +76,14 @@ def _gpudirect(facts: NodeFacts) -> Finding:
 def _open_files(facts: NodeFacts) -> Finding:
     """A process may raise the soft limit to the hard one, as the node processes of moerl's jobs do."""
     soft, hard = facts.open_files
-    found, expected = f"{_limit(soft)} (hard {_limit(hard)})", f"at least {OPEN_FILES}"
-    if soft == UNLIMITED or soft >= OPEN_FILES:
+    found, expected = f"{_limit(soft)} (hard {_limit(hard)})", f"at least {_OPEN_FILES}"
+    if soft == UNLIMITED or soft >= _OPEN_FILES:
         return ok("ulimit -n", found, expected)
-    if hard == UNLIMITED or hard >= OPEN_FILES:
-        fix = f"# ulimit -n {OPEN_FILES} where the job is submitted, or in the shell that runs ray start"
+    if hard == UNLIMITED or hard >= _OPEN_FILES:
+        fix = f"# ulimit -n {_OPEN_FILES} where the job is submitted, or in the shell that runs ray start"
         return warn("ulimit -n", found, expected, fix)
     fix = "# the node's hard limit: nofile in /etc/security/limits.conf, or LimitNOFILE of slurmd; Slurm takes that of sbatch's shell along"
-    return bad("ulimit -n", found, expected, fix, fails=hard < FEWEST_OPEN_FILES)
+    return bad("ulimit -n", found, expected, fix, fails=hard < _FEWEST_OPEN_FILES)
 
 
 def _locked_memory(facts: NodeFacts) -> Finding:
@@ -104,8 +104,8 @@ def _limit(value: int) -> str:
 
 def _memory(facts: NodeFacts) -> Finding:
     found = f"{facts.free_ram_bytes / GIB:,.0f} of {facts.ram_bytes / GIB:,.0f} GiB available"
-    expected = f"at least {FREE_RAM_SHARE:.0%} available"
-    if facts.free_ram_bytes < FREE_RAM_SHARE * facts.ram_bytes:
+    expected = f"at least {_FREE_RAM_SHARE:.0%} available"
+    if facts.free_ram_bytes < _FREE_RAM_SHARE * facts.ram_bytes:
         return warn("host memory", found, expected, "ps -eo rss,pid,user,args --sort=-rss | head")
     return ok("host memory", found, expected)
 
@@ -115,32 +115,31 @@ def _shm(disk: Disk, facts: NodeFacts) -> Finding:
     found = f"{disk.total_bytes / GIB:.1f} GiB, {used / GIB:.1f} in use"
     if disk.refusal:
         return fail("/dev/shm", disk.refusal, "writable", "sudo chmod 1777 /dev/shm")
-    if disk.free_bytes < SHM_BYTES:
+    if disk.free_bytes < _SHM_BYTES:
         fix = "ls -lS /dev/shm  # or give the container more: --shm-size=64g, --ipc=host"
-        return fail("/dev/shm", found, f"{SHM_BYTES / GIB:g} GiB free", fix)
-    needed = SHM_SHARE * facts.ram_bytes
+        return fail("/dev/shm", found, f"{_SHM_BYTES / GIB:g} GiB free", fix)
+    needed = _SHM_SHARE * facts.ram_bytes
     if disk.free_bytes < needed:
         fix = f"sudo mount -o remount,size={needed / GIB:.0f}G /dev/shm"
         return warn("/dev/shm", found, f"{needed / GIB:.0f} GiB free for Ray's object store", fix)
-    return ok("/dev/shm", found, f"{SHM_BYTES / GIB:g} GiB free")
+    return ok("/dev/shm", found, f"{_SHM_BYTES / GIB:g} GiB free")
 
 
 def _disk(disk: Disk) -> Finding:
-    found, expected = f"{disk.free_bytes / GIB:,.0f} GiB free in {disk.path}", f"{DISK_BYTES / GIB:g} GiB"
+    found, expected = f"{disk.free_bytes / GIB:,.0f} GiB free in {disk.path}", f"{_DISK_BYTES / GIB:g} GiB"
     if disk.refusal:
         return fail(disk.purpose, disk.refusal, "writable", f"ls -ld {disk.path}  # or another output_dir=")
-    if disk.free_bytes >= DISK_BYTES:
+    if disk.free_bytes >= _DISK_BYTES:
         return ok(disk.purpose, found, expected)
     fix = f"du -xh --max-depth=2 {disk.path} | sort -h | tail"
-    return bad(disk.purpose, found, expected, fix, fails=disk.free_bytes < LEAST_DISK_BYTES)
+    return bad(disk.purpose, found, expected, fix, fails=disk.free_bytes < _LEAST_DISK_BYTES)
 
 
 def _own_name(facts: NodeFacts) -> Finding:
     """Whether another node reaches it under that name is tried out by the head."""
     if isinstance(facts.own_addresses, Absent):
-        return fail(
-            "own name", facts.own_addresses.reason, "resolves to an address", f"# a line for {facts.hostname} in /etc/hosts, or in DNS"
-        )
+        fix = f"# a line for {facts.hostname} in /etc/hosts, or in DNS"
+        return fail("own name", facts.own_addresses.reason, "resolves to an address", fix)
     return ok("own name", f"{facts.hostname} is {', '.join(facts.own_addresses)}", "resolves to an address")
 
 
