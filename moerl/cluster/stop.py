@@ -37,22 +37,18 @@ class Stop:
         self._reserve_seconds, self._ends_at, self._now = reserve_seconds, ends_at, now
         self._task = asyncio.current_task()
         self._asked = asyncio.Event()
-        self._stopped: RunStopped | None = None
+        self.stopped: RunStopped | None = None
+        """Why and how the run ends, once it was asked to."""
         self._is_heeded = False
         self._step_began: float | None = None
         self._longest_step = 0.0
 
-    @property
-    def stopped(self) -> RunStopped | None:
-        """Why and how the run ends, once it was asked to."""
-        return self._stopped
-
     def ask(self, reason: str, exit_code: int = ExitCode.CONTINUE) -> None:
         """End soon; before the first step, when there is nothing to save, at once. Asking again changes nothing: schedulers send several
         signals, and the second must not break off the save that the first one began."""
-        if self._stopped is not None:
+        if self.stopped is not None:
             return
-        self._stopped = RunStopped(reason, exit_code)
+        self.stopped = RunStopped(reason, exit_code)
         self._asked.set()
         if self._is_heeded:
             logger.warning("%s: the run saves its last step and ends", reason)
@@ -67,8 +63,8 @@ class Stop:
         working, asked = asyncio.ensure_future(work), asyncio.create_task(self._until_asked())
         try:
             await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
-            if self._stopped is not None:
-                raise self._stopped
+            if self.stopped is not None:
+                raise self.stopped
             return working.result()
         finally:
             for task in (working, asked):
@@ -80,7 +76,7 @@ class Stop:
         if self._step_began is not None:
             self._longest_step = max(self._longest_step, now - self._step_began)
         self._step_began = now
-        if self._stopped is None and self._ends_at is not None and now + self._longest_step > self._ends_at - self._reserve_seconds:
+        if self.stopped is None and self._ends_at is not None and now + self._longest_step > self._ends_at - self._reserve_seconds:
             left, step = self._ends_at - now, self._longest_step
             self.ask(f"{left:.0f} s left, {self._reserve_seconds:g} s of them for the last checkpoint; a step took up to {step:.0f} s")
 

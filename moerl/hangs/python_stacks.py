@@ -63,8 +63,7 @@ def stacks_of(pid: int, *, py_spy: str | None) -> Stacks:
 
 def find_py_spy() -> str | None:
     """Beside the interpreter, else on the path."""
-    beside = shutil.which("py-spy", path=str(Path(sys.executable).parent))
-    return beside if beside is not None else shutil.which("py-spy")
+    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
 
 
 def memory_file(pid: int, name: str) -> Path | None:

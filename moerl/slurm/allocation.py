@@ -110,11 +110,8 @@ def too_few_nodes(place: JobPlace, slurm: SlurmConfig, needed: int) -> str | Non
 
 def check_allocation(nodes: Sequence[AllocatedNode], slurm: SlurmConfig, needed: int) -> list[str]:
     """Every reason for which these nodes cannot run the job, each with the nodes it is about."""
-    return [*_complaints(nodes), *_gpu_problems(nodes, slurm, needed), *_version_problems(nodes)]
-
-
-def _complaints(nodes: Sequence[AllocatedNode]) -> Iterator[str]:
-    yield from (f"{node.name}: {complaint}" for node in nodes for complaint in node.complaints)
+    complaints = [f"{node.name}: {complaint}" for node in nodes for complaint in node.complaints]
+    return [*complaints, *_gpu_problems(nodes, slurm, needed), *_version_problems(nodes)]
 
 
 def _gpu_problems(nodes: Sequence[AllocatedNode], slurm: SlurmConfig, needed: int) -> Iterator[str]:

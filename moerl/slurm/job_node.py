@@ -27,7 +27,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.slurm_config import has_preflight
 from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
 from moerl.slurm.meeting import Guest, common_address, hold_meeting, join_meeting
-from moerl.slurm.ray_daemons import RayEnded, RayNode, log_files, wait_until_registered
+from moerl.slurm.ray_daemons import RayEnded, RayNode, wait_until_registered
 from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.exit_codes import ExitCode
@@ -80,8 +80,6 @@ _ENDS = {signal.SIGTERM: ExitCode.TERMINATED, signal.SIGUSR1: ExitCode.QUEUE_AGA
 _LOSES = (ExitCode.FAILED, ExitCode.UNUSABLE, ExitCode.KILLED)
 """Exit codes with which a driver may end because the job lost something: UNUSABLE where it finds fewer nodes than are configured."""
 _SETTLE_SECONDS = 5.0
-_LOOPBACK = "127.0.0.1"
-"""A job of one node needs no other address."""
 _DRIVER_END_SECONDS = 30.0
 """Seconds for the driver to end its servers and ranks after SIGTERM."""
 LAST_SECONDS = _SETTLE_SECONDS + _DRIVER_END_SECONDS + END_SECONDS + 5.0
@@ -203,7 +201,8 @@ class _Node:
             guests = await meeting.gather(self._place.names[1:], self._seconds)
             watch += [asyncio.create_task(self._lost(guest)) for guest in guests]
             try:
-                ray = self._ray(common_address(guests) if guests else _LOOPBACK, meeting.token)
+                # A job of one node needs no other address than that of its loopback.
+                ray = self._ray(common_address(guests) if guests else "127.0.0.1", meeting.token)
                 cluster = await self._start_cluster(ray, guests, watch)
                 if has_preflight(self._config.slurm):
                     await self._preflight(arguments, cluster, watch)
@@ -367,7 +366,7 @@ def _own_directory(place: JobPlace, kept_logs: Path) -> Iterator[Path]:
         yield directory
     finally:
         try:
-            for file in log_files(directory):
+            for file in filter(Path.is_file, (directory / "session_latest" / "logs").glob("*")):
                 kept_logs.mkdir(exist_ok=True)
                 shutil.copyfile(file, kept_logs / file.name)
         except OSError as error:

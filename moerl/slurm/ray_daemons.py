@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 from collections import Counter, deque
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +66,9 @@ class RayNode:
                 env=self.environment(),
                 preexec_fn=end_with_parent_alone,
             )
-        return await self._address(process), self._end(process, daemons_of(process.pid))
+        address = await self._address(process)
+        daemons = [child.pid for child in psutil.Process(process.pid).children(recursive=True) if child.name() in _DAEMONS]
+        return address, self._end(process, daemons)
 
     def _command(self, cluster: str | None) -> list[str]:
         if cluster is None:
@@ -97,8 +99,9 @@ class RayNode:
             written.cancel()
             ended.cancel()
 
-    async def _end(self, process: "asyncio.subprocess.Process", daemons: Mapping[int, str]) -> None:
-        """Raises RayEnded. `daemons`: a raylet whose agent was killed ends with 0, which `ray start` takes for an end in order."""
+    async def _end(self, process: "asyncio.subprocess.Process", daemons: Sequence[int]) -> None:
+        """Raises RayEnded. `daemons`: without which the node has no Ray. A raylet whose agent was killed ends with 0, which `ray start`
+        takes for an end in order."""
         watched = [asyncio.create_task(process.wait()), *(asyncio.create_task(end_of(pid)) for pid in daemons)]
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -120,12 +123,6 @@ class RayNode:
     def _tail(self) -> str:
         with self.log.open(errors="replace") as log:
             return f"last lines of {self.log}:\n" + "".join(f"    {line}" for line in deque(log, maxlen=_LOG_LINES))
-
-
-def daemons_of(starter: int) -> dict[int, str]:
-    """Those without which a node has no Ray, process -> name; `starter`: the process of `ray start`."""
-    names = {process.pid: process.name() for process in psutil.Process(starter).children(recursive=True)}
-    return {pid: name for pid, name in names.items() if name in _DAEMONS}
 
 
 async def end_of(pid: int) -> None:
@@ -168,8 +165,3 @@ async def wait_until_registered(cluster: str, expected: Sequence[tuple[str, Allo
 def _gpus(node: object) -> int:
     usage = node.resource_usage.usage  # type: ignore[attr-defined]
     return int(sum(resource.total for resource in usage if resource.resource_name == "GPU"))
-
-
-def log_files(directory: Path) -> Sequence[Path]:
-    """That Ray wrote on this node."""
-    return [file for file in (directory / "session_latest" / "logs").glob("*") if file.is_file()]
