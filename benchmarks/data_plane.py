@@ -147,7 +147,7 @@ async def generate_objects(engine: Connected, prompt: Prompt, request_id: str, a
     body = wire.GenerateBody(
         request_id=request_id, prompt_ids=prompt.token_ids, sampling=SamplingParams(max_tokens=arguments.tokens, seed=1)
     )
-    content = await engine.call("POST", "/generate", wire.GENERATE, body)
+    content = await engine.call("POST", "/generate", wire.GENERATE.dump_json(body))
     text, _, tail = content.partition(b"\n")
     head = JSON_HEAD.validate_json(text)
     completion = Completion(

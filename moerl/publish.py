@@ -128,7 +128,7 @@ class WeightPublisher:
             )
         wanted = [(member.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
-            receivers = {member.name: member.receiver() for member in members}
+            receivers = {member.name: member.engine for member in members}
             deadlines = self._config.deadlines
             self._sync = WeightSync(
                 self._train.weight_source,

@@ -219,7 +219,7 @@ def test_a_request_held_over_a_push_has_a_span_for_each_version(run, served, tra
 def test_a_paused_server_takes_requests_during_a_push_and_serves_them_with_the_new_version(run, served):
     async def scenario():
         await served.engine.pause("keep")
-        await served.engine.receiver().begin(manifest_of(served, version=2))
+        await served.engine.begin(manifest_of(served, version=2))
         task = ask(served, "early")
         await until(served.engine, lambda health: health.num_waiting == 1)
         status = (await served.engine.health()).status
@@ -234,7 +234,7 @@ def test_a_paused_server_takes_requests_during_a_push_and_serves_them_with_the_n
 
 def test_a_push_without_a_pause_refuses_new_requests(run, served):
     async def scenario():
-        await served.engine.receiver().begin(manifest_of(served, version=2))
+        await served.engine.begin(manifest_of(served, version=2))
         with pytest.raises(EngineError, match="stale: the push of version 2 is in progress"):
             await ask(served, "early")
         await served.push(2)
@@ -253,7 +253,7 @@ def manifest_of(served, *, version, leave_out=""):
 def test_a_manifest_of_another_model_is_refused_and_leaves_the_server_stale(run, served):
     async def scenario():
         with pytest.raises(WeightError, match="1 missing: model.norm.weight"):
-            await served.engine.receiver().begin(manifest_of(served, version=2, leave_out="model.norm.weight"))
+            await served.engine.begin(manifest_of(served, version=2, leave_out="model.norm.weight"))
         health = await served.engine.health()
         with pytest.raises(EngineError, match="model.norm.weight"):
             await ask(served, "refused")
@@ -286,10 +286,9 @@ def test_a_wrong_digest_makes_the_server_stale_and_ends_what_was_running(run, se
 
 def test_a_push_that_brings_only_some_tensors_cannot_finish(run, served):
     async def scenario():
-        receiver = served.engine.receiver()
-        await receiver.begin(manifest_of(served, version=2))
+        await served.engine.begin(manifest_of(served, version=2))
         with pytest.raises(WeightError, match="incomplete"):
-            await receiver.finish(2)
+            await served.engine.finish(2)
         return await served.engine.health()
 
     assert run(scenario()).status == "stale"

@@ -115,7 +115,7 @@ class Source(LocalSource):
 async def push(engine: RolloutEngine, tensors: Tensors, version: int, *, transport: Transport = "ipc", damaged: str = "") -> None:
     source = Source(tensors, damaged=damaged)
     try:
-        await WeightSync(source, {engine.name: engine.receiver()}, transport=transport, settle_seconds=25).push(version)
+        await WeightSync(source, {engine.name: engine}, transport=transport, settle_seconds=25).push(version)
     finally:
         source.close()
 

@@ -123,7 +123,7 @@ class _Pushes:
         self.connect_anew()
 
     def connect_anew(self) -> None:
-        receivers = {self._engine.name: self._engine.receiver()}
+        receivers = {self._engine.name: self._engine}
         self._sync = WeightSync(self._ranks.source(), receivers, transport="ipc", settle_seconds=25)
 
     async def with_fault(self) -> str:

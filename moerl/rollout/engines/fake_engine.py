@@ -63,9 +63,6 @@ class FakeEngine(Gate):
         with self._named():
             return await super().generate(prompt_ids, sampling, request_id)
 
-    def receiver(self) -> Gate:
-        return self
-
     @asynccontextmanager
     async def _command(self) -> AsyncIterator[None]:
         with self._named():

@@ -18,7 +18,6 @@ from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.errors import EngineError, EngineUnavailable
-from moerl.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +56,6 @@ class Member:
     @property
     def watched(self) -> tuple[WatchedProcess, ...]:
         return self.engine.watched
-
-    def receiver(self) -> WeightReceiver:
-        return self.engine.receiver()
 
     def kill(self) -> None:
         self.engine.kill()

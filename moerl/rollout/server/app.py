@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -15,7 +15,8 @@ from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 
-Body = TypeVar("Body")
+T = TypeVar("T")
+Handler = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 class BadRequest(Exception):
@@ -24,60 +25,15 @@ class BadRequest(Exception):
 
 def build_app(gate: Gate, limits: Limits) -> Starlette:
     async def generate(request: HTTPRequest) -> Response:
-        body = await _parse(request, wire.GENERATE)
+        body = await _parsed(request, wire.GENERATE.validate_json)
         if violation := limits.violation(body.prompt_ids, body.sampling):
             raise BadRequest(f"{body.request_id}: {violation}")
         return await _generate(request, gate, body)
 
-    async def abort(request: HTTPRequest) -> Response:
-        return await _done(gate.abort((await _parse(request, wire.ABORT)).request_ids))
-
-    async def pause(request: HTTPRequest) -> Response:
-        return await _done(gate.pause((await _parse(request, wire.PAUSE)).mode))
-
-    async def resume(request: HTTPRequest) -> Response:
-        return await _done(gate.resume())
-
-    async def sleep(request: HTTPRequest) -> Response:
-        return await _moved(gate.sleep((await _parse(request, wire.PARTS)).parts))
-
-    async def wake(request: HTTPRequest) -> Response:
-        return await _moved(gate.wake((await _parse(request, wire.PARTS)).parts))
-
-    async def health(request: HTTPRequest) -> Response:
-        return _json(wire.HEALTH, await gate.health())
-
-    async def needs(request: HTTPRequest) -> Response:
-        return _json(wire.NEEDS, await gate.needs())
-
-    async def connect(request: HTTPRequest) -> Response:
-        return await _done(gate.connect(await _parse(request, wire.OFFER)))
-
-    async def begin(request: HTTPRequest) -> Response:
-        return await _done(gate.begin(await _parse(request, wire.MANIFEST)))
-
-    async def install(request: HTTPRequest) -> Response:
-        return await _done(gate.install())
-
-    async def finish(request: HTTPRequest) -> Response:
-        return await _done(gate.finish((await _parse(request, wire.FINISH)).version))
-
-    posts: dict[str, Callable[[HTTPRequest], Awaitable[Response]]] = {
-        "/generate": generate,
-        "/abort": abort,
-        "/pause": pause,
-        "/resume": resume,
-        "/sleep": sleep,
-        "/wake": wake,
-        "/weights/connect": connect,
-        "/weights/begin": begin,
-        "/weights/install": install,
-        "/weights/finish": finish,
-    }
-    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    routes = [Route("/generate", generate, methods=["POST"])]
+    routes += [Route(verb.path, _handler(verb, getattr(gate, verb.name)), methods=[verb.http]) for verb in wire.VERBS.values()]
     statuses = {BadRequest: 400, EngineUnavailable: wire.UNAVAILABLE, EngineError: 409, WeightError: 409, Exception: 500}
     handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in statuses.items()}
-    routes += [Route("/health", health, methods=["GET"]), Route("/weights/needs", needs, methods=["GET"])]
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -93,24 +49,19 @@ async def _generate(request: HTTPRequest, gate: Gate, body: wire.GenerateBody) -
     return Response(wire.dump_completion(answer.result()), media_type="application/octet-stream")
 
 
-async def _parse(request: HTTPRequest, adapter: TypeAdapter[Body]) -> Body:
+def _handler(verb: wire.Verb, call: Callable[..., Awaitable[Any]]) -> Handler:
+    async def handle(request: HTTPRequest) -> Response:
+        answer = await call(**await _parsed(request, verb.parse))
+        return Response(verb.answer.dump_json(answer), media_type="application/json")
+
+    return handle
+
+
+async def _parsed(request: HTTPRequest, parse: Callable[[bytes], T]) -> T:
     try:
-        return adapter.validate_json(await request.body())
+        return parse(await request.body())
     except ValidationError as error:
         raise BadRequest(str(error)) from error
-
-
-async def _done(verb: Awaitable[None]) -> Response:
-    await verb
-    return Response()
-
-
-async def _moved(verb: Awaitable[int]) -> Response:
-    return _json(wire.MOVED, wire.MovedBody(num_bytes=await verb))
-
-
-def _json(adapter: TypeAdapter[Any], value: object) -> Response:
-    return Response(adapter.dump_json(value), media_type="application/json")
 
 
 def _error_handler(status: int) -> Callable[[HTTPRequest, Exception], Awaitable[Response]]:

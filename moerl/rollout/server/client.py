@@ -1,23 +1,23 @@
 """A rollout server in a process of its own, driven over HTTP."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import aiohttp
-from pydantic import TypeAdapter
 
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server import wire
-from moerl.rollout.server.contract import PARTS, EngineHealth, EngineRefuses, MemoryPart, PauseMode
+from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import SpreadProcess
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
-from moerl.types.push import Manifest, Needs, TransportOffer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 EXIT_SECONDS = 2.0
@@ -26,6 +26,28 @@ EXIT_SECONDS = 2.0
 
 class BrokenConnection(EngineUnavailable):
     """The server did not answer. Whoever watches its process can say more: HTTPEngine.explain."""
+
+
+def _sent(
+    method: Callable[Concatenate[RolloutEngine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["HTTPEngine", P], Coroutine[Any, Any, T]]:
+    """The contract's method over HTTP. Of a push, the errors are WeightErrors."""
+    verb, parameters = wire.VERBS[method.__name__], signature(method)
+
+    async def send(engine: "HTTPEngine", *args: P.args, **options: P.kwargs) -> T:
+        given = parameters.bind(engine, *args, **options)
+        given.apply_defaults()
+        del given.arguments["self"]
+        try:
+            content = await engine.call(verb.http, verb.path, verb.dump(given.arguments) if given.arguments else None)
+            answer: T = _parse(engine.name, verb.answer.validate_json, content)
+        except EngineError as error:
+            if verb.path.startswith("/weights/"):
+                raise WeightError(str(error)) from error
+            raise
+        return answer
+
+    return send
 
 
 class HTTPEngine:
@@ -74,30 +96,17 @@ class HTTPEngine:
         except BrokenConnection as error:
             raise await self.explain(error) from error
 
-    async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
-        await self.call("POST", "/abort", wire.ABORT, wire.AbortBody(request_ids=request_ids))
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self.call("POST", "/pause", wire.PAUSE, wire.PauseBody(mode=mode))
-
-    async def resume(self) -> None:
-        await self.call("POST", "/resume")
-
-    async def sleep(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
-        return await self._move("/sleep", parts)
-
-    async def wake(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
-        return await self._move("/wake", parts)
-
-    async def _move(self, path: str, parts: tuple[MemoryPart, ...]) -> int:
-        content = await self.call("POST", path, wire.PARTS, wire.PartsBody(parts=parts))
-        return _parse(self.name, wire.MOVED.validate_json, content).num_bytes
-
-    async def health(self) -> EngineHealth:
-        return _parse(self.name, wire.HEALTH.validate_json, await self.call("GET", "/health"))
-
-    def receiver(self) -> "HTTPReceiver":
-        return HTTPReceiver(self)
+    abort = _sent(RolloutEngine.abort)
+    pause = _sent(RolloutEngine.pause)
+    resume = _sent(RolloutEngine.resume)
+    sleep = _sent(RolloutEngine.sleep)
+    wake = _sent(RolloutEngine.wake)
+    health = _sent(RolloutEngine.health)
+    needs = _sent(RolloutEngine.needs)
+    connect = _sent(RolloutEngine.connect)
+    begin = _sent(RolloutEngine.begin)
+    install = _sent(RolloutEngine.install)
+    finish = _sent(RolloutEngine.finish)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -105,9 +114,8 @@ class HTTPEngine:
             await session.close()
         await self._process.close()
 
-    async def call(self, method: str, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> bytes:
+    async def call(self, method: str, path: str, data: bytes | None) -> bytes:
         """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone."""
-        data = None if adapter is None else adapter.dump_json(body)
         session = self._running_session(path)
         try:
             return await _exchange(session, method, self.url, path, data, name=self.name)
@@ -156,37 +164,6 @@ async def _exchange(
         reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content).error
         raise (EngineRefuses if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
     return content
-
-
-class HTTPReceiver:
-    """Implements WeightReceiver: the same server, the errors are WeightErrors."""
-
-    def __init__(self, engine: HTTPEngine):
-        self._engine = engine
-
-    async def needs(self) -> Needs:
-        try:
-            return _parse(self._engine.name, wire.NEEDS.validate_json, await self._engine.call("GET", "/weights/needs"))
-        except EngineError as error:
-            raise WeightError(str(error)) from error
-
-    async def connect(self, offer: TransportOffer) -> None:
-        await self._call("/weights/connect", wire.OFFER, offer)
-
-    async def begin(self, manifest: Manifest) -> None:
-        await self._call("/weights/begin", wire.MANIFEST, manifest)
-
-    async def install(self) -> None:
-        await self._call("/weights/install")
-
-    async def finish(self, version: int) -> None:
-        await self._call("/weights/finish", wire.FINISH, wire.FinishBody(version=version))
-
-    async def _call(self, path: str, adapter: TypeAdapter[Any] | None = None, body: object = None) -> None:
-        try:
-            await self._engine.call("POST", path, adapter, body)
-        except EngineError as error:
-            raise WeightError(str(error)) from error
 
 
 def _parse(name: str, parse: Callable[[bytes], T], content: bytes) -> T:

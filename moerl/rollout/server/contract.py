@@ -39,7 +39,7 @@ class EngineHealth:
     asleep: tuple[MemoryPart, ...] = ()
 
 
-class RolloutEngine(Protocol):
+class RolloutEngine(WeightReceiver, Protocol):
     """One server. All methods are safe to call concurrently from one event loop."""
 
     name: str
@@ -77,8 +77,6 @@ class RolloutEngine(Protocol):
         """Bytes taken again. A server without weights takes no push, and one that lacks any part no request."""
 
     async def health(self) -> EngineHealth: ...
-
-    def receiver(self) -> WeightReceiver: ...
 
     async def close(self) -> None:
         """End the server and wait for its exit; safe to call twice and before start."""

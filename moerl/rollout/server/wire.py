@@ -1,19 +1,21 @@
-"""Bodies of HTTP between the driver and a rollout server: JSON of these dataclasses and of those in moerl.types.errors.
+"""HTTP between the driver and a rollout server.
 
-A completion is one line of JSON, and after it the bytes of its arrays, little-endian: token ids (int32), log-probs (float32), and its
-routes, if it has any (tokens * layers * top_k of uint8 or uint16).
+The arguments of a verb, by name, are the JSON of its request, and what it returns is that of the answer, with the types that the contract
+gives them. `generate` answers with one line of JSON, and after it the bytes of the completion's arrays, little-endian: token ids (int32),
+log-probs (float32), and its routes, if it has any (tokens * layers * top_k of uint8 or uint16).
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter, create_model
 
-from moerl.rollout.server.contract import EngineHealth, MemoryPart, PauseMode
+from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
-from moerl.types.push import Manifest, Needs, TransportOffer
+from moerl.types.push import Manifest, TransportOffer
 
 UNAVAILABLE = 503
 """Status of an answer that is EngineUnavailable on the driver."""
@@ -36,27 +38,6 @@ class CompletionHead:
     finish_reason: FinishReason
     routes_shape: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] | None = None
     routes_dtype: Literal["uint8", "uint16"] = "uint8"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortBody:
-    request_ids: tuple[str, ...] | None = None
-    """None: all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseBody:
-    mode: PauseMode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartsBody:
-    parts: tuple[MemoryPart, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedBody:
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,17 +64,48 @@ class ReadyLine:
 
 GENERATE = TypeAdapter(GenerateBody)
 COMPLETION_HEAD = TypeAdapter(CompletionHead)
-ABORT = TypeAdapter(AbortBody)
-PAUSE = TypeAdapter(PauseBody)
-PARTS = TypeAdapter(PartsBody)
-MOVED = TypeAdapter(MovedBody)
-HEALTH = TypeAdapter(EngineHealth)
-NEEDS = TypeAdapter(Needs)
 OFFER = TypeAdapter(TransportOffer)
 MANIFEST = TypeAdapter(Manifest)
 FINISH = TypeAdapter(FinishBody)
 ERROR = TypeAdapter(ErrorBody)
 READY = TypeAdapter(ReadyLine)
+
+
+class Verb:
+    """A method of the contract, as it crosses HTTP."""
+
+    def __init__(self, path: str, method: Callable[..., Any]):
+        fields = get_type_hints(method)
+        answer = fields.pop("return")
+        self.path, self.name = path, method.__name__
+        self.http = "GET" if not fields and answer is not type(None) else "POST"
+        self.answer: TypeAdapter[Any] = TypeAdapter(answer)
+        self._body: type[BaseModel] = create_model(self.name, **{name: (kind, ...) for name, kind in fields.items()})  # type: ignore[call-overload]
+        self._bodies = TypeAdapter(self._body)
+
+    def dump(self, arguments: Mapping[str, Any]) -> bytes:
+        return self._bodies.dump_json(self._body.model_construct(**arguments))
+
+    def parse(self, content: bytes) -> dict[str, Any]:
+        """Arguments by name. pydantic.ValidationError with all that is wrong in them."""
+        return dict(self._bodies.validate_json(content or b"{}"))
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "/abort": RolloutEngine.abort,
+    "/pause": RolloutEngine.pause,
+    "/resume": RolloutEngine.resume,
+    "/sleep": RolloutEngine.sleep,
+    "/wake": RolloutEngine.wake,
+    "/health": RolloutEngine.health,
+    "/weights/needs": RolloutEngine.needs,
+    "/weights/connect": RolloutEngine.connect,
+    "/weights/begin": RolloutEngine.begin,
+    "/weights/install": RolloutEngine.install,
+    "/weights/finish": RolloutEngine.finish,
+}
+VERBS = {method.__name__: Verb(path, method) for path, method in _METHODS.items()}
+"""Verbs by name; the gate's method of that name answers."""
 
 
 def dump_completion(completion: Completion) -> bytes:
