@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.rollout.engines.hf.sampling import Draws, sample, uniforms
-from moerl.rollout.engines.hf.slots import SlotTable, version_spans
+from moerl.rollout.engines.hf.slots import SlotTable
+from moerl.rollout.server.contract import runs_of
 from moerl.types.completion import SamplingParams, VersionSpan
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.3, -4.0, 1.1])
@@ -93,7 +94,7 @@ def test_uniforms_of_a_seed_do_not_depend_on_their_number():
 
 @given(st.lists(st.integers(0, 3), max_size=20))
 def test_spans_are_the_runs_of_the_versions(versions):
-    spans = version_spans(np.array(versions, dtype=np.int64))
+    spans = runs_of(versions)
     assert [span.version for span in spans for _ in range(span.num_tokens)] == versions
     assert all(a.version != b.version for a, b in pairwise(spans))
 
@@ -104,9 +105,9 @@ def test_a_slot_taken_again_remembers_nothing():
     table.take(1, 3, SamplingParams(max_tokens=4, seed=1, stop_token_ids=(7,)))
     assert table.record(slots, np.array([5]), np.array([-1.0]), version=4).tolist() == [False]
     assert table.record(slots, np.array([7]), np.array([-2.0]), version=5).tolist() == [True]
-    first = table.sampled(1, aborted=False)
+    first = table.completion(1, "r", aborted=False)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ((5, 7), (-1.0, -2.0), "stop")
     assert first.spans == (VersionSpan(version=4, num_tokens=1), VersionSpan(version=5, num_tokens=1))
     table.take(1, 3, SamplingParams(max_tokens=1, seed=1))
     assert table.record(slots, np.array([7]), np.array([-3.0]), version=5).tolist() == [True]
-    assert table.sampled(1, aborted=False).finish_reason == "length"
+    assert table.completion(1, "r", aborted=False).finish_reason == "length"

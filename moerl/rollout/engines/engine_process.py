@@ -15,7 +15,7 @@ from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.engines.engine_arguments import Options
 from moerl.rollout.server import wire
 from moerl.rollout.server.child import add_options, private_stdout, running, serve
-from moerl.rollout.server.engine_core import Core
+from moerl.rollout.server.contract import Core
 from moerl.rollout.server.limits import Limits
 from moerl.types.errors import EngineError, Problem
 

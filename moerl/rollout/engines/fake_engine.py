@@ -11,17 +11,15 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from itertools import groupby
 
 import numpy as np
 import torch
 
 from moerl.hangs.watched import WatchedProcess
-from moerl.rollout.server.contract import MemoryPart
-from moerl.rollout.server.engine_core import Sampled
+from moerl.rollout.server.contract import Core, runs_of
 from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
-from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, FinishReason, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
@@ -78,8 +76,8 @@ class FakeEngine(Gate):
             raise type(error)(f"{self.name}: {error}") from error
 
 
-class FakeCore:
-    """Implements Core. Draws one token of every request per turn of the event loop."""
+class FakeCore(Core):
+    """Draws one token of every request per turn of the event loop."""
 
     def __init__(self, limits: Limits, expected: Mapping[str, TensorSpec]):
         self.tensors: dict[str, torch.Tensor] = {}
@@ -91,7 +89,7 @@ class FakeCore:
         self._is_held = False
         self._changed = asyncio.Condition()
 
-    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
         self._in_flight.add(key)
         tokens: list[int] = []
         versions: list[int] = []
@@ -108,10 +106,11 @@ class FakeCore:
             stopped = tokens[-1] in sampling.stop_token_ids
         reason: FinishReason = "abort" if key not in self._in_flight else "stop" if stopped else "length"
         self._in_flight.discard(key)
-        return Sampled(
+        return Completion(
+            request_id=key,
             token_ids=tuple(tokens),
             logprobs=(-math.log(self._limits.vocab_size),) * len(tokens),
-            spans=tuple(VersionSpan(version=version, num_tokens=len(list(run))) for version, run in groupby(versions)),
+            spans=runs_of(versions),
             finish_reason=reason,
             routes=self._routes([*prompt_ids, *tokens][:-1]) if sampling.returns_routes and tokens else None,
         )
@@ -129,13 +128,7 @@ class FakeCore:
             self._is_held = False
             self._changed.notify_all()
 
-    async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
-        return 0
-
-    async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
-        return 0
-
-    def needs(self) -> Needs:
+    async def needs(self) -> Needs:
         return (self._session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:

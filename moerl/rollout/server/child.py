@@ -20,7 +20,7 @@ import uvicorn
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.rollout.server import wire
 from moerl.rollout.server.app import build_app
-from moerl.rollout.server.engine_core import Core
+from moerl.rollout.server.contract import Core
 from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
 from moerl.types.errors import EngineError

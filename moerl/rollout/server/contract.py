@@ -1,15 +1,17 @@
-"""Verbs of every rollout server, whichever engine it runs. HTTPEngine and FakeEngine have them; tests/rollout/test_contract.py holds
-for each.
+"""Verbs of every rollout server, whichever engine it runs, and those that its gate needs of the engine. HTTPEngine and FakeEngine have
+the first; tests/rollout/test_contract.py holds for each.
 
 A server is STALE until a verified push and never serves then: `generate` raises EngineUnavailable, or waits if the server is paused, which
 is how a push holds requests back.
 """
 
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, Protocol, get_args
 
 from moerl.hangs.watched import WatchedProcess
-from moerl.types.completion import Completion, SamplingParams
+from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineUnavailable
 from moerl.weights.receiver import WeightReceiver
 
@@ -80,3 +82,48 @@ class RolloutEngine(WeightReceiver, Protocol):
 
     async def close(self) -> None:
         """End the server and wait for its exit; safe to call twice and before start."""
+
+
+class Core(WeightReceiver, Protocol):
+    """An engine under a gate (server/gate.py), which runs in this process or below it. Called from one event loop; EngineError and
+    WeightError with the engine's own reason.
+
+    The gate keeps what waits, paused, asleep and stale: a core has at most the `max_running` requests it was started for, gets one command
+    at a time beside `generate` and `abort`, and is held from `begin` to the end of `finish` and while parts of it sleep.
+    """
+
+    def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Awaitable[Completion]:
+        """`key` names the request for abort, and is the completion's request_id. What was cached for another `salt` must not be used."""
+
+    async def abort(self, key: str) -> None:
+        """Its generate returns soon, with what there is; while held, when that ends."""
+
+    async def hold(self) -> None:
+        """Requests stop where they are, with their cached keys and values."""
+
+    async def release(self) -> None: ...
+
+    async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
+        """As RolloutEngine.sleep, of parts that are awake; no request needs them then."""
+        return 0
+
+    async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
+        return 0
+
+    def close(self) -> None:
+        """End every process of the engine, and every thread. Called from a thread that may wait."""
+
+
+def engine_seed(seed: int) -> int:
+    """Engines take 63 bits of the 128."""
+    return (seed ^ seed >> 64) & (2**63 - 1)
+
+
+def version_spans(spans: Iterable[tuple[str, int, int]]) -> tuple[VersionSpan, ...]:
+    """`spans`: version, first token and the token after the last, as both engines report them; empty ones are left out."""
+    return tuple(VersionSpan(version=int(version), num_tokens=end - start) for version, start, end in spans if end > start)
+
+
+def runs_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
+    """Spans of tokens, from the version of each."""
+    return tuple(VersionSpan(version=version, num_tokens=len(list(run))) for version, run in groupby(versions))

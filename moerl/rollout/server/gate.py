@@ -9,12 +9,11 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from typing import Any, Literal, ParamSpec
 
-from moerl.rollout.server.contract import PARTS, EngineHealth, EngineRefuses, MemoryPart, PauseMode
-from moerl.rollout.server.engine_core import Core, Sampled
+from moerl.rollout.server.contract import PARTS, Core, EngineHealth, EngineRefuses, MemoryPart, PauseMode
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
@@ -132,7 +131,7 @@ class Gate:
         )
 
     async def needs(self) -> Needs:
-        return self._core.needs()
+        return await self._core.needs()
 
     async def connect(self, offer: TransportOffer) -> None:
         """Returns when it has a connection to the senders; nccl: when all have joined."""
@@ -186,8 +185,8 @@ class Gate:
 
     async def _run(self, held: _Held) -> None:
         try:
-            sampled = await self._core.generate(held.key, held.prompt_ids, held.sampling, f"push-{self._num_pushes}")
-            self._end(held, _sound(held.request_id, sampled))
+            completion = await self._core.generate(held.key, held.prompt_ids, held.sampling, f"push-{self._num_pushes}")
+            self._end(held, _sound(replace(completion, request_id=held.request_id)))
         except EngineError as error:
             self._end(held, error)
         except Exception as error:  # a bug of the engine or of its adapter: the request must not wait for ever
@@ -298,19 +297,12 @@ class Gate:
         return task
 
 
-def _sound(request_id: str, sampled: Sampled) -> Completion | EngineError:
-    """The completion; an error where a log-prob is no finite number."""
-    position = next((at for at, logprob in enumerate(sampled.logprobs) if not math.isfinite(logprob)), None)
-    if position is not None:
-        ends = accumulate(span.num_tokens for span in sampled.spans)
-        version = next(span.version for span, end in zip(sampled.spans, ends, strict=True) if position < end)
-        reason = f"log-probs at response position {position} are not finite with weights of version {version}: the training has diverged"
-        return EngineError(f"{request_id}: {reason}")
-    return Completion(
-        request_id=request_id,
-        token_ids=sampled.token_ids,
-        logprobs=sampled.logprobs,
-        spans=sampled.spans,
-        finish_reason=sampled.finish_reason,
-        routes=sampled.routes,
-    )
+def _sound(completion: Completion) -> Completion | EngineError:
+    """An error where a log-prob is no finite number."""
+    position = next((at for at, logprob in enumerate(completion.logprobs) if not math.isfinite(logprob)), None)
+    if position is None:
+        return completion
+    ends = accumulate(span.num_tokens for span in completion.spans)
+    version = next(span.version for span, end in zip(completion.spans, ends, strict=True) if position < end)
+    reason = f"log-probs at response position {position} are not finite with weights of version {version}: the training has diverged"
+    return EngineError(f"{completion.request_id}: {reason}")

@@ -1,4 +1,4 @@
-"""A transformers model in this process, as a Core.
+"""A transformers model in this process.
 
 A thread of its own, the generation thread, owns the model and everything that runs on it. The event loop hands it commands, which it runs
 between iterations, so nothing changes under a forward pass and nothing needs a lock.
@@ -21,9 +21,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
-from moerl.rollout.server.contract import MemoryPart
-from moerl.rollout.server.engine_core import Sampled
-from moerl.types.completion import SamplingParams
+from moerl.rollout.server.contract import Core
+from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
@@ -35,26 +34,26 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class HFCore:
-    """Implements Core. Made on its event loop."""
+class HFCore(Core):
+    """Made on its event loop. It runs on CPU, where nothing moves to sleep."""
 
     def __init__(self, scheduler: Scheduler, session: WeightSession, *, version: int | None, on_crash: Callable[[], None]):
         """`version` of the loaded weights. `on_crash` is called if the thread dies of an error."""
         self._scheduler, self._session, self._version, self._on_crash = scheduler, session, version, on_crash
         self._loop = asyncio.get_running_loop()
         self._arrivals: list[SlotRequest] = []
-        self._ended: list[tuple[asyncio.Future[Sampled], Sampled]] = []
+        self._ended: list[tuple[asyncio.Future[Completion], Completion]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_held = self._closing = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
-    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
         """Nothing that one push left is used after the next: only requests that have not begun share a prompt."""
-        outcome: asyncio.Future[Sampled] = self._loop.create_future()
+        outcome: asyncio.Future[Completion] = self._loop.create_future()
 
-        def done(sampled: Sampled) -> None:
-            self._ended.append((outcome, sampled))
+        def done(completion: Completion) -> None:
+            self._ended.append((outcome, completion))
 
         if not self._arrivals:
             self._loop.call_soon(self._hand_over)
@@ -71,14 +70,7 @@ class HFCore:
     async def release(self) -> None:
         await self._on_thread(self._set_held, False)
 
-    async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
-        """0: nothing is moved, because this engine runs on CPU."""
-        return 0
-
-    async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
-        return 0
-
-    def needs(self) -> Needs:
+    async def needs(self) -> Needs:
         return (self._session.needs,)
 
     async def connect(self, offer: TransportOffer) -> None:
@@ -157,7 +149,7 @@ class HFCore:
         self._session.close()
 
 
-def _deliver(ended: list[tuple["asyncio.Future[Sampled]", Sampled]]) -> None:
-    for outcome, sampled in ended:
+def _deliver(ended: list[tuple["asyncio.Future[Completion]", Completion]]) -> None:
+    for outcome, completion in ended:
         if not outcome.done():
-            outcome.set_result(sampled)
+            outcome.set_result(completion)

@@ -16,8 +16,7 @@ import torch
 from moerl.rollout.engines.hf.forward import Forward
 from moerl.rollout.engines.hf.sampling import sample
 from moerl.rollout.engines.hf.slots import SlotTable
-from moerl.rollout.server.engine_core import Sampled
-from moerl.types.completion import SamplingParams
+from moerl.types.completion import Completion, SamplingParams
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -27,7 +26,7 @@ class SlotRequest:
     key: str
     prompt_ids: np.ndarray  # int64 [prompt length]
     sampling: SamplingParams
-    done: Callable[[Sampled], None]
+    done: Callable[[Completion], None]
     """Called once, from the generation thread."""
     slot: int = -1
     prefill: "Prefill | None" = None
@@ -148,11 +147,11 @@ class Scheduler:
 
     def _finish(self, request: SlotRequest, *, aborted: bool) -> None:
         if request.slot < 0:
-            sampled = Sampled(token_ids=(), logprobs=(), spans=(), finish_reason="abort")
+            completion = Completion(request_id=request.key, token_ids=(), logprobs=(), spans=(), finish_reason="abort")
         else:
-            sampled = self._table.sampled(request.slot, aborted=aborted)
+            completion = self._table.completion(request.slot, request.key, aborted=aborted)
         self._remove(request)
-        request.done(sampled)
+        request.done(completion)
 
     def _remove(self, request: SlotRequest) -> None:
         del self._requests[request.key]

@@ -3,8 +3,8 @@
 import numpy as np
 
 from moerl.rollout.engines.hf.sampling import Draws, uniforms
-from moerl.rollout.server.engine_core import Sampled
-from moerl.types.completion import FinishReason, SamplingParams, VersionSpan
+from moerl.rollout.server.contract import runs_of
+from moerl.types.completion import Completion, FinishReason, SamplingParams
 from moerl.types.routes import RouteShape
 
 
@@ -70,23 +70,15 @@ class SlotTable:
         at = self.num_generated[slots] - 1
         return self._tokens[slots, at], self.prompt_length[slots] + at
 
-    def sampled(self, slot: int, *, aborted: bool) -> Sampled:
+    def completion(self, slot: int, request_id: str, *, aborted: bool) -> Completion:
         count = int(self.num_generated[slot])
         stopped = count > 0 and bool(self._stops[slot, self._tokens[slot, count - 1]])
         reason: FinishReason = "abort" if aborted else "stop" if stopped else "length"
-        return Sampled(
+        return Completion(
+            request_id=request_id,
             token_ids=tuple(self._tokens[slot, :count].tolist()),
             logprobs=tuple(self._logprobs[slot, :count].tolist()),
-            spans=version_spans(self._versions[slot, :count]),
+            spans=runs_of(self._versions[slot, :count].tolist()),
             finish_reason=reason,
             routes=self._routes[slot][: self.prompt_length[slot] + count - 1] if count and slot in self._routes else None,
         )
-
-
-def version_spans(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Runs of equal versions; empty for no tokens."""
-    if not len(versions):
-        return ()
-    starts = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
-    counts = np.diff(starts, append=len(versions))
-    return tuple(VersionSpan(version=int(versions[at]), num_tokens=int(count)) for at, count in zip(starts, counts, strict=True))

@@ -21,9 +21,8 @@ from moerl.rollout.engines.engine_arguments import Options, QuietParser, argumen
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
-from moerl.rollout.server.contract import MemoryPart
-from moerl.rollout.server.engine_core import Sampled, engine_seed, version_spans
-from moerl.types.completion import SamplingParams
+from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
+from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
@@ -130,7 +129,7 @@ class SGLangCore:
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
         self._unlink_loads()
 
-    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
         self._in_flight.add(key)
         try:
             answer = await self._engine.async_generate(
@@ -146,7 +145,7 @@ class SGLangCore:
             raise EngineError(f"SGLang refuses the request: {error}") from error
         finally:
             self._in_flight.remove(key)
-        return self._sampled(answer, sampling)
+        return self._completion(key, answer, sampling)
 
     async def abort(self, key: str) -> None:
         # SGLang ignores names it does not know yet, and has no event for when it does.
@@ -170,7 +169,7 @@ class SGLangCore:
     async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
         return await self._occupation("resume", parts)
 
-    def needs(self) -> Needs:
+    async def needs(self) -> Needs:
         return self._needs
 
     async def connect(self, offer: TransportOffer) -> None:
@@ -242,13 +241,14 @@ class SGLangCore:
         gigabytes = sum(usage["weight" if part == "weights" else "kvcache"] for usage in measured for part in parts)
         return int(gigabytes * 2**30) * args.tp_size * args.pp_size // len(measured)
 
-    def _sampled(self, answer: Mapping[str, Any], sampling: SamplingParams) -> Sampled:
+    def _completion(self, key: str, answer: Mapping[str, Any], sampling: SamplingParams) -> Completion:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("err_type"):
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
         token_ids = tuple(answer["output_ids"])
-        return Sampled(
+        return Completion(
+            request_id=key,
             token_ids=token_ids,
             logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
             spans=version_spans((span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()),

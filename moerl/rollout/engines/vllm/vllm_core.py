@@ -24,9 +24,8 @@ from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_launch
 from moerl.rollout.engines.vllm.processes import FAILED, needs_of
 from moerl.rollout.server import wire
-from moerl.rollout.server.contract import PARTS, MemoryPart
-from moerl.rollout.server.engine_core import Sampled, engine_seed, version_spans
-from moerl.types.completion import SamplingParams
+from moerl.rollout.server.contract import PARTS, MemoryPart, engine_seed, version_spans
+from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 
@@ -125,7 +124,7 @@ class VLLMCore:
         self._added: dict[str, asyncio.Future[None]] = {}
         """Requests in flight; done when vLLM knows them."""
 
-    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Sampled:
+    async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         added = self._added[key] = asyncio.get_running_loop().create_future()
@@ -138,7 +137,7 @@ class VLLMCore:
                     pass
             finally:
                 outputs.close()
-            return _sampled(output.outputs[0])
+            return _completion(key, output.outputs[0])
         except ValueError as error:
             raise EngineError(f"vLLM refuses the request: {error}") from error
         except EngineDeadError as error:
@@ -170,7 +169,7 @@ class VLLMCore:
             await self._engine.wake_up(tags=[_TAGS[part] for part in parts])
         return 0
 
-    def needs(self) -> Needs:
+    async def needs(self) -> Needs:
         return self._needs
 
     async def connect(self, offer: TransportOffer) -> None:
@@ -225,10 +224,11 @@ def _give_up(error: Exception) -> NoReturn:
     os._exit(1)
 
 
-def _sampled(output: Any) -> Sampled:
+def _completion(key: str, output: Any) -> Completion:
     token_ids = tuple(output.token_ids)
     logprobs = tuple(entry[token].logprob for entry, token in zip(output.logprobs or (), token_ids, strict=True))
-    return Sampled(
+    return Completion(
+        request_id=key,
         token_ids=token_ids,
         logprobs=logprobs,
         spans=version_spans((span.version, span.start, span.end) for span in output.weight_versions or ()),
