@@ -1,7 +1,7 @@
 """Rollout engines of a run, and who receives what they answer, from its configuration."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,34 +20,12 @@ from moerl.rollout.server.spread_process import NewProcess, NodeOfServer, Spread
 from moerl.types.stored import keep
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Host and start of one process."""
-
-    host: str = "127.0.0.1"
-    process: NewProcess = ServerProcess
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Home:
-    """Nodes of one server."""
-
-    index: int
-    nodes: tuple["_Place", ...]
-    """The first one answers."""
-
-    @property
-    def host(self) -> str:
-        return self.nodes[0].host
-
-
 def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, placement: RunPlacement | None = None) -> list[RolloutEngine]:
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
     configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `placement` None: every
     node of each is this host."""
     build = ENGINES[config.rollout.engine]
-    homes = [_home(config, placement, index) for index in range(config.rollout.num_servers)]
-    return [build(config, model_dir, log_dir, home) for home in homes]
+    return [build(config, model_dir, log_dir, index, _nodes(config, placement, index)) for index in range(config.rollout.num_servers)]
 
 
 def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Collector:
@@ -63,64 +41,55 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Col
     return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight)
 
 
-def _home(config: RunConfig, placement: RunPlacement | None, index: int) -> _Home:
+def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> list[NodeOfServer]:
+    """Nodes of server `index`, without commands; the first one answers."""
     if placement is None:
-        places = (_Place(),) * config.rollout.layout.nodes
+        nodes = [NodeOfServer()] * config.rollout.layout.nodes
     else:
-        places = tuple(_place(config, placement, place) for place in placement.servers[index])
-    if config.rollout.host is not None:
-        places = tuple(replace(place, host=config.rollout.host) for place in places)
-    return _Home(index=index, nodes=places)
+        nodes = [_node(config, placement, place) for place in placement.servers[index]]
+    return nodes if config.rollout.host is None else [replace(node, host=config.rollout.host) for node in nodes]
 
 
-def _place(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> _Place:
+def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> NodeOfServer:
     environment = {} if place.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
     process: NewProcess = partial(ServerProcess, environment=environment)
     if place.node.id != placement.here:
         process = partial(RemoteProcess, environment=environment, network=config.network, node_id=place.node.id)
     host = "127.0.0.1" if config.placement.nodes == 1 and place.node.id == placement.here else place.node.address
-    return _Place(host=host, process=process)
+    return NodeOfServer(host=host, process=process)
 
 
-def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
+def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
     flags = {"--deterministic": config.deterministic, "--fp8-weights": config.rollout.layout.weights == "fp8"}
     extra = [flag for flag, is_set in flags.items() if is_set]
-    return _engine(
-        server_command(config, model_dir.absolute(), home.index, module="moerl.rollout.engines.hf", extra=extra, host=home.host),
-        config,
-        log_dir,
-        home,
-    )
+    (node,) = nodes
+    command = server_command(config, model_dir.absolute(), index, module="moerl.rollout.engines.hf", extra=extra, host=node.host)
+    return _engine(config, log_dir, index, [replace(node, command=command)])
 
 
-def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
+def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
     """vLLM or SGLang, in an environment of its own, on every node of the server."""
-    head, *others = (
-        native_command(config, model_dir.absolute(), home.index, host=place.host, node_rank=rank, head=home.host)
-        for rank, place in enumerate(home.nodes)
-    )
-    return _engine(head, config, log_dir, home, others)
-
-
-def _engine(command: list[str], config: RunConfig, log_dir: Path, home: _Home, others: Sequence[list[str]] = ()) -> RolloutEngine:
-    """`others`: the commands of the nodes after the first."""
-    followers = [
-        NodeOfServer(host=place.host, command=other, process=place.process) for place, other in zip(home.nodes[1:], others, strict=True)
+    commands = [
+        native_command(config, model_dir.absolute(), index, host=node.host, node_rank=rank, head=nodes[0].host)
+        for rank, node in enumerate(nodes)
     ]
-    first, port = home.nodes[0].process, config.rollout.layout.port
-    spread = partial(SpreadProcess, host=home.host, process=first, others=followers, port=port)
+    return _engine(config, log_dir, index, [replace(node, command=command) for node, command in zip(nodes, commands, strict=True)])
+
+
+def _engine(config: RunConfig, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
+    first, *others = nodes
     return HTTPEngine(
-        command,
-        host=home.host,
-        port=port_of(config.rollout, home.index),
-        log_path=log_dir.absolute() / f"rollout-{home.index}.log",
+        first.command,
+        host=first.host,
+        port=port_of(config.rollout, index),
+        log_path=log_dir.absolute() / f"rollout-{index}.log",
         start_seconds=config.deadlines.start_seconds,
-        process=spread if followers else first,
-        other_hosts=[follower.host for follower in followers],
+        process=partial(SpreadProcess, nodes=nodes, port=config.rollout.layout.port) if others else first.process,
+        other_hosts=[node.host for node in others],
     )
 
 
-def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) -> RolloutEngine:
+def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
     # torch and transformers are imported for this engine only.
     import torch
 
@@ -131,14 +100,14 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, home: _Home) 
     expected = checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype))
     model = read_config(model_dir)
     return FakeEngine(
-        f"fake-{home.index}",
+        f"fake-{index}",
         limits=Limits(max_context=config.model.max_context, vocab_size=model["vocab_size"], routes=shape_of_config(model).routes),
         expected=in_fp8(expected.values()) if config.rollout.layout.weights == "fp8" else expected,
         max_running=config.rollout.max_running,
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, Path, Path, _Home], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[RunConfig, Path, Path, int, list[NodeOfServer]], RolloutEngine]] = {
     "hf": _build_hf,
     "vllm": _build_native,
     "sglang": _build_native,

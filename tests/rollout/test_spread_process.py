@@ -27,12 +27,10 @@ STAY = "time.sleep(60)"
 
 def spread(tmp_path, *codes, start_seconds=20.0, port=0):
     """A server whose nodes run `codes`."""
-    commands = [[sys.executable, "-c", code] for code in codes]
-    others = [NodeOfServer(host=f"host-{rank}", command=command, process=ServerProcess) for rank, command in enumerate(commands[1:], 1)]
+    nodes = [NodeOfServer(host=f"host-{rank}", command=[sys.executable, "-c", code]) for rank, code in enumerate(codes)]
     return SpreadProcess(
-        commands[0], label="server", log_path=tmp_path / "log.txt", start_seconds=start_seconds, host="host-0", process=ServerProcess,
-        others=others, port=port,
-    )  # fmt: skip
+        nodes[0].command, label="server", log_path=tmp_path / "log.txt", start_seconds=start_seconds, nodes=nodes, port=port
+    )
 
 
 def pids(process):

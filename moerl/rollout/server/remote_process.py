@@ -23,57 +23,29 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessOwner:
-    """Runs as a Ray actor. Errors of the process are returned, not raised: Ray would wrap them in its own."""
+    """Runs as a Ray actor."""
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], network: NetworkConfig, **settings: Any):
         self._environment, self._network = dict(environment), network
         self._process = ServerProcess(command, environment=self._environment, **settings)
 
-    async def start(self) -> int | MoerlError:
+    async def call(self, verb: str, *arguments: Any) -> tuple[Any, MoerlError | None, WatchedProcess]:
+        """ServerProcess's answer to `verb`, or its error, which Ray would wrap in its own if it were raised; and the process now."""
+        answer, failure = None, None
         try:
-            self._look_at_links()
-            return await self._process.start()
+            if verb in ("start", "launch"):
+                # Settings of this node's network, which are not the driver's.
+                self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
+            answer = await getattr(self._process, verb)(*arguments)
         except MoerlError as error:
-            return error
-
-    async def launch(self, arguments: Sequence[str]) -> MoerlError | None:
-        try:
-            self._look_at_links()
-            await self._process.launch(arguments)
-        except MoerlError as error:
-            return error
-        return None
-
-    async def port(self) -> int | MoerlError:
-        try:
-            return await self._process.port()
-        except MoerlError as error:
-            return error
-
-    async def free_ports(self, count: int) -> int | MoerlError:
-        try:
-            return await self._process.free_ports(count)
-        except MoerlError as error:
-            return error
-
-    def _look_at_links(self) -> None:
-        """Settings of this node's network, which are not the driver's."""
-        self._environment |= variables(find_settings(self._network, "rollout", reached_at=reached_at()))
+            failure = error
+        return answer, failure, self._process.watched[0]
 
     async def label(self, label: str) -> None:
         self._process.label = label
 
-    async def death(self) -> EngineUnavailable:
-        return await self._process.death()
-
-    async def watched_process(self) -> WatchedProcess:
-        return self._process.watched_process
-
     async def kill(self) -> None:
         self._process.kill()
-
-    async def close(self) -> None:
-        await self._process.close()
 
 
 class RemoteProcess:
@@ -89,7 +61,8 @@ class RemoteProcess:
         }  # fmt: skip
         self._command = list(command)
         self._owner: Any = None
-        self._started: WatchedProcess | None = None
+        self._seen: WatchedProcess | None = None
+        """The process as it was at the last answer."""
 
     @property
     def label(self) -> str:
@@ -103,18 +76,15 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int | None:
-        return None if self.watched_process.process is None else self.watched_process.process.pid
-
-    @property
-    def watched_process(self) -> WatchedProcess:
-        name = f"server {self._label}"
-        if self._started is None:
-            return WatchedProcess(name=name, node=self._node_id, node_id=self._node_id)
-        return replace(self._started, name=name, node_id=self._node_id)
+        process = self.watched[0].process
+        return None if process is None else process.pid
 
     @property
     def watched(self) -> tuple[WatchedProcess, ...]:
-        return (self.watched_process,)
+        name = f"server {self._label}"
+        if self._seen is None:
+            return (WatchedProcess(name=name, node=self._node_id, node_id=self._node_id),)
+        return (replace(self._seen, name=name, node_id=self._node_id),)
 
     def kill(self) -> None:
         """Soon: SIGKILL by the owner, which also ends a stopped process."""
@@ -124,26 +94,18 @@ class RemoteProcess:
     async def start(self) -> int:
         """Also where an earlier owner is gone; EngineError if the node is."""
         self._own()
-        port = await self._done("start")
-        self._started = await self._ask("watched_process")
-        assert isinstance(port, int)
-        return port
+        return int(await self._ask("start"))
 
     async def launch(self, arguments: Sequence[str]) -> None:
         self._own()
-        await self._done("launch", list(arguments))
-        self._started = await self._ask("watched_process")
+        await self._ask("launch", list(arguments))
 
     async def port(self) -> int:
-        port = await self._done("port")
-        assert isinstance(port, int)
-        return port
+        return int(await self._ask("port"))
 
     async def free_ports(self, count: int) -> int:
         self._own()
-        first = await self._done("free_ports", count)
-        assert isinstance(first, int)
-        return first
+        return int(await self._ask("free_ports", count))
 
     async def death(self) -> EngineUnavailable:
         try:
@@ -169,21 +131,18 @@ class RemoteProcess:
             self._owner = actor.remote(self._command, label=self._label, **self._settings)
             self._settings["has_log"] = True
 
-    async def _done(self, verb: str, *arguments: Any) -> Any:
-        """Answer of the owner; raises the error that it returns."""
-        found = await self._ask(verb, *arguments)
-        if isinstance(found, MoerlError):
-            raise found
-        return found
-
     async def _ask(self, verb: str, *arguments: Any) -> Any:
+        """Answer of the owner; raises the error that it returns."""
         owner = self._owner
         if owner is None:
             raise EngineUnavailable(f"{self._label}: the server was closed")
         try:
-            return await getattr(owner, verb).remote(*arguments)
+            answer, failure, self._seen = await owner.call.remote(verb, *arguments)
         except RayError as error:
             if self._owner is owner:  # not one that was started since
                 self._owner = None
             first = str(error).splitlines()[0]
             raise EngineUnavailable(f"{self._label}: the node of the server, or its owner there, is gone: {first}") from error
+        if failure is not None:
+            raise failure
+        return answer

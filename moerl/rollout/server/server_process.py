@@ -52,14 +52,10 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     @property
-    def watched_process(self) -> WatchedProcess:
+    def watched(self) -> tuple[WatchedProcess, ...]:
         pid = self.pid
         process = None if pid is None or not psutil.pid_exists(pid) else ProcessId.of(pid)
-        return WatchedProcess(name=f"server {self.label}", node=socket.gethostname(), process=process, log=self._log_path)
-
-    @property
-    def watched(self) -> tuple[WatchedProcess, ...]:
-        return (self.watched_process,)
+        return (WatchedProcess(name=f"server {self.label}", node=socket.gethostname(), process=process, log=self._log_path),)
 
     def kill(self) -> None:
         """SIGKILL, which also ends a stopped process."""
@@ -72,7 +68,7 @@ class ServerProcess:
         try:
             async with asyncio.timeout(self._start_seconds):
                 await self._spawn()
-                return await self._read_port()
+                return await self.port()
         except TimeoutError as error:
             raise EngineError(
                 f"{self.label}: not ready after deadlines.start_seconds = {self._start_seconds:g}; loading may be slow. Raise it or "
@@ -93,7 +89,11 @@ class ServerProcess:
 
     async def port(self) -> int:
         """Port of a process that was launched, and serves."""
-        return await self._read_port()
+        ready = await self._read_line()
+        if ready.port is None:
+            raise EngineError(ready.error)
+        self._ready = True
+        return ready.port
 
     async def free_ports(self, count: int) -> int:
         """The first of `count` ports in a row that nobody on this node listens on."""
@@ -129,13 +129,6 @@ class ServerProcess:
                 self._process = await _start([*self._command, *arguments], {**os.environ, **self._environment}, log.fileno())
             except OSError as error:
                 raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
-
-    async def _read_port(self) -> int:
-        ready = await self._read_line()
-        if ready.port is None:
-            raise EngineError(ready.error)
-        self._ready = True
-        return ready.port
 
     async def _read_line(self) -> wire.ReadyLine:
         assert self._process is not None and self._process.stdout is not None

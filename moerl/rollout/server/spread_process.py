@@ -22,23 +22,21 @@ NewProcess = Callable[..., ServerProcess | RemoteProcess]
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOfServer:
-    """One of the nodes after the first."""
+    """One process of a server: its host, how it is started there, and with which command."""
 
-    host: str
-    command: Sequence[str]
-    process: NewProcess
+    host: str = "127.0.0.1"
+    process: NewProcess = ServerProcess
+    command: Sequence[str] = ()
 
 
 class SpreadProcess:
     """The same calls as ServerProcess."""
 
     def __init__(
-        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, host: str, process: NewProcess,
-        others: Sequence[NodeOfServer], port: int,
-    ):  # fmt: skip
-        """`command`, `host` and `process`: of the first node. `port`: where the nodes meet on it; 0: chosen there at every start. Nodes
-        after the first log beside log_path."""
-        nodes = [NodeOfServer(host=host, command=command, process=process), *others]
+        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, nodes: Sequence[NodeOfServer], port: int
+    ):
+        """`command`: the first node's. `port`: where the nodes meet on it; 0: chosen there at every start. Nodes after the first log beside
+        log_path."""
         self._hosts = [node.host for node in nodes]
         self._logs = [log_path if rank == 0 else log_path.with_stem(f"{log_path.stem}-node{rank}") for rank in range(len(nodes))]
         self._processes = [
