@@ -35,7 +35,8 @@ class GroupRunner:
         rollout = self._config.rollout
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
-            seed=sample_seed(self._config.seed, prompt.index, index),
+            # The prompt's index is unique over the run, so no two samples of any two steps share a seed.
+            seed=seed_of(self._config.seed, prompt.index, index),
             temperature=rollout.temperature,
             stop_token_ids=self._stop_token_ids,
             returns_routes=self._returns_routes,
@@ -51,11 +52,6 @@ async def answered(
     """One sample of the prompt. `session`: of requests that share it."""
     answer = await pool.generate(prompt.token_ids, sampling, request_id, session=session)
     return answer, await rewards.score(prompt, answer.text)
-
-
-def sample_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
-    """63 bits. The prompt index is unique over the run, so no two samples of any two steps share a seed."""
-    return seed_of(run_seed, prompt_index, sample_index)
 
 
 def seed_of(*parts: int | str) -> int:

@@ -20,8 +20,6 @@ from moerl.rollout.server.limits import Limits
 from moerl.types.errors import EngineError, Problem
 
 PROBLEMS = TypeAdapter(list[Problem])
-LAYOUT = TypeAdapter(ServerLayout)
-
 
 FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Problem]]
 """Problems of the installed version, of engine_args, and of a model's config.json if it is known."""
@@ -38,31 +36,16 @@ def main(
     `follow`: instead of it on a server's other nodes; returns when the server ends."""
     parsed = _parse(name)
     ready = private_stdout()
-    arguments = json.loads(parsed.engine_args)
     if parsed.check:
-        ready.write(PROBLEMS.dump_json(find_problems(arguments, json.loads(parsed.model_config))))
+        ready.write(PROBLEMS.dump_json(find_problems(parsed.engine_args, parsed.model_config)))
         return
-    layout = LAYOUT.validate_json(parsed.layout)
     if parsed.head_port is not None:
-        layout = replace(layout, port=parsed.head_port)
-    options = Options(
-        model=parsed.model,
-        dtype=parsed.dtype,
-        max_context=parsed.max_context,
-        max_running=parsed.max_running,
-        prefill_chunk=parsed.prefill_chunk,
-        returns_routes=parsed.returns_routes,
-        shares_gpus=parsed.shares_gpus,
-        engine_args=arguments,
-        layout=layout,
-        node_rank=parsed.node_rank,
-        head=parsed.head,
-        host=parsed.host,
-    )
+        parsed.layout = replace(parsed.layout, port=parsed.head_port)
+    options = Options(**{name: getattr(parsed, name) for name in Options.__slots__})
     with running(ready):
-        if problems := find_problems(arguments, read_config(options.model)):
+        if problems := find_problems(options.engine_args, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
-        if layout.nodes > 1:
+        if options.layout.nodes > 1:
             ready.write(wire.READY.dump_json(wire.ReadyLine(arrived=True)) + b"\n")
         if options.node_rank > 0:
             follow(options)
@@ -81,12 +64,12 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
         prog=f"python -m moerl.rollout.engines.{name}.{name}_server", description=f"Serve a model with {name} for rollouts."
     )
     parser.add_argument("--check", action="store_true", help="print what is wrong with --engine-args and the model, as JSON, and end")
-    parser.add_argument("--model-config", default="null", help="JSON of the model's config.json, for --check")
+    parser.add_argument("--model-config", type=json.loads, default="null", help="JSON of the model's config.json, for --check")
     add_options(parser, is_required=False)
     parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
     parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
-    parser.add_argument("--engine-args", default="{}", help="JSON: the engine's own arguments by name")
-    parser.add_argument("--layout", default="{}", help="JSON: rollout.layout")
+    parser.add_argument("--engine-args", type=json.loads, default="{}", help="JSON: the engine's own arguments by name")
+    parser.add_argument("--layout", type=TypeAdapter(ServerLayout).validate_json, default="{}", help="JSON: rollout.layout")
     parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")
     parser.add_argument("--head", default="127.0.0.1", help="host of node 0")
     parser.add_argument("--head-port", type=int, help="there, where the nodes meet; default: the layout's")

@@ -6,7 +6,6 @@ whoever started it holds the other end, so it cannot outlive its owner.
 
 import argparse
 import asyncio
-import os
 from functools import partial
 
 import torch
@@ -62,7 +61,7 @@ def _start(options: argparse.Namespace) -> tuple[HFCore, Limits]:
     )
     session = _session(checkpoint_views(model), takes_fp8=options.fp8_weights)
     scheduler = Scheduler(forward, max_context=options.max_context)
-    core = HFCore(scheduler, session, version=_version(options), on_crash=lambda: os._exit(1))
+    core = HFCore(scheduler, session, version=_version(options))
     return core, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes)
 
 

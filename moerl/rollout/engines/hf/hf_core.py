@@ -11,6 +11,7 @@ leaves together is followed by a group that is admitted together, and so shares 
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -37,9 +38,9 @@ T = TypeVar("T")
 class HFCore(Core):
     """Made on its event loop. It runs on CPU, where nothing moves to sleep."""
 
-    def __init__(self, scheduler: Scheduler, session: WeightSession, *, version: int | None, on_crash: Callable[[], None]):
-        """`version` of the loaded weights. `on_crash` is called if the thread dies of an error."""
-        self._scheduler, self._session, self._version, self._on_crash = scheduler, session, version, on_crash
+    def __init__(self, scheduler: Scheduler, session: WeightSession, *, version: int | None):
+        """`version` of the loaded weights."""
+        self._scheduler, self._session, self._version = scheduler, session, version
         self._loop = asyncio.get_running_loop()
         self._arrivals: list[SlotRequest] = []
         self._ended: list[tuple[asyncio.Future[Completion], Completion]] = []
@@ -125,7 +126,7 @@ class HFCore(Core):
                     self._loop.call_soon_threadsafe(_deliver, ended)
         except BaseException:
             logger.exception("the generation thread failed")
-            self._on_crash()
+            os._exit(1)
 
     def _run_commands(self) -> None:
         """All that wait; with nothing to iterate on, at least one."""

@@ -86,7 +86,7 @@ def _engine(options: Options, more: Mapping[str, Any] = MappingProxyType({})) ->
 
 
 def _own_arguments(options: Options) -> dict[str, Any]:
-    has_gpu = _has_gpu()
+    has_gpu = torch.cuda.is_available()
     own = sglang_launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
     own["disable_shared_experts_fusion"] = True
     model = read_config(options.model)
@@ -97,10 +97,6 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     os.environ.update(sglang_cpu.environment(options.layout))
     positions = options.max_running * (options.max_context + sglang_launch.SPARE_POSITIONS)
     return sglang_cpu.ARGUMENTS | {"max_total_tokens": positions} | own
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
 
 
 def _parser() -> argparse.ArgumentParser:

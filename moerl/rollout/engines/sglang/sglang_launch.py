@@ -70,25 +70,19 @@ def environment(options: Options) -> dict[str, str]:
 
 def _spread(layout: ServerLayout) -> dict[str, Any]:
     """Values by setting, without those that are SGLang's defaults."""
-    values: dict[str, Any] = {}
-    for name in ("gpus", "dp", "ep"):
-        if getattr(layout, name) > 1:
-            values[name] = getattr(layout, name)
-    if layout.uses_deepep:
-        values["all_to_all"] = "deepep"
-    if layout.redundant_experts is not None:
-        values["redundant_experts"] = layout.redundant_experts
-    if layout.kv_cache == "fp8":
-        values["kv_cache"] = "fp8_e4m3"
-    if layout.weights == "fp8":
-        values["weights"] = "fp8"
-    if layout.memory_fraction is not None:
-        values["memory_fraction"] = layout.memory_fraction
-    if layout.mtp_tokens:
-        values["mtp_tokens"] = layout.mtp_tokens
-    if layout.cuda_graph_requests:
-        values["cuda_graph_requests"] = layout.cuda_graph_requests
-    return {f"rollout.layout.{name}": value for name, value in values.items()}
+    values = {
+        "gpus": layout.gpus if layout.gpus > 1 else None,
+        "dp": layout.dp if layout.dp > 1 else None,
+        "ep": layout.ep if layout.ep > 1 else None,
+        "all_to_all": "deepep" if layout.uses_deepep else None,
+        "redundant_experts": layout.redundant_experts,
+        "kv_cache": "fp8_e4m3" if layout.kv_cache == "fp8" else None,
+        "weights": "fp8" if layout.weights == "fp8" else None,
+        "memory_fraction": layout.memory_fraction,
+        "mtp_tokens": layout.mtp_tokens or None,
+        "cuda_graph_requests": layout.cuda_graph_requests or None,
+    }
+    return {f"rollout.layout.{name}": value for name, value in values.items() if value is not None}
 
 
 def _modes(options: Options) -> dict[str, Any]:

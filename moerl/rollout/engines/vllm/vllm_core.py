@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -21,8 +21,8 @@ from moerl.rollout.engines.engine_arguments import (
     version_problems,
 )
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
+from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_launch
-from moerl.rollout.engines.vllm.processes import FAILED, needs_of
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import PARTS, MemoryPart, engine_seed, version_spans
 from moerl.types.completion import Completion, SamplingParams
@@ -48,6 +48,9 @@ OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for s
     "master_addr": "leave it out: moerl places the nodes of a server",
 }
 """Arguments that moerl sets or relies on, and what to write instead."""
+
+FAILED = "a step of the push failed: "
+"""Begins what a worker raises about a push that it refuses. No other error of vLLM's is a verdict on a push."""
 
 
 def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None) -> list[Problem]:
@@ -97,6 +100,18 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         own |= vllm_cpu.ARGUMENTS | vllm_cpu.model_arguments(model) | vllm_cpu.node_arguments(options.layout)
         own["max_num_batched_tokens"] = max(options.max_context, options.prefill_chunk)
     return own
+
+
+def process_number(parallel: Any) -> int:
+    """Number of this process among those that hold parts of the model. `parallel` is vLLM's ParallelConfig."""
+    return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+
+def needs_of(parallel: Any, names: Iterable[str]) -> Needs:
+    """Needs of all these processes, from the `names` of the model's tensors; at least of those up to this one."""
+    # In a replica of a dense model vLLM sets data_parallel_size to 1: nothing there depends on the others.
+    size = max(parallel.data_parallel_size, parallel.data_parallel_index + 1) * parallel.world_size
+    return needs_of_processes(names, num_processes=size, expert_parallel=size if parallel.enable_expert_parallel else 1)
 
 
 def _parser() -> argparse.ArgumentParser:

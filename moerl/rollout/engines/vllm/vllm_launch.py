@@ -57,33 +57,22 @@ def environment(options: Options) -> dict[str, str]:
 
 def _spread(layout: ServerLayout) -> dict[str, Any]:
     """Values by setting, without those that are vLLM's defaults. Its sizes multiply: tensor parallel within a data-parallel group."""
-    values: dict[str, Any] = {}
-    if layout.tp > 1:
-        values["gpus"] = layout.tp
-    if layout.dp > 1:
-        values["dp"] = layout.dp
-    if layout.ep > 1:
-        values["ep"] = True
-    if layout.uses_deepep:
-        values["all_to_all"] = _ALL_TO_ALL[layout.all_to_all]
-    if layout.redundant_experts is not None:
-        values["redundant_experts"] = {"num_redundant_experts": layout.redundant_experts}
-    if layout.kv_cache == "fp8":
-        values["kv_cache"] = "fp8"
-    if layout.weights == "fp8":
-        values["weights"] = "fp8"
-    if layout.memory_fraction is not None:
-        values["memory_fraction"] = layout.memory_fraction
-    if layout.mtp_tokens:
-        values["mtp_tokens"] = _drafts(layout.mtp_tokens)
-    if layout.cuda_graph_requests:
-        values["cuda_graph_requests"] = layout.cuda_graph_requests * (layout.mtp_tokens + 1)  # vLLM counts tokens
-    return {f"rollout.layout.{name}": value for name, value in values.items()}
-
-
-def _drafts(tokens: int) -> dict[str, Any]:
-    """Pushes do not bring the drafting layer: it is read from the checkpoint."""
-    return {"method": "mtp", "num_speculative_tokens": tokens, "draft_load_config": {"load_format": "auto"}}
+    # Pushes do not bring the drafting layer: it is read from the checkpoint.
+    drafts = {"method": "mtp", "num_speculative_tokens": layout.mtp_tokens, "draft_load_config": {"load_format": "auto"}}
+    experts = layout.redundant_experts
+    values = {
+        "gpus": layout.tp if layout.tp > 1 else None,
+        "dp": layout.dp if layout.dp > 1 else None,
+        "ep": True if layout.ep > 1 else None,
+        "all_to_all": _ALL_TO_ALL[layout.all_to_all] if layout.uses_deepep else None,
+        "redundant_experts": None if experts is None else {"num_redundant_experts": experts},
+        "kv_cache": "fp8" if layout.kv_cache == "fp8" else None,
+        "weights": "fp8" if layout.weights == "fp8" else None,
+        "memory_fraction": layout.memory_fraction,
+        "mtp_tokens": drafts if layout.mtp_tokens else None,
+        "cuda_graph_requests": (layout.cuda_graph_requests or 0) * (layout.mtp_tokens + 1) or None,  # vLLM counts tokens
+    }
+    return {f"rollout.layout.{name}": value for name, value in values.items() if value is not None}
 
 
 def _modes(options: Options) -> dict[str, Any]:

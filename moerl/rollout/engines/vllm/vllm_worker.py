@@ -21,7 +21,7 @@ from moerl.rollout.engines.installed_bytes import memory_of
 from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_sampling
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
-from moerl.rollout.engines.vllm.processes import FAILED, needs_of, process_number
+from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number
 from moerl.types.errors import WeightError
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receive import WeightSession
