@@ -144,7 +144,7 @@ class ObjectSample:
 
 
 async def generate_objects(engine: Connected, prompt: Prompt, request_id: str, arguments: argparse.Namespace) -> ObjectSample:
-    body = wire.GenerateBody(
+    body = wire.GenerateRequest(
         request_id=request_id, prompt_ids=prompt.token_ids, sampling=SamplingParams(max_tokens=arguments.tokens, seed=1)
     )
     content = await engine.call("POST", "/generate", wire.GENERATE.dump_json(body))

@@ -67,9 +67,9 @@ _ANY_PORT = 25000
 """Port in what is printed, for one that is chosen at the start."""
 
 
-def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head: str = "127.0.0.1") -> tuple[dict[str, str], list[str]]:
-    """(environment, command line) that moerl gives the engine of one node on GPUs, for the version it is tested with; without what the
-    server adds to receive weights."""
+def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[str, str], list[str]]:
+    """(environment, command line) that moerl gives the first node's engine on GPUs, for the version it is tested with; without what the server
+    adds to receive weights."""
     layout = config.rollout.layout
     options = Options(
         model=model_dir,
@@ -81,7 +81,6 @@ def engine_line(config: RunConfig, model_dir: Path, *, node_rank: int = 0, head:
         shares_gpus=num_shared(config) > 0,
         engine_args=config.rollout.engine_args,
         layout=layout if layout.port else replace(layout, port=_ANY_PORT),
-        node_rank=node_rank,
         head=head,
     )
     launch = _LAUNCH[config.rollout.engine]

@@ -15,10 +15,11 @@ import pytest
 import ray
 from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
-from moerl.rollout.fleet.collect import CollectRequest, Intake
+from moerl.rollout.fleet.collect import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, EngineUnavailable, StoreError
 from moerl.types.exit_codes import ExitCode
@@ -51,7 +52,7 @@ def engine(run, tmp_path):
 
 
 def request(name, *, max_tokens=8):
-    return CollectRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=1, returns_routes=True), request_id=name)
+    return GenerateRequest(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=max_tokens, seed=1, returns_routes=True), request_id=name)
 
 
 def assert_whole(payload, num_tokens):

@@ -37,7 +37,7 @@ async def is_frozen(pool, engine, tensors):
     held = asyncio.create_task(pool.generate((1, 2, 3), SAMPLING, "held"))
     while (await engine.health()).num_running == 0:
         pass
-    os.kill(engine.pid, signal.SIGSTOP)
+    os.kill(engine._process.pid, signal.SIGSTOP)
     await pool.fleet.until_stale()
     await push(engine, tensors, 1)
     pool.fleet.served(pool.fleet.members)

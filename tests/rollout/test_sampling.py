@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moerl.rollout.engines.hf.sampling import Draws, sample, uniforms
-from moerl.rollout.engines.hf.slots import SlotTable
+from moerl.rollout.engines.hf.scheduler import SlotTable
 from moerl.rollout.server.contract import runs_of
 from moerl.types.completion import SamplingParams, VersionSpan
 

@@ -41,7 +41,7 @@ def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_log_lines(
     engine = hf_engine(tmp_path / "no-such-model", tmp_path / "logs" / "log")
     with pytest.raises(EngineError, match=r"(?s)127\.0\.0\.1:0: the server ended with exit code 1\nlast lines of .*no-such-model"):
         run(engine.start())
-    assert not is_alive(engine.pid)
+    assert not is_alive(engine._process.pid)
 
 
 def test_only_the_last_lines_of_the_log_are_shown(run, tmp_path):
@@ -65,7 +65,7 @@ def test_a_port_in_use_is_refused_with_what_to_do(run, checkpoints, tmp_path):
         engine = hf_engine(checkpoints["dense"].directory, tmp_path / "log", port=port)
         with pytest.raises(EngineError, match=rf"rollout.port = {port}: port is in use on 127.0.0.1; .* Set rollout.port=0"):
             run(engine.start())
-    assert not is_alive(engine.pid)
+    assert not is_alive(engine._process.pid)
 
 
 def test_a_server_that_is_never_ready_is_ended_at_the_deadline(run, tmp_path):
@@ -115,7 +115,7 @@ def test_close_ends_requests_and_the_server_with_exit_code_zero(run, checkpoints
         await engine.pause("keep")
         held = asyncio.create_task(engine.generate((1, 2, 3), SAMPLING, "held"))
         await until(engine, lambda health: health.num_waiting == 1)
-        os.kill(engine.pid, signal.SIGTERM)
+        os.kill(engine._process.pid, signal.SIGTERM)
         with pytest.raises(EngineError, match=r"held: the server is shutting down|the server ended with exit code 0"):
             await held
         await engine.close()
@@ -123,7 +123,7 @@ def test_close_ends_requests_and_the_server_with_exit_code_zero(run, checkpoints
 
     port, health = run(scenario())
     assert (health.status, health.version) == ("healthy", 0)
-    assert not is_alive(engine.pid)
+    assert not is_alive(engine._process.pid)
     with socket.create_server(("127.0.0.1", port)):
         pass  # the port is free again
 
@@ -153,7 +153,7 @@ def test_a_server_that_dies_in_a_request_is_named_with_its_signal_and_log(run, c
         await engine.pause("keep")
         held = [asyncio.create_task(engine.generate((1, 2, 3), SAMPLING, f"r{i}")) for i in range(3)]
         await until(engine, lambda health: health.num_waiting == 3)
-        os.kill(engine.pid, signal.SIGKILL)
+        os.kill(engine._process.pid, signal.SIGKILL)
         errors = await asyncio.gather(*held, return_exceptions=True)
         with pytest.raises(EngineError, match="by signal 9"):
             await engine.health()
@@ -177,7 +177,7 @@ from moerl.rollout.server.client import HTTPEngine
 async def main():
     engine = HTTPEngine(sys.argv[1:], host="127.0.0.1", port=0, log_path=Path({str(tmp_path / "log")!r}), start_seconds=100)
     await engine.start()
-    print(engine.pid, flush=True)
+    print(engine._process.pid, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Payload, Stored, StoredCompletion
@@ -77,15 +78,6 @@ class Decoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectRequest:
-    """A completion to be made, whole."""
-
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """A completion, or what a push left of it: then its finish reason is "abort"."""
 
@@ -104,7 +96,7 @@ class Intake:
     """Shape of the routes that completions bring if they are asked for."""
 
     async def ask(
-        self, generate: Generate, request: CollectRequest, so_far: tuple[StoredCompletion, Payload] | None, *, server: str, keep: Keep
+        self, generate: Generate, request: GenerateRequest, so_far: tuple[StoredCompletion, Payload] | None, *, server: str, keep: Keep
     ) -> Answer:
         """Answer with what is missing of `request`, from `server`. EngineError for an answer that cannot be right."""
         before = None if so_far is None else so_far[0].whole(so_far[1])
@@ -116,7 +108,7 @@ class Intake:
         payload = Payload.of(request.prompt_ids, completion, text)
         return Answer(completion=StoredCompletion.of(completion, payload, keep(payload)), text=text)
 
-    async def _finished(self, request: CollectRequest, completion: Completion) -> str:
+    async def _finished(self, request: GenerateRequest, completion: Completion) -> str:
         if self.routes is not None and request.sampling.returns_routes and completion.token_ids:
             # In a thread: it takes about 10 ms per megabyte, and other completions are arriving.
             await asyncio.to_thread(check_routes, completion, num_prompt=len(request.prompt_ids), shape=self.routes)
@@ -128,7 +120,7 @@ class Collector(Protocol):
 
     async def start(self) -> None: ...
 
-    async def ask(self, engine: Any, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
+    async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         """Answer from `engine`, a RolloutEngine; raises what its `generate` does, and EngineError for an answer that cannot be right."""
 
     async def close(self) -> None: ...
@@ -143,7 +135,7 @@ class LocalCollector:
 
     async def start(self) -> None: ...
 
-    async def ask(self, engine: Any, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
+    async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         before = None if so_far is None else (so_far, so_far.payload.get())
         return await self._intake.ask(engine.generate, request, before, server=engine.name, keep=self._keep)
 

@@ -14,8 +14,9 @@ import aiohttp
 import ray
 
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, was_killed
-from moerl.rollout.fleet.collect import Answer, CollectRequest, Intake
+from moerl.rollout.fleet.collect import Answer, Intake
 from moerl.rollout.server.client import BrokenConnection, HTTPEngine, generate_at, new_session
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.errors import EngineError, MoerlError, Origin, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.stored import StoredCompletion, keep
@@ -38,7 +39,7 @@ class CollectorActor:
         return os.getpid()
 
     async def ask(self, asked: bytes, so_far: StoredCompletion | None = None) -> Answer:
-        """`asked`: a number of its own, url and name of the server, and Request, pickled. MoerlErrors as they are; BrokenConnection for
+        """`asked`: a number of its own, url and name of the server, and the request, pickled. MoerlErrors as they are; BrokenConnection for
         what only the driver, which watches the server, can explain."""
         number, url, server, request = pickle.loads(asked)
         self._loop = asyncio.get_running_loop()
@@ -53,7 +54,7 @@ class CollectorActor:
             del self._asking[number]
             self._dropped.discard(number)
 
-    async def _answer(self, url: str, server: str, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
+    async def _answer(self, url: str, server: str, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         session = self._session = new_session() if self._session is None else self._session
 
         async def generate(prompt_ids: Any, sampling: Any, request_id: str) -> Any:
@@ -96,7 +97,7 @@ class RayCollectors:
         except LOST as error:
             raise _lost(error) from error
 
-    async def ask(self, engine: HTTPEngine, request: CollectRequest, so_far: StoredCompletion | None) -> Answer:
+    async def ask(self, engine: HTTPEngine, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
         # Ray serializes argument by argument with cloudpickle: four of them cost the driver 0.1 ms more.
         number = next(self._numbers)

@@ -14,10 +14,11 @@ from typing import TypeVar
 
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import ProcessId, WatchedProcess
-from moerl.rollout.fleet.collect import Answer, Collector, CollectRequest
+from moerl.rollout.fleet.collect import Answer, Collector
 from moerl.rollout.fleet.fleet import Fleet, Member
 from moerl.rollout.fleet.request_queue import Claim, RequestQueue
 from moerl.rollout.server.contract import EngineHealth, EngineRefuses, MemoryPart, PauseMode, RolloutEngine
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, HangError
 from moerl.types.stored import StoredCompletion
@@ -45,12 +46,9 @@ class RolloutPool:
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
         self._places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued)
         self._request_seconds, self._collector = request_seconds, collector
-        self._resumes, self._num_resumed = resumes, 0
-
-    @property
-    def num_resumed(self) -> int:
+        self._resumes = resumes
+        self.num_resumed = 0
         """Times that a request went on elsewhere, or later, from the tokens it had; so far."""
-        return self._num_resumed
 
     async def start(self) -> None:
         """All servers at once; if one fails, the others are closed."""
@@ -74,7 +72,7 @@ class RolloutPool:
         try:
             async with asyncio.timeout(self._request_seconds):
                 return await self._generate(
-                    CollectRequest(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked
+                    GenerateRequest(prompt_ids=tuple(prompt_ids), sampling=sampling, request_id=request_id), claim, asked
                 )
         except TimeoutError as error:
             if not asked:
@@ -134,7 +132,7 @@ class RolloutPool:
         healths = await self._all("health", lambda engine: engine.health(), members)
         return {member.name: health for member, health in zip(members, healths, strict=True)}
 
-    async def _generate(self, request: CollectRequest, claim: Claim, asked: list[Member]) -> Answer:
+    async def _generate(self, request: GenerateRequest, claim: Claim, asked: list[Member]) -> Answer:
         """`asked` gets the server while it is asked."""
         so_far: StoredCompletion | None = None
         num_lost = 0
@@ -155,7 +153,7 @@ class RolloutPool:
                 return answer
             if self._resumes:
                 so_far = answer.completion
-                self._num_resumed += 1
+                self.num_resumed += 1
 
     def _counts(self, error: EngineUnavailable, member: Member, turn: int) -> bool:
         """Tells the fleet. Whether the request, or the server, may be at fault, and not the moment."""

@@ -37,7 +37,7 @@ def build_app(gate: Gate, limits: Limits) -> Starlette:
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _generate(request: HTTPRequest, gate: Gate, body: wire.GenerateBody) -> Response:
+async def _generate(request: HTTPRequest, gate: Gate, body: wire.GenerateRequest) -> Response:
     """Ends early, and frees the slot, when the client goes away."""
     answer = asyncio.ensure_future(gate.generate(body.prompt_ids, body.sampling, body.request_id))
     gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # after the body, the next message is the disconnect

@@ -70,11 +70,6 @@ class HTTPEngine:
         return f"http://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
 
     @property
-    def pid(self) -> int | None:
-        """Id of the server process; None before start."""
-        return self._process.pid
-
-    @property
     def watched(self) -> tuple[WatchedProcess, ...]:
         return self._process.watched
 
@@ -145,7 +140,7 @@ async def generate_at(
     session: aiohttp.ClientSession, url: str, name: str, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str
 ) -> Completion:
     """Completion from the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, BrokenConnection."""
-    body = wire.GenerateBody(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
+    body = wire.GenerateRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
     data = wire.GENERATE.dump_json(body)
     content = await _exchange(session, "POST", url, "/generate", data, name=name, about=f": {request_id}")
     return _parse(f"{name}: {request_id}", wire.parse_completion, content)

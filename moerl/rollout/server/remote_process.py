@@ -75,11 +75,6 @@ class RemoteProcess:
             self._owner.label.remote(label)
 
     @property
-    def pid(self) -> int | None:
-        process = self.watched[0].process
-        return None if process is None else process.pid
-
-    @property
     def watched(self) -> tuple[WatchedProcess, ...]:
         name = f"server {self._label}"
         if self._seen is None:

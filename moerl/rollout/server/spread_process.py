@@ -58,11 +58,6 @@ class SpreadProcess:
             process.label = _label_of(label, rank)
 
     @property
-    def pid(self) -> int | None:
-        """Id of the first node's process."""
-        return self._processes[0].pid
-
-    @property
     def watched(self) -> tuple[WatchedProcess, ...]:
         return tuple(each for process in self._processes for each in process.watched)
 

@@ -22,7 +22,9 @@ UNAVAILABLE = 503
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateBody:
+class GenerateRequest:
+    """A completion to be made."""
+
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -62,7 +64,7 @@ class ReadyLine:
     arrived: bool = False
 
 
-GENERATE = TypeAdapter(GenerateBody)
+GENERATE = TypeAdapter(GenerateRequest)
 COMPLETION_HEAD = TypeAdapter(CompletionHead)
 OFFER = TypeAdapter(TransportOffer)
 MANIFEST = TypeAdapter(Manifest)
