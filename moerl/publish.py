@@ -122,7 +122,7 @@ class WeightPublisher:
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
         if self._transport is None:
-            hosts = [host for member in self._fleet.members for host in member.hosts]
+            hosts = [host for member in self._fleet.members for host in member.engine.hosts]
             self._transport = resolve_transport(
                 self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
             )
@@ -134,7 +134,7 @@ class WeightPublisher:
                 self._train.weight_source,
                 receivers,
                 transport=self._transport,
-                nodes={member.name: member.hosts for member in members},
+                nodes={member.name: member.engine.hosts for member in members},
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
@@ -144,15 +144,15 @@ class WeightPublisher:
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""
-        servers = {each.name: member for member in members for each in member.watched}
+        servers = {each.name: member for member in members for each in member.engine.watched}
         names = [name for name, member in servers.items() if member.name in silent]
         ranks = [each.name for each in self._train.watched] if SOURCE in silent else []
         deadline = f"{self._config.deadlines.push_seconds:g} s at {step} (deadlines.push_seconds)"
-        all_watched = [each for member in members for each in member.watched]
+        all_watched = [each for member in members for each in member.engine.watched]
         error = await hangs.report("push", deadline, watched=all_watched, silent=[*names, *ranks])
         if all(name in servers for name in error.names):
             for name in error.names:
-                servers[name].kill()
+                servers[name].engine.kill()
         return error
 
     def _canary_is_due(self) -> bool:

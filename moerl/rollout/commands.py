@@ -68,8 +68,8 @@ _ANY_PORT = 25000
 
 
 def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[str, str], list[str]]:
-    """(environment, command line) that moerl gives the first node's engine on GPUs, for the version it is tested with; without what the server
-    adds to receive weights."""
+    """(environment, command line) that moerl gives the first node's engine on GPUs, for the version it is tested with; without what the
+    server adds to receive weights."""
     layout = config.rollout.layout
     options = Options(
         model=model_dir,

@@ -60,7 +60,7 @@ def strike(monkeypatch):
         def hit(at, *, stop_first=False):
             calls.append(at)
             if len(calls) == at:
-                server = psutil.Process(struck.pools[0].fleet.members[0].engine.pid)
+                server = psutil.Process(struck.pools[0].fleet.members[0].engine.watched[0].process.pid)
                 struck.family.extend([server, *server.children(recursive=True)])
                 if stop_first:
                     server.send_signal(signal.SIGSTOP)

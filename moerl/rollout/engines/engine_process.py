@@ -25,13 +25,7 @@ FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Prob
 """Problems of the installed version, of engine_args, and of a model's config.json if it is known."""
 
 
-def main(
-    name: str,
-    *,
-    find_problems: FindProblems,
-    start: Callable[[Options], Core],
-    follow: Callable[[Options], None],
-) -> None:
+def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], Core], follow: Callable[[Options], None]) -> None:
     """`name`: of the package after moerl.rollout.engines. `start` runs in the event loop and returns when the engine has loaded the model.
     `follow`: instead of it on a server's other nodes; returns when the server ends."""
     parsed = _parse(name)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moerl.hangs.hang_reports import HangReports
-from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.errors import EngineError, EngineUnavailable
 
@@ -48,17 +47,6 @@ class Member:
     @property
     def name(self) -> str:
         return self.engine.name
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        return self.engine.hosts
-
-    @property
-    def watched(self) -> tuple[WatchedProcess, ...]:
-        return self.engine.watched
-
-    def kill(self) -> None:
-        self.engine.kill()
 
 
 class Fleet:
@@ -212,11 +200,11 @@ class Fleet:
     async def _hung(self, member: Member) -> EngineError:
         error = EngineUnavailable(f"{member.name}: no answer to {NUM_PROBES} probes of {self._probe_seconds:g} s; it hangs")
         if self._hangs is not None:
-            watched, deadline = member.watched, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
+            watched, deadline = member.engine.watched, f"{NUM_PROBES} probes of {self._probe_seconds:g} s (deadlines.probe_seconds)"
             hang = await self._hangs.report(self.phase, deadline, watched=watched, silent=[each.name for each in watched])
             error = EngineUnavailable(f"{error}\n{hang}")
             error.__cause__, error.origin = hang, hang.origin
-        member.kill()  # it would hear no SIGTERM
+        member.engine.kill()  # it would hear no SIGTERM
         return error
 
     async def _answers(self, member: Member) -> bool:

@@ -89,7 +89,7 @@ class RolloutPool:
 
     def watched(self) -> list[WatchedProcess]:
         """Processes of all servers."""
-        return [each for member in self.fleet.members for each in member.watched]
+        return [each for member in self.fleet.members for each in member.engine.watched]
 
     async def hang(self, deadline: str, members: Collection[Member]) -> HangError | None:
         """The report about a rollout that is late for the sake of `members`, or, without any, of the driver."""
@@ -97,7 +97,7 @@ class RolloutPool:
             return None
         driver = WatchedProcess(name="driver", node=socket.gethostname(), process=ProcessId.of(os.getpid()))
         watched = [*self.watched(), driver]
-        silent = [each.name for member in members for each in member.watched] if members else [driver.name]
+        silent = [each.name for member in members for each in member.engine.watched] if members else [driver.name]
         return await self.hangs.report("rollout", deadline, watched=watched, silent=silent)
 
     async def pause(self, mode: PauseMode, members: Collection[Member] | None = None) -> None:

@@ -109,7 +109,7 @@ class HTTPEngine:
             await session.close()
         await self._process.close()
 
-    async def call(self, method: str, path: str, data: bytes | None) -> bytes:
+    async def call(self, method: str, path: str, data: bytes | None = None) -> bytes:
         """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone."""
         session = self._running_session(path)
         try:
