@@ -16,7 +16,7 @@ from moerl.rollout.server.contract import RolloutEngine
 from moerl.rollout.server.limits import Limits
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
-from moerl.rollout.server.spread_process import NewProcess, NodeOfServer, SpreadProcess
+from moerl.rollout.server.spread_process import NewProcess, NodeOfServer
 from moerl.types.stored import keep
 
 
@@ -77,15 +77,12 @@ def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int,
 
 
 def _engine(config: RunConfig, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
-    first, *others = nodes
     return HTTPEngine(
-        first.command,
-        host=first.host,
+        nodes,
         port=port_of(config.rollout, index),
         log_path=log_dir.absolute() / f"rollout-{index}.log",
         start_seconds=config.deadlines.start_seconds,
-        process=partial(SpreadProcess, nodes=nodes, port=config.rollout.layout.port) if others else first.process,
-        other_hosts=[node.host for node in others],
+        meeting_port=config.rollout.layout.port,
     )
 
 

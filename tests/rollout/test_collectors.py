@@ -19,6 +19,7 @@ from moerl.rollout.fleet.collect import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, EngineUnavailable, StoreError
@@ -45,7 +46,7 @@ def collectors(run, shared_ray):
 @pytest.fixture
 def engine(run, tmp_path):
     command = [sys.executable, str(Path(canned_server.__file__))]
-    engine = HTTPEngine(command, host="127.0.0.1", port=0, log_path=tmp_path / "log", start_seconds=60)
+    engine = HTTPEngine([NodeOfServer(command=command)], port=0, log_path=tmp_path / "log", start_seconds=60)
     run(engine.start())
     yield engine
     run(engine.close())

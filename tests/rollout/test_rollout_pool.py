@@ -10,6 +10,7 @@ from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import PARTS
+from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineError
 
@@ -200,7 +201,7 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Garbage)
 print('{{"port": %d}}' % server.server_port, flush=True)
 server.serve_forever()
 """
-    engine = HTTPEngine([sys.executable, "-c", code], host="127.0.0.1", port=0, log_path=tmp_path / "log", start_seconds=60)
+    engine = HTTPEngine([NodeOfServer(command=[sys.executable, "-c", code])], port=0, log_path=tmp_path / "log", start_seconds=60)
 
     async def scenario():
         await engine.start()

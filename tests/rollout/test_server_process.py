@@ -15,6 +15,7 @@ from tiny_servers import hf_engine, server_command, until
 from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.server_process import ServerProcess
+from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError
 
@@ -76,7 +77,7 @@ def test_a_server_that_is_never_ready_is_ended_at_the_deadline(run, tmp_path):
 
 
 def test_an_interpreter_that_does_not_exist_is_named(run, tmp_path):
-    engine = HTTPEngine(["/no/such/python"], host="127.0.0.1", port=0, log_path=tmp_path / "log", start_seconds=5)
+    engine = HTTPEngine([NodeOfServer(command=["/no/such/python"])], port=0, log_path=tmp_path / "log", start_seconds=5)
     with pytest.raises(EngineError, match=r"cannot run '/no/such/python'.*check rollout.python"):
         run(engine.start())
 
@@ -173,9 +174,10 @@ import asyncio, sys
 from pathlib import Path
 from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.spread_process import NodeOfServer
 
 async def main():
-    engine = HTTPEngine(sys.argv[1:], host="127.0.0.1", port=0, log_path=Path({str(tmp_path / "log")!r}), start_seconds=100)
+    engine = HTTPEngine([NodeOfServer(command=sys.argv[1:])], port=0, log_path=Path({str(tmp_path / "log")!r}), start_seconds=100)
     await engine.start()
     print(engine._process.pid, flush=True)
     await asyncio.Event().wait()

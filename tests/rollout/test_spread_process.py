@@ -28,9 +28,7 @@ STAY = "time.sleep(60)"
 def spread(tmp_path, *codes, start_seconds=20.0, port=0):
     """A server whose nodes run `codes`."""
     nodes = [NodeOfServer(host=f"host-{rank}", command=[sys.executable, "-c", code]) for rank, code in enumerate(codes)]
-    return SpreadProcess(
-        nodes[0].command, label="server", log_path=tmp_path / "log.txt", start_seconds=start_seconds, nodes=nodes, port=port
-    )
+    return SpreadProcess(nodes, label="server", log_path=tmp_path / "log.txt", start_seconds=start_seconds, port=port)
 
 
 def pids(process):

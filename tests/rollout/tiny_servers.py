@@ -25,6 +25,7 @@ from moerl.rollout.fleet.collect import Answer, Intake, LocalCollector
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import EngineHealth, RolloutEngine
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.types.completion import Completion
 from moerl.types.push import Transport
 from moerl.types.routes import RouteShape
@@ -153,7 +154,7 @@ def server_command(directory: Path, *options: object) -> list[str]:
 
 def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, start_seconds: float = 120) -> HTTPEngine:
     command = server_command(directory, "--port", port, *options)
-    return HTTPEngine(command, host="127.0.0.1", port=port, log_path=log_path, start_seconds=start_seconds)
+    return HTTPEngine([NodeOfServer(command=command)], port=port, log_path=log_path, start_seconds=start_seconds)
 
 
 def native_engine(kind: str, checkpoint: Checkpoint, log_dir: Path, **rollout: Any) -> HTTPEngine:

@@ -13,6 +13,7 @@ from push_ranks import Ranks, Tensors, follow, new_worker
 from moerl.canary import run_canary
 from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.train_worker import TrainWorker
 from moerl.types.batch import TrainBatch
@@ -97,7 +98,7 @@ def faults_of_pushes(
 async def _push_all(
     ranks: Ranks, exported: dict[str, Fault], served: dict[str, str], hidden: str, command: Sequence[str], fault_file: Path
 ) -> dict[str, str]:
-    engine = HTTPEngine(command, host="127.0.0.1", port=0, log_path=fault_file.with_suffix(".log"), start_seconds=60)
+    engine = HTTPEngine([NodeOfServer(command=command)], port=0, log_path=fault_file.with_suffix(".log"), start_seconds=60)
     found = {}
     try:
         await engine.start()

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,24 +69,20 @@ def left_out(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
     """`packages`: the names it is distributed under. `supported`: as in pyproject.toml, e.g. ">=0.32,<0.34"."""
-    found = next((version for package in packages if (version := _version(package)) is not None), None)
-    if found is not None and found in SpecifierSet(supported, prereleases=True):
+    found = installed_version(packages)
+    if found != "none" and found in SpecifierSet(supported, prereleases=True):
         return []
-    rule = f"needs {engine}{supported} in {sys.prefix}, which has {'none' if found is None else found}"
+    rule = f"needs {engine}{supported} in {sys.prefix}, which has {found}"
     reason = "moerl starts it with its own functions, and those change between versions"
     return [Problem(path="rollout.python", value=sys.executable, rule=rule, reason=reason, fix=f"pip install '{engine}{supported}' there")]
 
 
 def installed_version(packages: Sequence[str]) -> str:
-    """Version of the first of `packages` that is there; one must be."""
-    return next(version for package in packages if (version := _version(package)) is not None)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Version of the first of `packages` that is there; "none" without any."""
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package).partition("+")[0]
+    return "none"
 
 
 class QuietParser(argparse.ArgumentParser):

@@ -133,8 +133,9 @@ class Fleet:
         for watch in self._watches:
             if watch.done() and not watch.cancelled():
                 watch.result()  # it ends by itself with a server that stays dead; anything else must reach the run
-        if (last := self._last_words()) is not None:
-            raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {last}") from last
+        gone = [member.gone for member in self.members if member.gone is not None]
+        if len(gone) == len(self.members):  # the last words of the one that is first in the configuration
+            raise EngineError(f"no rollout server is left (rollout.max_restarts = {self._max_restarts}): {gone[0]}") from gone[0]
 
     def stale(self) -> list[Member]:
         """Those that run and wait for weights."""
@@ -142,7 +143,9 @@ class Fleet:
 
     async def until_stale(self) -> None:
         """Returns when one waits for weights."""
-        await self._until(lambda: bool(self.stale()))
+        while not self.stale():
+            self.check()
+            await self._changed.wait()
 
     async def lost(self, members: Mapping[Member, int]) -> bool:
         """True if one of them, with its num_starts at the time, has ended since; waits a moment for the news."""
@@ -249,13 +252,3 @@ class Fleet:
         self._changed = asyncio.Event()
         for call in self._on_change:
             call()
-
-    async def _until(self, is_true: Callable[[], bool]) -> None:
-        while not is_true():
-            self.check()
-            await self._changed.wait()
-
-    def _last_words(self) -> EngineError | None:
-        """Last words of the server that was first in the configuration, when every one is gone."""
-        reasons = [member.gone for member in self.members if member.gone is not None]
-        return reasons[0] if len(reasons) == len(self.members) else None

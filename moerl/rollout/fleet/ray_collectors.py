@@ -7,6 +7,7 @@ server, puts the payload into the object store of its own machine, and answers w
 import asyncio
 import os
 import pickle
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -56,12 +57,8 @@ class CollectorActor:
 
     async def _answer(self, url: str, server: str, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         session = self._session = new_session() if self._session is None else self._session
-
-        async def generate(prompt_ids: Any, sampling: Any, request_id: str) -> Any:
-            return await generate_at(session, url, server, prompt_ids, sampling, request_id)
-
         before = None if so_far is None else (so_far, await asyncio.to_thread(so_far.payload.get))
-        return await self._intake.ask(generate, request, before, server=server, keep=keep)
+        return await self._intake.ask(partial(generate_at, session, url, server), request, before, server=server, keep=keep)
 
     @ray.method(concurrency_group=_DROP_THREAD)
     async def drop(self, number: int) -> None:
@@ -93,7 +90,7 @@ class RayCollectors:
         intake = ray.put(self._intake)
         self._actors = [actor.remote(intake) for _ in range(self._num_actors)]
         try:
-            await asyncio.gather(*(_await(actor.process_id.remote()) for actor in self._actors))
+            await asyncio.gather(*(actor.process_id.remote() for actor in self._actors))
         except LOST as error:
             raise _lost(error) from error
 
@@ -136,7 +133,3 @@ def _lost(error: ray.exceptions.RayError) -> StoreError:
     if was_killed(error):
         lost.exit_code = ExitCode.KILLED
     return lost
-
-
-async def _await(reference: Any) -> Any:
-    return await reference

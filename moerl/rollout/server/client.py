@@ -13,7 +13,7 @@ from moerl.rollout.server import wire
 from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
-from moerl.rollout.server.spread_process import SpreadProcess
+from moerl.rollout.server.spread_process import NodeOfServer, SpreadProcess
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 
@@ -53,15 +53,15 @@ def _sent(
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.server.wire and reports like moerl.rollout.engines.hf."""
 
-    def __init__(
-        self, command: Sequence[str], *, host: str, port: int, log_path: Path, start_seconds: float,
-        process: Callable[..., ServerProcess | RemoteProcess | SpreadProcess] = ServerProcess, other_hosts: Sequence[str] = (),
-    ):  # fmt: skip
-        """`command` starts the server. `port` 0: the server chooses, and `name` tells after start. `process`: starts it somewhere.
-        `other_hosts`: of its nodes after the first, which alone answers."""
-        self.name = f"{host}:{port}"
-        self.host, self.hosts = host, (host, *other_hosts)
-        self._process = process(command, label=self.name, log_path=log_path, start_seconds=start_seconds)
+    def __init__(self, nodes: Sequence[NodeOfServer], *, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0):
+        """`nodes`: the first one answers. `port` 0: the server chooses, and `name` tells after start. `meeting_port`: SpreadProcess's."""
+        first, *others = nodes
+        self.host, self.hosts = first.host, tuple(node.host for node in nodes)
+        self.name = f"{first.host}:{port}"
+        how: dict[str, Any] = {"label": self.name, "log_path": log_path, "start_seconds": start_seconds}
+        self._process: ServerProcess | RemoteProcess | SpreadProcess = (
+            SpreadProcess(nodes, port=meeting_port, **how) if others else first.process(first.command, **how)
+        )
         self._session: aiohttp.ClientSession | None = None
 
     @property

@@ -6,7 +6,6 @@ The actor ends with the driver's job, and the server with the actor, as if it we
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -51,15 +50,9 @@ class ProcessOwner:
 class RemoteProcess:
     """The same calls as ServerProcess, on the node `node_id`."""
 
-    def __init__(
-        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, environment: Mapping[str, str],
-        network: NetworkConfig, node_id: str,
-    ):  # fmt: skip
-        self._label, self._node_id = label, node_id
-        self._settings: dict[str, Any] = {
-            "log_path": log_path, "start_seconds": start_seconds, "environment": environment, "network": network,
-        }  # fmt: skip
-        self._command = list(command)
+    def __init__(self, command: Sequence[str], *, label: str, node_id: str, **settings: Any):
+        """`settings`: ProcessOwner's."""
+        self._command, self._label, self._node_id, self._settings = list(command), label, node_id, settings
         self._owner: Any = None
         self._seen: WatchedProcess | None = None
         """The process as it was at the last answer."""

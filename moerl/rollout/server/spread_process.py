@@ -32,11 +32,8 @@ class NodeOfServer:
 class SpreadProcess:
     """The same calls as ServerProcess."""
 
-    def __init__(
-        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, nodes: Sequence[NodeOfServer], port: int
-    ):
-        """`command`: the first node's. `port`: where the nodes meet on it; 0: chosen there at every start. Nodes after the first log beside
-        log_path."""
+    def __init__(self, nodes: Sequence[NodeOfServer], *, label: str, log_path: Path, start_seconds: float, port: int):
+        """`port`: where the nodes meet on the first one; 0: chosen there at every start. Nodes after it log beside log_path."""
         self._hosts = [node.host for node in nodes]
         self._logs = [log_path if rank == 0 else log_path.with_stem(f"{log_path.stem}-node{rank}") for rank in range(len(nodes))]
         self._processes = [

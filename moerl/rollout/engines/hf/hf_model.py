@@ -20,6 +20,7 @@ from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.types.errors import EngineError
 from moerl.types.push import TensorSpec
+from moerl.weights.plan.tensor_specs import spec_of
 
 EXPERTS = "moerl_invariant"
 """Name under which `every_expert_on_every_row` is registered with transformers."""
@@ -60,9 +61,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def tensor_specs(views: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {
-        name: TensorSpec(name=name, shape=tuple(view.shape), dtype=str(view.dtype).removeprefix("torch.")) for name, view in views.items()
-    }
+    return {name: spec_of(name, view) for name, view in views.items()}
 
 
 def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpec]:
