@@ -25,28 +25,24 @@ class BadRequest(Exception):
 
 def build_app(gate: Gate, limits: Limits) -> Starlette:
     async def generate(request: HTTPRequest) -> Response:
+        """Ends early, and frees the slot, when the client goes away."""
         body = await _parsed(request, wire.GENERATE.validate_json)
         if violation := limits.violation(body.prompt_ids, body.sampling):
             raise BadRequest(f"{body.request_id}: {violation}")
-        return await _generate(request, gate, body)
+        answer = asyncio.ensure_future(gate.generate(body.prompt_ids, body.sampling, body.request_id))
+        gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # after the body, the next message is the disconnect
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not answer.done():
+            answer.cancel()
+            return Response(status_code=499)
+        return Response(wire.dump_completion(answer.result()), media_type="application/octet-stream")
 
     routes = [Route("/generate", generate, methods=["POST"])]
     routes += [Route(verb.path, _handler(verb, getattr(gate, verb.name)), methods=[verb.http]) for verb in wire.VERBS.values()]
     statuses = {BadRequest: 400, EngineUnavailable: wire.UNAVAILABLE, EngineError: 409, WeightError: 409, Exception: 500}
     handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in statuses.items()}
     return Starlette(routes=routes, exception_handlers=handlers)
-
-
-async def _generate(request: HTTPRequest, gate: Gate, body: wire.GenerateRequest) -> Response:
-    """Ends early, and frees the slot, when the client goes away."""
-    answer = asyncio.ensure_future(gate.generate(body.prompt_ids, body.sampling, body.request_id))
-    gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # after the body, the next message is the disconnect
-    await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
-    gone.cancel()
-    if not answer.done():
-        answer.cancel()
-        return Response(status_code=499)
-    return Response(wire.dump_completion(answer.result()), media_type="application/octet-stream")
 
 
 def _handler(verb: wire.Verb, call: Callable[..., Awaitable[Any]]) -> Handler:

@@ -25,13 +25,16 @@ MemoryPart = Literal["weights", "cache"]
 PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
 
+Status = Literal["stale", "healthy", "paused", "asleep"]
+
+
 class EngineRefuses(EngineUnavailable):
     """The server runs and says that it may not serve: it is stale, asleep or being closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    status: Literal["stale", "healthy", "paused", "asleep"]
+    status: Status
     version: int | None
     """Version of the weights it serves; None before the first verified push."""
     num_running: int

@@ -7,18 +7,16 @@ requests, also during a push, and lets them wait; otherwise a stale server refus
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
-from typing import Any, Literal, ParamSpec
+from typing import Any
 
-from moerl.rollout.server.contract import PARTS, Core, EngineHealth, EngineRefuses, MemoryPart, PauseMode
+from moerl.rollout.server.contract import PARTS, Core, EngineHealth, EngineRefuses, MemoryPart, PauseMode, Status
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
-
-P = ParamSpec("P")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -117,9 +115,7 @@ class Gate:
 
     async def health(self) -> EngineHealth:
         self._check_open()
-        status: Literal["stale", "asleep", "paused", "healthy"] = (
-            "stale" if self._stale else "asleep" if self._asleep else "paused" if self._paused else "healthy"
-        )
+        status: Status = "stale" if self._stale else "asleep" if self._asleep else "paused" if self._paused else "healthy"
         running = len(self._running())
         return EngineHealth(
             status=status,
@@ -135,20 +131,28 @@ class Gate:
 
     async def connect(self, offer: TransportOffer) -> None:
         """Returns when it has a connection to the senders; nccl: when all have joined."""
-        await self._step(self._core.connect, offer)
+        async with self._step():
+            await self._core.connect(offer)
 
     async def begin(self, manifest: Manifest) -> None:
         if "weights" in self._asleep:
             raise WeightError("its weights are asleep: a push would have no memory to go to; wake them first")
         self._stale = f"the push of version {manifest.version} is in progress"
         self._pushing, self._version = True, None
-        await self._step(self._begin, manifest)
+        async with self._step():
+            await self._hold_or_release()
+            await self._core.begin(manifest)
 
     async def install(self) -> None:
-        await self._step(self._core.install)
+        async with self._step():
+            await self._core.install()
 
     async def finish(self, version: int) -> None:
-        await self._step(self._finish, version)
+        async with self._step():
+            await self._core.finish(version)
+            self._version, self._stale, self._pushing = version, "", False
+            self._num_pushes += 1
+            await self._hold_or_release()
 
     async def close(self) -> None:
         """End the engine, and every request with EngineUnavailable."""
@@ -264,21 +268,12 @@ class Gate:
             self._is_held = wants_hold
         self._admit()
 
-    async def _begin(self, manifest: Manifest) -> None:
-        await self._hold_or_release()
-        await self._core.begin(manifest)
-
-    async def _finish(self, version: int) -> None:
-        await self._core.finish(version)
-        self._version, self._stale, self._pushing = version, "", False
-        self._num_pushes += 1
-        await self._hold_or_release()
-
-    async def _step(self, call: Callable[P, Awaitable[None]], *args: P.args, **options: P.kwargs) -> None:
+    @asynccontextmanager
+    async def _step(self) -> AsyncIterator[None]:
         """A step of a push: any error leaves the server stale."""
         try:
             async with self._command():
-                await call(*args, **options)
+                yield
         except EngineUnavailable as error:
             raise WeightError(str(error)) from error
         except WeightError as error:
