@@ -9,7 +9,7 @@ from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.commands import native_command, port_of, server_command
+from moerl.rollout.commands import port_of, server_command
 from moerl.rollout.fleet.collect import Collector, Decoder, Intake, LocalCollector
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import RolloutEngine
@@ -59,26 +59,15 @@ def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> No
     return NodeOfServer(host=host, process=process)
 
 
-def _build_hf(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
-    flags = {"--deterministic": config.deterministic, "--fp8-weights": config.rollout.layout.weights == "fp8"}
-    extra = [flag for flag, is_set in flags.items() if is_set]
-    (node,) = nodes
-    command = server_command(config, model_dir.absolute(), index, module="moerl.rollout.engines.hf", extra=extra, host=node.host)
-    return _engine(config, log_dir, index, [replace(node, command=command)])
-
-
-def _build_native(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
-    """vLLM or SGLang, in an environment of its own, on every node of the server."""
-    commands = [
-        native_command(config, model_dir.absolute(), index, host=node.host, node_rank=rank, head=nodes[0].host)
+def _build_server(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
+    """A process on every node of the server."""
+    model_dir, head = model_dir.absolute(), nodes[0].host
+    started = [
+        replace(node, command=server_command(config, model_dir, index, host=node.host, node_rank=rank, head=head))
         for rank, node in enumerate(nodes)
     ]
-    return _engine(config, log_dir, index, [replace(node, command=command) for node, command in zip(nodes, commands, strict=True)])
-
-
-def _engine(config: RunConfig, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
     return HTTPEngine(
-        nodes,
+        started,
         port=port_of(config.rollout, index),
         log_path=log_dir.absolute() / f"rollout-{index}.log",
         start_seconds=config.deadlines.start_seconds,
@@ -105,8 +94,8 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int, n
 
 
 ENGINES: dict[str, Callable[[RunConfig, Path, Path, int, list[NodeOfServer]], RolloutEngine]] = {
-    "hf": _build_hf,
-    "vllm": _build_native,
-    "sglang": _build_native,
+    "hf": _build_server,
+    "vllm": _build_server,
+    "sglang": _build_server,
     "fake": _build_fake,
 }

@@ -19,8 +19,11 @@ from moerl.rollout.engines.vllm import vllm_launch as vllm
 _LAUNCH: dict[str, Any] = {"sglang": sglang, "vllm": vllm}
 
 
-def server_command(config: RunConfig, model_dir: Path, index: int, *, module: str, extra: list[str], host: str) -> list[str]:
-    """Command of server `index`, in the terms that all servers have."""
+def server_command(
+    config: RunConfig, model_dir: Path, index: int, *, host: str = "127.0.0.1", node_rank: int = 0, head: str | None = None
+) -> list[str]:
+    """Command for the process of one node of server `index`. All nodes of a server are started together, with the same `head`: the host of
+    node 0 (None: `host`), which alone reports a port and answers requests on `host`."""
     rollout = config.rollout
     options = {
         "--model": model_dir,
@@ -31,26 +34,29 @@ def server_command(config: RunConfig, model_dir: Path, index: int, *, module: st
         "--host": host,
         "--port": port_of(rollout, index),
     }
-    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *extra]
+    if rollout.engine in _LAUNCH:
+        module = f"moerl.rollout.engines.{rollout.engine}.{rollout.engine}_server"
+        own = _native_options(config, index, node_rank=node_rank, head=host if head is None else head)
+    else:
+        module = "moerl.rollout.engines.hf"
+        flags = {"--deterministic": config.deterministic, "--fp8-weights": rollout.layout.weights == "fp8"}
+        own = [flag for flag, is_set in flags.items() if is_set]
+    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *own]
 
 
-def native_command(
-    config: RunConfig, model_dir: Path, index: int, *, host: str = "127.0.0.1", node_rank: int = 0, head: str | None = None
-) -> list[str]:
-    """Command for the process of one node of server `index`, for an engine with an environment of its own. All nodes of a server are
-    started together, with the same `head`: the host of node 0 (None: `host`), which alone reports a port and answers requests on `host`."""
+def _native_options(config: RunConfig, index: int, *, node_rank: int, head: str) -> list[str]:
+    """Options that engines with an environment of their own have beside those of all."""
     layout = config.rollout.layout
-    extra = ["--engine-args", json.dumps(config.rollout.engine_args)]
+    own = ["--engine-args", json.dumps(config.rollout.engine_args)]
     if index < num_shared(config):
-        extra.append("--shares-gpus")
+        own.append("--shares-gpus")
     if layout != ServerLayout():
-        extra += ["--layout", json.dumps(given(layout))]
+        own += ["--layout", json.dumps(given(layout))]
     if layout.nodes > 1:
-        extra += ["--node-rank", str(node_rank), "--head", host if head is None else head]
+        own += ["--node-rank", str(node_rank), "--head", head]
     if routes_to_replay(config) is not None:
-        extra.append("--returns-routes")
-    module = f"moerl.rollout.engines.{config.rollout.engine}.{config.rollout.engine}_server"
-    return server_command(config, model_dir, index, module=module, extra=extra, host=host)
+        own.append("--returns-routes")
+    return own
 
 
 def port_of(rollout: RolloutConfig, index: int) -> int:
@@ -100,7 +106,7 @@ def described(config: RunConfig) -> Iterator[str]:
     )
     model = Path("MODEL" if config.model.path is None else config.model.path)
     environment, line = engine_line(config, model, head="HEAD")
-    yield f"node 0 runs     {shlex.join(native_command(config, model, 0, head='HEAD'))}"
+    yield f"node 0 runs     {shlex.join(server_command(config, model, 0, head='HEAD'))}"
     yield f"which is        {shlex.join([*(f'{name}={value}' for name, value in environment.items()), rollout.engine, *line])}"
     if layout.nodes > 1:
         port = f"; port {_ANY_PORT} stands for one that is free there, added as --head-port" if layout.port == 0 else ""
