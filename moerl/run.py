@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,10 +151,14 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
     with ThreadPoolExecutor(1) as thread:
         thread.submit(int).result()  # the thread has begun: one that an interrupt meets at its start would not be waited for
         try:
-            return thread.submit(asyncio.run, announced()).result()
+            running = thread.submit(asyncio.run, announced())
+            while not running.done():
+                wait([running], timeout=1.0)  # no longer: a Ctrl-C that comes as this thread lies down is heard when it wakes
+            return running.result()
         except KeyboardInterrupt:
             loop, task = begun.result()
-            loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
             raise
 
 

@@ -157,11 +157,12 @@ def test_ctrl_c_in_a_running_loop_waits_for_what_the_run_ends():
     async def main():
         try:
             os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.sleep(60)
+            await asyncio.sleep(5)
         finally:
             await asyncio.sleep(0.01)
-            ended.append(True)
+            ended.append("heard" if asyncio.current_task().cancelling() else "slept")
 
-    with pytest.raises(KeyboardInterrupt):
-        in_a_running_loop(main())
-    assert ended == [True]
+    for _ in range(10):  # one that comes as the waiting thread lies down was not heard, in a quarter of the attempts
+        with pytest.raises(KeyboardInterrupt):
+            in_a_running_loop(main())
+    assert ended == ["heard"] * 10
