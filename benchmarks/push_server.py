@@ -48,7 +48,7 @@ class Server:
     async def install(self) -> None:
         await self.ask("install")
 
-    async def finish(self, version: int) -> None:
+    async def finish(self, version: int, push_id: str) -> None:
         await self.ask("finish", version)
 
 

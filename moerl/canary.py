@@ -75,7 +75,9 @@ async def run_canary(
         if not result.mean <= limit:  # also when it is not a number
             faults.append(_describe(engine.name, result, mine_T[_worst(difference_T[mine_T])], batch, trainer_T, len(prompts)))
     if faults:
-        raise WeightError(_explain(faults, version=version, limit=limit))
+        error = WeightError(_explain(faults, version=version, limit=limit))
+        error.names = tuple(name for name, result in results.items() if not result.mean <= limit)
+        raise error
     everything = _summary(difference_T[batch.response_mask_T])
     return CanaryResult(mean=everything.mean, max=everything.max, engines=results)
 

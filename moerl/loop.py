@@ -64,12 +64,15 @@ async def run(
                     await residency.train()
                     await _save(step, cursor, prompts, train, observe)
                 raise
+            batch = build_batch(groups, algorithm, routes, weights.servers)
             with observe.phase("switch"):
+                await weights.compare(groups, batch)
                 await residency.train()
-            batch = await _with_logprobs(config, build_batch(groups, algorithm, routes), train, observe)
+            batch = await _with_logprobs(config, batch, train, observe)
             with observe.phase("update"):
                 stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
-            _check(config, stats, step=step, is_first=step == first_version, is_reference=not state)
+            is_refused = weights.refuses(stats, step=step + 1)
+            _check(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
             version, cursor = step + 1, buffer.oldest_untrained_ticket
             observe.step(version, groups, stats)
             del groups, batch  # with them go their samples in the object store

@@ -5,24 +5,28 @@ A server that ends in a push does not end the push: it is brought to the others,
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from moerl.canary import CanaryResult, run_canary
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
+from moerl.observe.guards import mismatch_message
 from moerl.observe.metrics import push_metrics
 from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.train.batching.balance import split_mini_batches
 from moerl.train.group import TrainGroup
 from moerl.types.batch import TrainBatch
-from moerl.types.errors import EngineError, HangError, MoerlError, WeightError
-from moerl.types.groups import Prompt
+from moerl.types.errors import EngineError, GuardError, HangError, MoerlError, WeightError
+from moerl.types.groups import Group, Prompt
 from moerl.types.push import PushStats, Transport
+from moerl.types.stats import StepStats, disagreeing
+from moerl.types.stored_batch import StoredBatch
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -50,7 +54,11 @@ class WeightPublisher:
     def step_metrics(self) -> dict[str, float]:
         """Counts of servers that were restarted and of completions that went on after a push, so far; and the newest push of this
         version, which is absent if no server was there."""
-        counts = {"fleet/restarts": float(self._fleet.num_restarts), "fleet/resumed": float(self._pool.num_resumed)}
+        counts = {
+            "fleet/restarts": float(self._fleet.num_restarts),
+            "fleet/retired": float(self._fleet.num_retired),
+            "fleet/resumed": float(self._pool.num_resumed),
+        }
         return counts if self._last_push is None else counts | push_metrics(self._last_push)
 
     async def push(self, version: int) -> CanaryResult | None:
@@ -58,6 +66,36 @@ class WeightPublisher:
         servers have their GPUs back. The canary's result, when it ran."""
         self._version, self._num_pushes, self._last_push = version, self._num_pushes + 1, None
         return await self._bring(self._fleet.running, with_canary=self._canary_is_due())
+
+    @property
+    def servers(self) -> dict[str, int]:
+        """Numbers of the servers that have the present version, by the nonces of the pushes that brought it."""
+        return self._fleet.servers_of(self._version)
+
+    async def compare(self, groups: Sequence[Group], batch: StoredBatch) -> None:
+        """Canary of servers that sampled in `groups` but of which the update compares no token, as in asynchronous runs: tokens of older
+        versions differ rightly. Before the trainer changes its weights."""
+        first = split_mini_batches(batch.num_sequences, self._config.train.updates_per_step)[0]
+        fresh = batch.select(first).fresh
+        compared = set() if fresh is None else {self._fleet.members[number] for number in fresh[:, 0] if number >= 0}
+        spans = (span for group in groups for sample in group.samples for span in sample.completion.spans)
+        sources = self._fleet.owners(spans) & set(self._fleet.healthy()) - compared
+        members = [member for member in self._fleet.members if member in sources]
+        if members:
+            await self._unless_lost(members, self._canary(members))
+
+    def refuses(self, stats: StepStats, *, step: int) -> bool:
+        """Whether the update was not applied because servers had other weights than they said: they are retired. GuardError if it is all
+        that serve: the trainer may be what is wrong."""
+        limit = self._config.weights.mismatch_limit
+        members = {self._fleet.members[number]: stats.server_mismatch[number] for number in disagreeing(stats.server_mismatch, limit)}
+        if members and not set(self._fleet.healthy()) - set(members):
+            raise GuardError(mismatch_message(stats, limit, f"update of step {step}"))
+        for member, found in members.items():
+            said = f"mean |log-prob(trainer) - log-prob(rollout)| = {found.mean:.3g} over {found.num_tokens} tokens of one version"
+            rule = f"must be at most weights.mismatch_limit = {limit:.3g}"
+            self._fleet.retire(member, EngineError(f"{member.name}: step {step}: {said}: {rule}. The step changed no weight"))
+        return bool(members)
 
     async def serve_while(self, work: Awaitable[T], phase: Literal["rollout", "eval"] = "rollout") -> T:
         """`work`; servers that are restarted meanwhile get the present weights. For a time in which nothing else uses the trainer."""
@@ -102,19 +140,38 @@ class WeightPublisher:
             try:
                 return await self._push(members, with_canary=with_canary)
             except (EngineError, WeightError) as error:
-                if not await self._fleet.lost(before):
+                if not self._retired(members, error) and not await self._fleet.lost(before):
                     raise
                 logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
         await self._residency.share()
         await self._residency.serve()  # those that come back start then
         return None
 
+    def _retired(self, members: Collection[Member], error: Exception) -> bool:
+        """Whether the canary found some of the servers at fault, and not all: these end. At the first push it is the run's settings."""
+        names = error.names if isinstance(error, WeightError) else ()
+        liars = [member for member in members if member.name in names]
+        if not liars or self._num_pushes == 1 or not set(self._fleet.healthy()) - set(liars):
+            return False
+        for member in liars:
+            self._fleet.retire(member, EngineError(str(error)))
+        return True
+
+    async def _unless_lost(self, members: Collection[Member], work: Awaitable[Any]) -> None:
+        before = {member: member.num_starts for member in members}
+        try:
+            await work
+        except (EngineError, WeightError) as error:
+            if not self._retired(members, error) and not await self._fleet.lost(before):
+                raise
+
     async def _push(self, members: list[Member], *, with_canary: bool) -> CanaryResult | None:
         await self._residency.share()
         sync = await self._sync_with(members)
         await self._pool.pause("abort" if self._config.rollout.partial else "keep", members)
         self._last_push = await sync.push(self._version)
-        self._fleet.served(members)
+        self._fleet.served(members, version=self._version, push_ids=self._last_push.push_ids)
+        self._fleet.forget_pushes(before=self._version - self._config.max_staleness)
         await self._pool.resume([member for member in members if not member.is_lent])
         await self._residency.serve()
         return await self._canary(members) if with_canary else None

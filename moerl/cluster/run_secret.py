@@ -37,7 +37,7 @@ class RunSecret:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every HTTP request carries."""
+        """Headers of every HTTP request."""
         return {"Authorization": f"{_SCHEME}{self.key}"}
 
     def admits(self, authorization: str | None) -> bool:

@@ -39,7 +39,7 @@ def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old
     the first change.
     """
     if on_policy and not stats.mismatch_mean <= limit:
-        raise GuardError(_mismatch_message(stats, limit))
+        raise GuardError(mismatch_message(stats, limit, "first update"))
     if own_old_logprobs and stats.kl_old != 0.0:
         raise GuardError(
             f"first update: kl_old = {stats.kl_old!r}: must be exactly 0.0. The old log-probs are the trainer's own, from the same "
@@ -53,9 +53,9 @@ def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old
         )
 
 
-def _mismatch_message(stats: StepStats, limit: float) -> str:
+def mismatch_message(stats: StepStats, limit: float, when: str) -> str:
     return (
-        f"first update: mean |log-prob(trainer) - log-prob(rollout)| = {stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, "
+        f"{when}: mean |log-prob(trainer) - log-prob(rollout)| = {stats.mismatch_mean:.3g} (max {stats.mismatch_max:.3g}, "
         f"KL {stats.mismatch_kl:.3g}, {stats.num_tokens} tokens): must be at most weights.mismatch_limit = {limit:.3g}. "
         "Both sides scored the same tokens with the same weights, so something differs between them.\n"
         "Likely causes, by the size of the mean:\n"

@@ -65,6 +65,7 @@ METRICS = (
     Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
     Metric("eval/*", "", "up", LAST, "eval/DATASET/NAME: reward, pass@k and its standard error, length, truncated and unscorable samples"),
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
+    Metric("fleet/retired", "servers", "zero", LAST, "ended for good: what they answered cannot be true, or is of other weights"),
     Metric("fleet/resumed", "completions", "none", LAST, "that went on from their tokens after a push (rollout.partial), since then"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
     Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),

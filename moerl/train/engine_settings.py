@@ -1,6 +1,7 @@
 """Settings that a training rank needs of the run's configuration. Apart from the engine, so that the driver can build it without
 Megatron."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,5 +21,7 @@ class EngineSettings:
     """Dtype of the tensors that leave for the rollout servers."""
     push_fp8: bool = False
     """Those that published checkpoints quantize leave in blocks of FP8 instead."""
+    mismatch_limit: float = math.inf
+    """Mean by which a server's log-probs may differ, in nats per token."""
     trains: bool = True
     """False: a rank that scores and sends. It has no optimizer, and of a checkpoint it loads the weights alone."""

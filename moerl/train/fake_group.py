@@ -4,6 +4,7 @@ For tests of everything around the trainer; checkpoints hold the driver's state 
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,17 @@ from moerl.train.checkpoint.checkpoint_check import read_state
 from moerl.train.memory.memory_states import MemoryStates
 from moerl.types.batch import TrainBatch
 from moerl.types.push import TensorSpec
-from moerl.types.stats import SavedCheckpoint, StepStats
+from moerl.types.stats import SavedCheckpoint, ServerMismatch, StepStats, disagreeing
 from moerl.types.stored import Here, Stored
 from moerl.types.stored_batch import Batch
 from moerl.weights.local_source import LocalSource
 
 
 class FakeTrainGroup:
-    def __init__(self, *, vocab_size: int, tensors: tuple[TensorSpec, ...], checkpoint_dir: Path, keep: int = 2):
+    def __init__(
+        self, *, vocab_size: int, tensors: tuple[TensorSpec, ...], checkpoint_dir: Path, keep: int = 2, mismatch_limit: float = math.inf
+    ):
+        self._mismatch_limit = mismatch_limit
         self._logprob = -float(np.log(vocab_size))
         self._tensors, self._checkpoint_dir, self._keep = tensors, checkpoint_dir, keep
         self.weight_source = LocalSource(self._export, bucket_bytes=2**20)
@@ -79,14 +83,16 @@ class FakeTrainGroup:
 
     async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
         with self._residency.running("update"):
-            self.version += 1
             whole = batch.laid_out(np.arange(batch.num_sequences))
             self.batches.append(whole)
+            servers = self._server_mismatch(whole)
+            self.version += not disagreeing(servers, self._mismatch_limit)
         mismatch_T = np.abs(self._logprob - whole.rollout_logprobs_T[whole.response_mask_T])
         return StepStats(
             loss=0.0, grad_norm=0.0, learning_rate=lr, num_tokens=int(whole.response_mask_T.sum()), entropy=-self._logprob, kl_old=0.0,
             kl_reference=None, clip_fraction=0.0, mismatch_mean=float(mismatch_T.mean()), mismatch_max=float(mismatch_T.max()),
             mismatch_kl=0.0, padding_fraction=0.0, rank_imbalance=1.0, round_imbalance=1.0,
+            server_mismatch=servers,
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -98,6 +104,12 @@ class FakeTrainGroup:
     @property
     def watched(self) -> list[WatchedProcess]:
         return []
+
+    def _server_mismatch(self, batch: TrainBatch) -> tuple[ServerMismatch, ...]:
+        if batch.server_T is None:
+            return ()
+        of_servers = [np.abs(self._logprob - batch.rollout_logprobs_T[batch.server_T == number]) for number in range(batch.num_servers)]
+        return tuple(ServerMismatch(mean=float(each.sum()) / max(len(each), 1), num_tokens=len(each)) for each in of_servers)
 
     def _export(self) -> dict[str, torch.Tensor]:
         with self._residency.running("export"):

@@ -220,6 +220,7 @@ class MegatronTrainGroup:
             uses_reference=config.uses_reference and self._trains,
             export_dtype=config.rollout_dtype,
             push_fp8=config.rollout.layout.weights == "fp8",
+            mismatch_limit=config.weights.mismatch_limit,
             trains=self._trains,
         )
 

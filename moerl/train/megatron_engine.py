@@ -110,8 +110,10 @@ class MegatronEngine:
             group["lr"] = lr
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
             group["weight_decay"] = self._train.optimizer.weight_decay * group.get("wd_mult", 1.0)
-        parts = split_mini_batches(batch.num_sequences, num_updates)
-        results = [self.step.mini_batch(batch.select(part), objective, samples=part) for part in parts]
+        first, *later = split_mini_batches(batch.num_sequences, num_updates)
+        results = [self.step.mini_batch(batch.select(first), objective, samples=first)]
+        if not results[0].refused:  # after an update the policy has moved: nothing is compared any more
+            results += [self.step.mini_batch(batch.select(part).without_servers(), objective, samples=part) for part in later]
         applied = [result for result in results if result.trouble is None]
         balance = sum((result.balance for result in results[1:]), results[0].balance)
         counted = applied if applied else results  # without any update the statistics say why: they are not finite
@@ -122,6 +124,7 @@ class MegatronEngine:
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
             memory=largest_over_ranks(self._residency.stats()),
+            server_mismatch=results[0].sums.server_mismatch(),
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
             rank_imbalance=balance.rank_imbalance,

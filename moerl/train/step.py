@@ -35,6 +35,7 @@ from moerl.train.megatron.overlap import without_grad_reduce
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.rank_progress import counted
 from moerl.types.batch import TrainBatch
+from moerl.types.stats import disagreeing
 from moerl.types.stored_batch import Batch
 
 
@@ -46,6 +47,7 @@ class TrainStep:
         self.planner = Planner.of(settings.train, attention_tokens(model.config, model.vocab_size))
         self.kept_routes = KeptRoutes()
         self._train, self._temperature = settings.train, settings.temperature
+        self._mismatch_limit = settings.mismatch_limit
 
     def logprobs(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
         share, routing = self.share(batch, plan), self.model.routing
@@ -63,7 +65,8 @@ class TrainStep:
         return total_T.cpu().numpy()
 
     def mini_batch(self, batch: Batch, objective: Objective, samples: np.ndarray) -> "MiniBatchResult":
-        """One optimizer step, or none if loss or gradient is not finite. `samples`: where the sequences stand in the whole batch."""
+        """One optimizer step, or none if loss or gradient is not finite, or a server's log-probs are not the model's. `samples`: where the
+        sequences stand in the whole batch."""
         plan = self.plan(batch)
         share = self.share(batch, plan)
         packed = self.micro_batches(share)
@@ -85,11 +88,13 @@ class TrainStep:
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         # Only the last stage has outputs.
-        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device())))
+        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device()), batch.num_servers))
         reduce_over_micro_batches(total.sums)
         reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
-        trouble = None
-        if math.isfinite(grad_norm) and math.isfinite(total.loss):
+        trouble, refused = None, bool(disagreeing(total.server_mismatch(), self._mismatch_limit))
+        if refused:
+            self.model.routers.restore(biases)
+        elif math.isfinite(grad_norm) and math.isfinite(total.loss):
             self.optimizer.step()
         else:
             trouble = self._locate_nonfinite(share, packed, loss, samples)
@@ -102,6 +107,7 @@ class TrainStep:
             balance=self.planner.balance(batch.lengths, plan),
             routing=routing,
             trouble=trouble,
+            refused=refused,
         )
 
     def loss(self, objective: Objective, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
@@ -199,6 +205,8 @@ class MiniBatchResult:
     routing: RoutingCounts | None
     trouble: str | None
     """Where loss or gradient was not finite; then nothing was updated."""
+    refused: bool
+    """Nothing was updated: a server sampled with other weights than it says."""
 
 
 def reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:

@@ -22,6 +22,7 @@ class TrainBatch:
     offsets: np.ndarray  # int64 [num_sequences + 1]
     old_logprobs_T: np.ndarray | None = None  # float32, from the trainer before the update
     reference_logprobs_T: np.ndarray | None = None  # float32, from the frozen initial model
+    server_T: np.ndarray | None = None  # int16, who sampled it with the weights that the update starts from; -1: other weights, or nobody
     routes_T: np.ndarray | None = None  # uint8 or uint16 [T, layers, top_k], from the engine; unknown_route where it has none
 
     @property
@@ -45,6 +46,13 @@ class TrainBatch:
     @property
     def routes_shape(self) -> tuple[int, int] | None:
         return None if self.routes_T is None else (self.routes_T.shape[1], self.routes_T.shape[2])
+
+    @property
+    def num_servers(self) -> int:
+        return 0 if self.server_T is None else int(self.server_T.max(initial=-1)) + 1
+
+    def without_servers(self) -> "TrainBatch":
+        return replace(self, server_T=None)
 
     def without_routes(self) -> "TrainBatch":
         return replace(self, routes_T=None)

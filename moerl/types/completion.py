@@ -33,6 +33,8 @@ class VersionSpan:
 
     version: int
     num_tokens: int
+    push_id: str = field(default="", compare=False)
+    """Nonce of the push that brought them to the server that sampled; empty: none did. Another one in every run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,9 @@ class StoreError(MoerlError, RuntimeError):
 class WeightError(MoerlError, RuntimeError):
     """Trainer and engine do not hold the same weights."""
 
+    names: tuple[str, ...] = ()
+    """Names of the servers that a comparison found at fault."""
+
 
 class CheckpointError(MoerlError, RuntimeError):
     """A checkpoint is missing, damaged, or of another model."""

@@ -1,6 +1,6 @@
 """Parts of one weight push, as it crosses processes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Transport = Literal["ipc", "nccl", "disk"]
@@ -108,5 +108,7 @@ class PushStats:
     """From the plan, if there was none yet, until every receiver serves the version."""
     num_written: int = 0
     """disk: bytes of its files."""
+    push_ids: dict[str, str] = field(default_factory=dict, repr=False)
+    """Nonce of each receiver, by its name."""
     num_network: int = 0
     """nccl: bytes of tensors that crossed the network, once to every node that reads them."""

@@ -1,5 +1,6 @@
 """Numbers that a trainer reports: of an update, of memory, of routes, of a checkpoint."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -43,6 +44,24 @@ class RoutingStats:
     """Share of the replayed routes whose set of experts the router would have chosen itself, given what came before it."""
 
 
+MIN_COMPARED = 32
+"""Tokens below which a server's mean mismatch is not judged: single tokens of low precision differ by more than a mean may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerMismatch:
+    """Mismatch of the tokens that one server sampled with the weights from which the update started."""
+
+    mean: float
+    """mean |d|; 0 without tokens."""
+    num_tokens: int
+
+
+def disagreeing(mismatches: Sequence[ServerMismatch], limit: float) -> tuple[int, ...]:
+    """Numbers of the servers whose mean is above `limit` (or no number), of those with enough tokens."""
+    return tuple(number for number, each in enumerate(mismatches) if each.num_tokens >= MIN_COMPARED and not each.mean <= limit)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """Measurements of one `TrainGroup.update`, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
@@ -71,6 +90,8 @@ class StepStats:
     """Work of the busiest data-parallel rank divided by the mean over ranks; attention's quadratic cost included."""
     round_imbalance: float
     """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
+    server_mismatch: tuple[ServerMismatch, ...] = ()
+    """By the server's number, over the first mini-batch. Where one of them is above weights.mismatch_limit nothing was updated."""
     mtp_loss: float | None = None
     """Mean cross-entropy of multi-token prediction over depths and response tokens, in nats; None if it is not trained."""
     routing: RoutingStats | None = None

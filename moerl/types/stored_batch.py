@@ -37,6 +37,13 @@ class Batch(Protocol):
     def routes_shape(self) -> tuple[int, int] | None:
         """(layers, top_k); None without routes"""
 
+    @property
+    def num_servers(self) -> int:
+        """Servers are numbered below it where tokens name theirs; 0: they do not"""
+
+    def without_servers(self) -> Self:
+        """Batch for a pass of other weights than those that servers had."""
+
     def without_routes(self) -> Self: ...
 
     def select(self, sequences: "np.ndarray | list[int]") -> Self:
@@ -55,6 +62,9 @@ class StoredBatch:
     response_lengths: np.ndarray  # int64 [num_sequences]
     advantages: np.ndarray  # float32 [num_sequences], of all response tokens
     starts: np.ndarray  # int64 [num_sequences], where the sequence begins in the log-probs below
+    fresh: np.ndarray | None = None  # int64 [num_sequences, 2]
+    """Number of the server that sampled the last tokens, and how many of them, where it had the weights that the update starts from; else
+    -1 and 0."""
     routes: RouteShape | None = None
     """Shape of the model's routes, where payloads bring routes that are used."""
     old_logprobs: Stored[np.ndarray] | Literal["rollout"] | None = None
@@ -81,13 +91,21 @@ class StoredBatch:
     def routes_shape(self) -> tuple[int, int] | None:
         return None if self.routes is None else (self.routes.num_layers, self.routes.top_k)
 
+    @property
+    def num_servers(self) -> int:
+        return 0 if self.fresh is None else int(self.fresh[:, 0].max(initial=-1)) + 1
+
+    def without_servers(self) -> "StoredBatch":
+        return replace(self, fresh=None)
+
     def without_routes(self) -> "StoredBatch":
         return replace(self, routes=None)
 
     def select(self, sequences: "np.ndarray | list[int]") -> "StoredBatch":
         chosen = np.asarray(sequences, dtype=np.int64)
         columns = {name: getattr(self, name)[chosen] for name in ("prompt_lengths", "response_lengths", "advantages", "starts")}
-        return replace(self, payloads=tuple(self.payloads[i] for i in chosen), **columns)
+        fresh = None if self.fresh is None else self.fresh[chosen]
+        return replace(self, payloads=tuple(self.payloads[i] for i in chosen), fresh=fresh, **columns)
 
     def share(self, sequences: Collection[int]) -> "StoredBatch":
         """With the payloads of these sequences alone."""
@@ -106,6 +124,7 @@ class StoredBatch:
         token_ids_T, response_mask_T = np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=bool)
         rollout_logprobs_T, advantages_T = np.zeros(num_tokens, dtype=np.float32), np.zeros(num_tokens, dtype=np.float32)
         routes_T = None if self.routes is None else no_routes(num_tokens, self.routes)
+        server_T = None if self.fresh is None else np.full(num_tokens, -1, dtype=np.int16)
         for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
             response = slice(start + len(payload.prompt_ids), end)
             token_ids_T[start : response.start] = payload.prompt_ids
@@ -113,6 +132,9 @@ class StoredBatch:
             response_mask_T[response] = True
             rollout_logprobs_T[response] = payload.logprobs
             advantages_T[response] = self.advantages[index]
+            if self.fresh is not None and server_T is not None:
+                server, num_fresh = self.fresh[index]
+                server_T[end - num_fresh : end] = server
             if routes_T is not None and payload.routes is not None:
                 routes_T[start : end - 1] = payload.routes
         old = rollout_logprobs_T if self.old_logprobs == "rollout" else self._column(self.old_logprobs)
@@ -124,6 +146,7 @@ class StoredBatch:
             offsets=offsets,
             old_logprobs_T=old,
             reference_logprobs_T=self._column(self.reference_logprobs),
+            server_T=server_T,
             routes_T=routes_T,
         )
 

@@ -5,8 +5,10 @@ from typing import Protocol
 from moerl.types.push import Manifest, Needs, TransportOffer
 
 
-class WeightReceiver(Protocol):
-    """The engine's side of a weight push. Every method raises WeightError with the engine's own reason; the engine is then STALE."""
+class WeightSink(Protocol):
+    """Steps of a push up to the bytes that lie in the model.
+
+    Every method raises WeightError with the engine's own reason; the engine is then STALE."""
 
     async def needs(self) -> Needs:
         """Tensors that a push must bring to each of its model processes: all but the experts that others of them have."""
@@ -20,5 +22,10 @@ class WeightReceiver(Protocol):
         """Returns when its processes have fetched the buckets of the offer, copied them into the model, and compared digests of the
         *installed* bytes."""
 
-    async def finish(self, version: int) -> None:
-        """Every tensor that a process needs must have been installed once; then the engine serves `version`."""
+
+class WeightReceiver(WeightSink, Protocol):
+    """The engine's side of a weight push."""
+
+    async def finish(self, version: int, push_id: str) -> None:
+        """Every tensor that a process needs must have been installed once; then the engine serves `version`, and every completion says
+        with which `push_id` its weights came: a nonce of this push to this receiver."""

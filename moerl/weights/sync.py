@@ -11,6 +11,7 @@ Pausing the engines around a push is the caller's. After a failed push every rec
 
 import asyncio
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -126,7 +127,8 @@ class WeightSync:
         await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
         installs: dict[str, Coroutine[Any, Any, Any]] = {name: receiver.install() for name, receiver in self._receivers.items()}
         num_written = (await self._together("the transfer", {SOURCE: self._source.send(), **installs}))[SOURCE]
-        await self._together("finish", {name: receiver.finish(version) for name, receiver in self._receivers.items()})
+        push_ids = {name: secrets.token_hex(8) for name in self._receivers}
+        await self._together("finish", {name: receiver.finish(version, push_ids[name]) for name, receiver in self._receivers.items()})
         await self._source.finish()
         self._connected = True
         buckets = [bucket for job in self._deliveries.jobs.values() for bucket in job]
@@ -138,6 +140,7 @@ class WeightSync:
             num_senders=len(self._deliveries.jobs),
             seconds=time.perf_counter() - started,
             num_written=num_written,
+            push_ids=push_ids,
             num_network=0 if self._nodes is None else sum(entry.num_bytes for bucket in buckets for entry in bucket.entries),
         )
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))

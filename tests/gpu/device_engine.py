@@ -47,7 +47,7 @@ class DeviceEngine:
     async def install(self) -> None:
         await in_thread(self.call, "install")
 
-    async def finish(self, version: int) -> None:
+    async def finish(self, version: int, push_id: str) -> None:
         await asyncio.to_thread(self.call, "finish", version)
 
     def close(self) -> None:

@@ -144,7 +144,13 @@ class InProcessRun:
         """("drawn", ticket), ("updated", version), ("pushed", version), in time."""
         self.groups: dict[int, list[Group]] = {}
         """Those that trained each version."""
-        self.trainer = RecordingTrainer(vocab_size=VOCAB_SIZE, tensors=TENSORS, checkpoint_dir=config.run_dir / "checkpoints", keep=1000)
+        self.trainer = RecordingTrainer(
+            vocab_size=VOCAB_SIZE,
+            tensors=TENSORS,
+            checkpoint_dir=config.run_dir / "checkpoints",
+            keep=1000,
+            mismatch_limit=config.weights.mismatch_limit,
+        )
         self._rewards: RewardPool = rewards if rewards is not None else InProcessScorer(score)
 
     async def play(self) -> None:

@@ -19,13 +19,10 @@ both = pytest.mark.parametrize("algorithm", [GRPO, DAPO], ids=["grpo", "dapo"])
 
 
 def during_rollout(run):
-    """Updates, from the second on, that end only while the server generates: if it never does, the run's deadline strikes.
-
-    The first groups of all steps ahead are drawn together and may be complete before the first update.
-    """
+    """Updates that end only while the server generates, but for those before which a canary has waited for all that was in flight."""
 
     async def wait():
-        while True:
+        for _ in range(1000):
             if run.trainer.version == 0 or (await run.engines[0].health()).num_running > 0:
                 return
             await asyncio.sleep(0)

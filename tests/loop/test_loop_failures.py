@@ -118,6 +118,11 @@ class ShiftedLater(Shifted):
     since = 2
 
 
+class ShiftedCanariesLater(Shifted):
+    def is_shifted(self, request_id):
+        return self._version is not None and self._version >= 2 and request_id.startswith("canary")
+
+
 class ShiftedBetweenCanaries(Shifted):
     def is_shifted(self, request_id):
         return not request_id.startswith("canary")
@@ -139,14 +144,55 @@ def test_a_server_of_another_model_is_named_before_anything_is_drawn(tmp_path):
 
 def test_a_server_that_goes_wrong_later_is_found_by_a_later_canary(tmp_path):
     config = make_config(tmp_path, num_steps=8, weights=WeightsConfig(canary_every=2))
-    run = InProcessRun(config, engines=[new_engine("other", ShiftedLater)])
+    run = InProcessRun(config, engines=[new_engine("other", ShiftedCanariesLater)])
     stops(run, WeightError, r"canary of version 3: ")
     assert list(run.groups) == [1, 2, 3]
 
 
+def test_a_server_whose_weights_change_between_pushes_is_found_in_the_step_that_used_them(tmp_path):
+    run = InProcessRun(make_config(tmp_path), engines=[new_engine("other", ShiftedLater)])
+    stops(run, GuardError, r"update of step 3: mean .* = 0\.5.* weights\.mismatch_limit = 0\.0001")
+    assert list(run.groups) == [1, 2]
+    assert run.trainer.version == 2, "the update that used them changed nothing"
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_one_of_several_servers_whose_weights_change_is_retired_and_the_others_go_on(tmp_path, max_staleness):
+    """In an asynchronous run by the canary of a step that has only older tokens, or by the tokens of the present weights."""
+    run = InProcessRun(make_config(tmp_path, max_staleness=max_staleness), engines=[new_engine("same"), new_engine("other", ShiftedLater)])
+    asyncio.run(run.play())
+    assert [row["fleet/retired"] for row in run.metrics()] == [0, 0, 1, 1]
+    assert set(run.groups) == {1, 2, 3, 4}
+    assert run.trainer.version == (3 if max_staleness == 0 else 4), "an update that used them changed nothing; a canary comes before it"
+
+
+class Foreign(FakeEngine):
+    """Takes weights from somebody who is not the run, with the version it has."""
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        if self._version == 1 and not request_id.startswith("canary"):
+            self._push_ids[1] = "of another run"
+        return await super().generate(prompt_ids, sampling, request_id)
+
+
+def test_a_server_with_weights_that_the_run_did_not_push_is_retired_with_its_first_completion(tmp_path):
+    run = InProcessRun(make_config(tmp_path), engines=[new_engine("same"), new_engine("other", Foreign)])
+    asyncio.run(run.play())
+    assert [row["fleet/retired"] for row in run.metrics()] == [0, 1, 1, 1]
+    trained = {
+        span.push_id for groups in run.groups.values() for group in groups for sample in group.samples for span in sample.completion.spans
+    }
+    assert "of another run" not in trained and "" not in trained
+
+
+def test_the_only_server_with_weights_that_the_run_did_not_push_ends_the_run_with_the_cause(tmp_path):
+    run = InProcessRun(make_config(tmp_path), engines=[new_engine("other", Foreign)])
+    stops(run, EngineError, r"other: .* tokens are said to be of weights of version 1, which no push of this run brought so")
+
+
 def test_a_first_step_whose_log_probs_disagree_is_neither_recorded_nor_saved(tmp_path):
     run = InProcessRun(make_config(tmp_path), engines=[new_engine("other", ShiftedBetweenCanaries)])
-    stops(run, GuardError, r"first update: mean .* = 0\.5.* weights\.mismatch_limit = 0\.0001")
+    stops(run, GuardError, r"update of step 1: mean .* = 0\.5.* weights\.mismatch_limit = 0\.0001")
     assert run.groups == {}
     assert checkpoint_dirs.newest(tmp_path / "loop" / "checkpoints") is None
 
@@ -154,8 +200,8 @@ def test_a_first_step_whose_log_probs_disagree_is_neither_recorded_nor_saved(tmp
 class OldWeights(FakeEngine):
     """Confirms pushes after the first one and goes on with the old version."""
 
-    async def finish(self, version):
-        await super().finish(version)
+    async def finish(self, version, push_id):
+        await super().finish(version, push_id)
         self._core.version = 0
 
 
@@ -166,10 +212,10 @@ def test_a_server_that_goes_on_with_old_weights_is_found_by_the_canary(tmp_path)
 
 
 class RefusesSecond(FakeEngine):
-    async def finish(self, version):
+    async def finish(self, version, push_id):
         if version == 2:
             raise WeightError(f"{self.name}: out of memory")
-        await super().finish(version)
+        await super().finish(version, push_id)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

@@ -65,8 +65,8 @@ class Told(FakeEngine):
             self.note("generate")
         return await super().generate(prompt_ids, sampling, request_id)
 
-    async def finish(self, version):
-        await super().finish(version)
+    async def finish(self, version, push_id):
+        await super().finish(version, push_id)
         self.note("pushed")
 
 

@@ -50,7 +50,8 @@ def test_a_run_asked_to_end_saves_its_last_step_and_goes_on_with_the_next_prompt
     config = make_config(tmp_path, num_steps=8, save_every=5, max_staleness=max_staleness)
     whole = play(replace(config, name="whole"))
     first = stopped_in(replace(config, name="stopped"), phase, 3)
-    assert newest(first.config) == 3
+    # One that is asked in the canary of a step with old tokens alone trains that step.
+    assert newest(first.config) in ((3, 4) if (phase, max_staleness) == ("rollout", 2) else (3,))
     resumed = play(first.config)
     assert first.trained() | resumed.trained() == whole.trained()
     assert first.groups.keys().isdisjoint(resumed.groups)

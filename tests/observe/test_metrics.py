@@ -83,7 +83,12 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     pushed = PushStats(version=0, num_tensors=3, num_bytes=64, num_buckets=1, num_senders=1, seconds=0.5, num_network=48)
     values = measure(make_group(sample), stats=stats) | push_metrics(pushed)
     values |= move_metrics({"servers_sleep": Move(seconds=0.25, num_bytes=8)})
-    values |= {"groups/dropped": 3.0, "fleet/restarts": 0.0, "fleet/resumed": 0.0}  # of the buffer and of the publisher
+    values |= {
+        "groups/dropped": 3.0,
+        "fleet/restarts": 0.0,
+        "fleet/retired": 0.0,
+        "fleet/resumed": 0.0,
+    }  # of the buffer and of the publisher
     assert (values["residency/seconds/servers_sleep"], values["residency/bytes/servers_sleep"]) == (0.25, 8.0)
     assert [values[f"push/{name}"] for name in ("seconds", "bytes", "network_bytes", "written_bytes")] == [0.5, 64.0, 48.0, 0.0]
     assert {name: values[name] for name in values if name.startswith("memory/")} == {

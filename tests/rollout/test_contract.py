@@ -288,7 +288,7 @@ def test_a_push_that_brings_only_some_tensors_cannot_finish(run, served):
     async def scenario():
         await served.engine.begin(manifest_of(served, version=2))
         with pytest.raises(WeightError, match="incomplete"):
-            await served.engine.finish(2)
+            await served.engine.finish(2, "b")
         return await served.engine.health()
 
     assert run(scenario()).status == "stale"

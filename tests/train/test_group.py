@@ -87,11 +87,14 @@ class Received:
     def __init__(self, specs, on_load):
         self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
         self._num_loaded, self._on_load = 0, on_load
-        for step in ("connect", "begin", "install", "finish"):
+        for step in ("connect", "begin", "install"):
             setattr(self, step, partial(in_thread, getattr(self._session, step)))
 
     async def needs(self):
         return (self._session.needs,)
+
+    async def finish(self, version, push_id):
+        await in_thread(self._session.finish, version)
 
     def _load(self, name, tensor):
         self._on_load(self._num_loaded)

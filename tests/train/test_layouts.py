@@ -29,6 +29,8 @@ def assert_same_training(result, expected):
         for name in STATISTICS:
             assert getattr(step, name) == pytest.approx(getattr(wanted, name), rel=1e-5, abs=1e-8), name
         assert step.num_tokens == wanted.num_tokens
+        for server, same in zip(step.server_mismatch, wanted.server_mismatch, strict=True):
+            assert (server.num_tokens, server.mean) == (same.num_tokens, pytest.approx(same.mean, rel=1e-5))
     assert result.weights.keys() == expected.weights.keys()
     for name, weight in result.weights.items():
         np.testing.assert_allclose(weight, expected.weights[name], atol=2e-6, rtol=0, err_msg=name)

@@ -68,6 +68,7 @@ def make_batch(rng, num_sequences=6, *, with_old=True):
         offsets=offsets,
         old_logprobs_T=logprobs() if with_old else None,
         reference_logprobs_T=logprobs(),
+        server_T=np.where(mask, rng.integers(-1, 3, offsets[-1]), -1).astype(np.int16),
     )
 
 
@@ -80,7 +81,7 @@ def poisoned(batch, value):
 
 def run(batch, policy, objective, micro_batches, *, token_multiple=1, cp=1):
     """Loss, gradient per token and sums, over the given micro-batches, each cut into the parts of `cp` ranks."""
-    leaf, sums, total = policy.leaf(), LossSums.zero("cpu"), 0.0
+    leaf, sums, total = policy.leaf(), LossSums.zero("cpu", batch.num_servers), 0.0
     for members in micro_batches:
         packed = pack(batch, members, token_multiple, 2 * cp if cp > 1 else 1)
         for part in range(cp):
@@ -232,7 +233,7 @@ def test_denominators_count_response_tokens_and_sequences_that_have_some():
     batch = make_batch(np.random.default_rng(3))
     with_response = sum(any(batch.response_mask_T[s:e]) for s, e in zip(batch.offsets[:-1], batch.offsets[1:], strict=True))
     assert with_response < batch.num_sequences
-    assert Denominators.of(batch) == Denominators(num_tokens=int(batch.response_mask_T.sum()), num_sequences=with_response)
+    assert Denominators.of(batch) == Denominators(num_tokens=int(batch.response_mask_T.sum()), num_sequences=with_response, num_servers=3)
 
 
 def test_without_old_log_probs_the_ratio_is_one_and_kl_old_is_exactly_zero():

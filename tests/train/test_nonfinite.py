@@ -58,3 +58,20 @@ def test_the_other_mini_batches_are_applied_and_counted_alone(checkpoints):
     assert result.steps[0].num_tokens == expected.steps[0].num_tokens
     for name, weight in result.weights.items():
         np.testing.assert_allclose(weight, expected.weights[name], atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("pp2-vpp2", "cp2-ep2")], ids=str)
+def test_an_update_with_tokens_of_other_weights_than_their_server_says_changes_nothing(layout, checkpoints):
+    """Two updates: the first compares, and neither is applied."""
+    batch = random_batch(num_sequences=26)
+    chosen = settings(checkpoints["qwen3_moe"], layout, mismatch_limit=0.01)
+    result = run_ranks(train, layout.ranks, chosen, batch, 1, 2)
+    untouched = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), batch, 0)
+    servers = result.steps[0].server_mismatch
+    assert [server.num_tokens for server in servers] == np.bincount(batch.select(np.arange(13)).server_T + 1, minlength=3)[1:].tolist()
+    difference_T = np.abs(untouched.before_T - batch.rollout_logprobs_T)
+    first_T = np.arange(len(difference_T)) < batch.offsets[13]
+    for number, server in enumerate(servers):
+        assert server.mean == pytest.approx(difference_T[first_T & (batch.server_T == number)].mean(), rel=1e-4)
+    for name, weight in result.weights.items():
+        np.testing.assert_array_equal(weight, untouched.weights[name])

@@ -97,11 +97,14 @@ class Received:
         self.tensors = {}
         self.fails = False
         self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
-        for step in ("connect", "begin", "install", "finish"):
+        for step in ("connect", "begin", "install"):
             setattr(self, step, partial(in_thread, getattr(self._session, step)))
 
     async def needs(self):
         return (self._session.needs,)
+
+    async def finish(self, version, push_id):
+        await in_thread(self._session.finish, version)
 
     def _load(self, name, tensor):
         if self.fails:

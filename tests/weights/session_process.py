@@ -79,7 +79,7 @@ class Engine:
     async def install(self) -> None:
         await in_thread(self.session.install)
 
-    async def finish(self, version: int) -> None:
+    async def finish(self, version: int, push_id: str) -> None:
         await asyncio.to_thread(self.session.finish, version)
 
 
@@ -116,7 +116,7 @@ class EngineProcess:
     async def install(self) -> None:
         await in_thread(self.call, "install")
 
-    async def finish(self, version: int) -> None:
+    async def finish(self, version: int, push_id: str) -> None:
         await asyncio.to_thread(self.call, "finish", version)
 
     def close(self) -> None:
@@ -208,5 +208,5 @@ class Halves:
     async def install(self):
         await asyncio.gather(*(process.install() for process in self.processes))
 
-    async def finish(self, version):
-        await asyncio.gather(*(process.finish(version) for process in self.processes))
+    async def finish(self, version, push_id):
+        await asyncio.gather(*(process.finish(version, push_id) for process in self.processes))

@@ -63,8 +63,8 @@ def completed(completion: Completion, sampling: SamplingParams) -> Completion:
 
 
 def _joined_spans(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    runs = [(version, sum(span.num_tokens for span in run)) for version, run in groupby(spans, key=lambda span: span.version)]
-    return tuple(VersionSpan(version=version, num_tokens=num_tokens) for version, num_tokens in runs)
+    runs = ([*run] for _, run in groupby(spans, key=lambda span: (span.version, span.push_id)))
+    return tuple(replace(run[0], num_tokens=sum(span.num_tokens for span in run)) for run in runs)
 
 
 Generate = Callable[[tuple[int, ...], SamplingParams, str], Awaitable[Completion]]

@@ -10,12 +10,14 @@ others, and ends, with what killed the last of them, when there are none.
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from moerl.hangs.hang_reports import HangReports
 from moerl.rollout.server.contract import RolloutEngine
+from moerl.types.completion import VersionSpan
 from moerl.types.errors import EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 NUM_PROBES = 3
 LOSS_SECONDS = 5.0
 """Time after a failure that its cause may take to show: the end of a server is seen by its owner a moment later than by its clients."""
+
+_NO_PUSHES: Mapping[str, str] = MappingProxyType({})
 
 State = Literal["healthy", "suspect", "dead", "restarting", "stale"]
 _RUNNING: tuple[State, ...] = ("healthy", "suspect", "stale")
@@ -38,6 +42,8 @@ class Member:
     num_starts: int = 1
     gone: EngineError | None = None
     """Why it stays dead."""
+    verdict: EngineError | None = None
+    """Why it is to stay dead once it has ended."""
     is_lent: bool = False
     """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
     is_starting: bool = False
@@ -63,11 +69,16 @@ class Fleet:
         self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
+        self._pushed: dict[str, tuple[int, Member]] = {}
 
     @property
     def num_restarts(self) -> int:
         """Number of all servers' restarts so far."""
         return sum(member.num_starts - 1 for member in self.members)
+
+    @property
+    def num_retired(self) -> int:
+        return sum(member.verdict is not None for member in self.members)
 
     def watch(self) -> None:
         """Begin to watch: from here on servers are probed and restarted. All of them must have started."""
@@ -89,12 +100,44 @@ class Fleet:
         """Those that answer, or should."""
         return [member for member in self.members if member.state in _RUNNING]
 
-    def served(self, members: Collection[Member]) -> None:
-        """They have the present weights. Those that died meanwhile stay what they are."""
+    def served(self, members: Collection[Member], *, version: int = 0, push_ids: Mapping[str, str] = _NO_PUSHES) -> None:
+        """They have these weights now, by pushes with these nonces (none: they loaded them by themselves, and their completions are not
+        asked for a push). Those that died meanwhile stay what they are."""
+        self._pushed |= {push_ids[member.name]: (version, member) for member in members if push_ids}
         for member in members:
             member.num_turns += 1
             if member.state in ("stale", "suspect"):
                 self._enter(member, "healthy")
+
+    def servers_of(self, version: int) -> dict[str, int]:
+        """Numbers of the servers to which this version was pushed, by the nonce of the push."""
+        return {push_id: self.members.index(member) for push_id, (pushed, member) in self._pushed.items() if pushed == version}
+
+    def owners(self, spans: Iterable[VersionSpan]) -> set[Member]:
+        """Servers that sampled them, as far as they name pushes."""
+        return {self._pushed[span.push_id][1] for span in spans if span.push_id in self._pushed}
+
+    def forget_pushes(self, *, before: int) -> None:
+        """Pushes of older versions, of which nothing is in flight."""
+        self._pushed = {push_id: pushed for push_id, pushed in self._pushed.items() if pushed[0] >= before}
+
+    def false_span(self, spans: Sequence[VersionSpan], member: Member) -> str:
+        """Fault of the spans of a completion, whose last part comes from `member`; empty if each names a push of its version."""
+        if not spans or not self._pushed:
+            return ""
+        for span in spans:
+            if self._pushed.get(span.push_id, (None, member))[0] != span.version:
+                return f"{span.num_tokens} tokens are said to be of weights of version {span.version}, which no push of this run brought so"
+        owner = self._pushed[spans[-1].push_id][1]
+        return "" if owner is member else f"its last tokens are said to be of weights that were pushed to {owner.name}"
+
+    def retire(self, member: Member, error: EngineError) -> None:
+        """End it for good: what it answers cannot be trusted, and a new start would not change that. The run goes on with the others."""
+        if member.verdict is None:
+            logger.error("%s is retired: %s", member.name, error)
+            member.verdict = error
+            member.engine.kill()
+            self._enter(member, "dead")  # no more requests from here on; its watch learns of the end in a moment
 
     def refused(self, member: Member, *, turn: int) -> bool:
         """It says that it may not serve, to a request of that `num_turns`: no more requests before the next push. False, and nothing, for
@@ -168,6 +211,10 @@ class Fleet:
             error: EngineError | None = await self._end_of(member)
             while error is not None:
                 self._enter(member, "dead")
+                if member.verdict is not None:
+                    member.gone = member.verdict
+                    self._tell()
+                    return
                 if member.num_starts > self._max_restarts:
                     logger.error("not restarted, rollout.max_restarts = %d: %s", self._max_restarts, error)
                     member.gone = error

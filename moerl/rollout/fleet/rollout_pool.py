@@ -149,6 +149,9 @@ class RolloutPool:
                         raise
                     logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
                     continue
+            if lie := self.fleet.false_span(answer.completion.spans, member):
+                self.fleet.retire(member, EngineError(f"{member.name}: {request.request_id}: {lie}; its weights are not the trainer's"))
+                continue
             if answer.completion.finish_reason != "abort":
                 return answer
             if self._resumes:

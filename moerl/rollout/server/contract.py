@@ -13,7 +13,7 @@ from typing import Literal, Protocol, get_args
 from moerl.hangs.watched import WatchedProcess
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineUnavailable
-from moerl.weights.receiver import WeightReceiver
+from moerl.weights.receiver import WeightReceiver, WeightSink
 
 PauseMode = Literal["keep", "wait", "abort"]
 """keep: running requests stop where they are and go on after resume, on their cached keys and values. wait: running requests
@@ -87,7 +87,7 @@ class RolloutEngine(WeightReceiver, Protocol):
         """End the server and wait for its exit; safe to call twice and before start."""
 
 
-class Core(WeightReceiver, Protocol):
+class Core(WeightSink, Protocol):
     """An engine under a gate (server/gate.py), which runs in this process or below it. Called from one event loop; EngineError and
     WeightError with the engine's own reason.
 
@@ -100,6 +100,9 @@ class Core(WeightReceiver, Protocol):
 
     async def abort(self, key: str) -> None:
         """Its generate returns soon, with what there is; while held, when that ends."""
+
+    async def finish(self, version: int) -> None:
+        """As WeightReceiver.finish; the gate keeps the nonce."""
 
     async def hold(self) -> None:
         """Requests stop where they are, with their cached keys and values."""

@@ -48,6 +48,7 @@ class Gate:
         self._core, self._version = core, version
         self._requests: dict[str, _Held] = {}
         self._stale = "no weights were pushed yet" if version is None else ""
+        self._push_ids: dict[int, str] = {}
         self._is_open = True
         self._pushing = self._is_held = False
         self._asleep: set[MemoryPart] = set()
@@ -147,9 +148,10 @@ class Gate:
         async with self._step():
             await self._core.install()
 
-    async def finish(self, version: int) -> None:
+    async def finish(self, version: int, push_id: str) -> None:
         async with self._step():
             await self._core.finish(version)
+            self._push_ids[version] = push_id
             self._version, self._stale, self._pushing = version, "", False
             self._num_pushes += 1
             await self._hold_or_release()
@@ -190,7 +192,8 @@ class Gate:
     async def _run(self, held: _Held) -> None:
         try:
             completion = await self._core.generate(held.key, held.prompt_ids, held.sampling, f"push-{self._num_pushes}")
-            self._end(held, _sound(replace(completion, request_id=held.request_id)))
+            spans = tuple(replace(span, push_id=self._push_ids.get(span.version, "")) for span in completion.spans)
+            self._end(held, _sound(replace(completion, request_id=held.request_id, spans=spans)))
         except EngineError as error:
             self._end(held, error)
         except Exception as error:  # a bug of the engine or of its adapter: the request must not wait for ever

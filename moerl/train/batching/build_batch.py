@@ -1,20 +1,27 @@
 """From scored groups to a StoredBatch, from prompts and answers to a TrainBatch. Order in, order out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
 from moerl.algorithms.objective import Algorithm
 from moerl.types.batch import TrainBatch
+from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
 from moerl.types.groups import Group
 from moerl.types.routes import RouteShape
 from moerl.types.stored import StoredCompletion
 from moerl.types.stored_batch import StoredBatch
 
+_NOBODY: Mapping[str, int] = MappingProxyType({})
 
-def build_batch(groups: Sequence[Group], algorithm: Algorithm, routes: RouteShape | None = None) -> StoredBatch:
-    """One sequence per sample, groups and samples in order. `routes`: of the model, if every sample brings its own.
+
+def build_batch(
+    groups: Sequence[Group], algorithm: Algorithm, routes: RouteShape | None = None, servers: Mapping[str, int] = _NOBODY
+) -> StoredBatch:
+    """One sequence per sample, groups and samples in order. `routes`: of the model, if every sample brings its own. `servers`: numbers of
+    those that have the weights from which the update starts, by the nonces of the pushes that brought them.
 
     Left out: samples with an error, outside the algorithm's mask, or without a token. Raises DataError for an advantage that is
     not a number, for an empty prompt, and for a batch in which nothing is left.
@@ -33,8 +40,14 @@ def build_batch(groups: Sequence[Group], algorithm: Algorithm, routes: RouteShap
         response_lengths=responses,
         advantages=np.array([advantage for _, advantage in kept], dtype=np.float32),
         starts=np.concatenate([[0], np.cumsum(prompts + responses)[:-1]]).astype(np.int64),
+        fresh=np.array([_fresh(completion.spans[-1], servers) for completion in completions], dtype=np.int64),
         routes=routes,
     )
+
+
+def _fresh(last: VersionSpan, servers: Mapping[str, int]) -> tuple[int, int]:
+    """Number of the server and tokens of the last span; those before are of older weights, or of another server with the same."""
+    return (servers[last.push_id], last.num_tokens) if last.push_id in servers else (-1, 0)
 
 
 def sft_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:

@@ -36,6 +36,7 @@ class PackedMicroBatch:
     advantages_T: np.ndarray  # float32
     old_logprobs_T: np.ndarray | None  # float32
     reference_logprobs_T: np.ndarray | None  # float32
+    server_T: np.ndarray | None  # int16; -1: not to be compared
     routes_T: np.ndarray | None  # uint8 or uint16 [T, layers, top_k], of the token that stands there
     cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
     max_seqlen: int
@@ -100,6 +101,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
         advantages_T=_gather(batch.advantages_T, label_index_T),
         old_logprobs_T=None if batch.old_logprobs_T is None else _gather(batch.old_logprobs_T, label_index_T),
         reference_logprobs_T=None if batch.reference_logprobs_T is None else _gather(batch.reference_logprobs_T, label_index_T),
+        server_T=None if batch.server_T is None else _gather(batch.server_T, label_index_T, fill=-1),
         routes_T=None if batch.routes_T is None else _gather(batch.routes_T, source_T, fill=unknown_route(batch.routes_T.dtype)),
         cu_seqlens=boundaries.astype(np.int32),
         max_seqlen=int(np.diff(boundaries).max()),

@@ -7,7 +7,7 @@ Invariants, by the names of their tests:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from moerl.algorithms.objective import NormalizeBy, Objective
 from moerl.algorithms.token_losses import kl_k3
 from moerl.train.batching.packing import PackedMicroBatch
+from moerl.types.stats import ServerMismatch
 from moerl.types.stored_batch import Batch
 
 
@@ -27,11 +28,13 @@ class Denominators:
     """Response tokens."""
     num_sequences: int
     """Sequences with at least one response token."""
+    num_servers: int = 0
+    """Servers whose tokens are compared."""
 
     @classmethod
     def of(cls, mini_batch: Batch) -> "Denominators":
         lengths = mini_batch.response_lengths
-        return cls(num_tokens=int(lengths.sum()), num_sequences=int((lengths > 0).sum()))
+        return cls(num_tokens=int(lengths.sum()), num_sequences=int((lengths > 0).sum()), num_servers=mini_batch.num_servers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class LossColumns:
     advantages_T: Tensor  # float32
     old_logprobs_T: Tensor | None = None  # float32; None: the old policy is the policy itself
     reference_logprobs_T: Tensor | None = None  # float32
+    server_T: Tensor | None = None  # int16
 
     @classmethod
     def of(cls, packed: PackedMicroBatch, *, device: torch.device | str) -> "LossColumns":
@@ -57,19 +61,23 @@ class LossColumns:
 class LossSums:
     """Detached float64 sums over response tokens, in two tensors so that ranks reduce them with one SUM and one MAX."""
 
-    sums: Tensor  # [len(SUMMED)], in that order
+    sums: Tensor  # [len(SUMMED) + 2 * num_servers], in that order, then the mismatch and the tokens of each server
     mismatch_max: Tensor  # []
 
     @classmethod
-    def zero(cls, device: torch.device | str) -> "LossSums":
+    def zero(cls, device: torch.device | str, num_servers: int = 0) -> "LossSums":
         return cls(
-            sums=torch.zeros(len(SUMMED), dtype=torch.float64, device=device),
+            sums=torch.zeros(len(SUMMED) + 2 * num_servers, dtype=torch.float64, device=device),
             mismatch_max=torch.zeros((), dtype=torch.float64, device=device),
         )
 
     @property
     def loss(self) -> float:
         return float(self.sums[SUMMED.index("loss")])
+
+    def server_mismatch(self) -> tuple[ServerMismatch, ...]:
+        pairs = self.sums[len(SUMMED) :].view(-1, 2).tolist()
+        return tuple(ServerMismatch(mean=total / max(num_tokens, 1), num_tokens=round(num_tokens)) for total, num_tokens in pairs)
 
     def with_mtp(self, mtp_loss: Tensor) -> "LossSums":
         """With this micro-batch's share of the loss of multi-token prediction, before its coefficient."""
@@ -104,7 +112,8 @@ def micro_batch_loss(
     loss = torch.where(mask_T, token_loss_T * weight_T, 0.0).sum()
     with torch.no_grad():
         sums = _sums(mask_T, loss, logp_T, _masked(entropy_T, mask_T), old_T, reference_T, rollout_T, clipped_T)
-    return loss, sums
+        by_server = _by_server((logp_T.double() - rollout_T.double()).abs(), columns.server_T, denominators.num_servers)
+    return loss, replace(sums, sums=torch.cat([sums.sums, by_server.flatten()]))
 
 
 def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, trains_mtp: bool) -> dict[str, float | int | None]:
@@ -113,7 +122,7 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, t
     loss, mtp_loss: mean over the mini-batches. kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference: None
     without a reference. The rest: token means over the step.
     """
-    per_batch = [dict(zip(SUMMED, batch.sums.tolist(), strict=True)) for batch in mini_batches]
+    per_batch = [dict(zip(SUMMED, batch.sums.tolist(), strict=False)) for batch in mini_batches]
     first = per_batch[0]
     num_tokens = sum(batch["num_tokens"] for batch in per_batch)
 
@@ -151,6 +160,14 @@ def _token_weights(response_tokens_T: Tensor, normalize_by: NormalizeBy, denomin
     if normalize_by == "token":
         return 1.0 / max(denominators.num_tokens, 1)
     return 1.0 / (response_tokens_T.clamp(min=1) * max(denominators.num_sequences, 1))
+
+
+def _by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) -> Tensor:
+    """float64 [num_servers, 2]: sum of the mismatch and number of the tokens that each sampled."""
+    totals = mismatch_T.new_zeros((num_servers + 1, 2))
+    if server_T is None:
+        return totals[1:]
+    return totals.index_add_(0, server_T.long() + 1, torch.stack([mismatch_T, torch.ones_like(mismatch_T)], dim=1))[1:]
 
 
 def _sums(
