@@ -49,6 +49,14 @@ def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
     return straight, two_steps(engine, batch), written
 
 
+def save_refused(settings: EngineSettings, refused: TrainBatch, batch: TrainBatch, directory: Path) -> Continued:
+    """Two steps after a checkpoint of an optimizer that has taken no step, because the first update was not applied."""
+    engine = new_engine(settings)
+    engine.update(refused, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    save(engine, directory)
+    return two_steps(engine, batch)
+
+
 def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Continued:
     """The same two steps in a new engine."""
     engine = new_engine(settings)

@@ -87,8 +87,8 @@ def settings(model_dir: Path, layout: Layout, *, micro_batch_tokens: int = 64, d
     return EngineSettings(train=train, model_dir=model_dir, **(defaults | options))
 
 
-def random_batch(*, num_sequences: int = 13, vocab_size: int = 90) -> TrainBatch:
-    """Sequences of 4 to 19 tokens whose first two are the prompt; log-probs near uniform. Two servers, and tokens of neither."""
+def random_batch(*, num_sequences: int = 13, vocab_size: int = 90, with_servers: bool = False) -> TrainBatch:
+    """Sequences of 4 to 19 tokens whose first two are the prompt; log-probs near uniform. Servers: two, and tokens of neither."""
     rng = np.random.default_rng(0)
     offsets = np.concatenate([[0], np.cumsum(rng.integers(4, 20, size=num_sequences))])
     total = int(offsets[-1])
@@ -101,5 +101,5 @@ def random_batch(*, num_sequences: int = 13, vocab_size: int = 90) -> TrainBatch
         rollout_logprobs_T=(rng.normal(size=total) * 0.01 - 4.5).astype(np.float32),
         advantages_T=rng.normal(size=total).astype(np.float32),
         offsets=offsets,
-        server_T=np.where(mask_T, np.arange(total) // 7 % 3 - 1, -1).astype(np.int16),
+        server_T=np.where(mask_T, np.arange(total) // 7 % 3 - 1, -1).astype(np.int16) if with_servers else None,
     )

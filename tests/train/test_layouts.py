@@ -17,7 +17,7 @@ STATISTICS = ("loss", "grad_norm", "entropy", "kl_old", "kl_reference", "clip_fr
 def one_process(checkpoints):
     """Training runs of one process by checkpoint."""
     return {
-        name: run_ranks(train, 1, settings(directory, Layout(), uses_reference=True), random_batch())
+        name: run_ranks(train, 1, settings(directory, Layout(), uses_reference=True), random_batch(with_servers=True))
         for name, directory in checkpoints.items()
     }
 
@@ -39,7 +39,9 @@ def assert_same_training(result, expected):
 @pytest.fixture(scope="module")
 def assert_equals_one_process(checkpoints, one_process):
     def check(name, layout, **options):
-        result = run_ranks(train, layout.ranks, settings(checkpoints[name], layout, uses_reference=True, **options), random_batch())
+        result = run_ranks(
+            train, layout.ranks, settings(checkpoints[name], layout, uses_reference=True, **options), random_batch(with_servers=True)
+        )
         assert_same_training(result, one_process[name])
         # The reference is untouched by training, and asking for it leaves the policy untouched.
         np.testing.assert_array_equal(result.reference_T, result.before_T)

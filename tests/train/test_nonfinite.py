@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checkpoint_jobs import load_and_continue, save_refused
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_jobs import train
 from engine_ranks import run_ranks
@@ -63,7 +64,7 @@ def test_the_other_mini_batches_are_applied_and_counted_alone(checkpoints):
 @pytest.mark.parametrize("layout", [LAYOUTS[name] for name in ("pp2-vpp2", "cp2-ep2")], ids=str)
 def test_an_update_with_tokens_of_other_weights_than_their_server_says_changes_nothing(layout, checkpoints):
     """Two updates: the first compares, and neither is applied."""
-    batch = random_batch(num_sequences=26)
+    batch = random_batch(num_sequences=26, with_servers=True)
     chosen = settings(checkpoints["qwen3_moe"], layout, mismatch_limit=0.01)
     result = run_ranks(train, layout.ranks, chosen, batch, 1, 2)
     untouched = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), batch, 0)
@@ -75,3 +76,12 @@ def test_an_update_with_tokens_of_other_weights_than_their_server_says_changes_n
         assert server.mean == pytest.approx(difference_T[first_T & (batch.server_T == number)].mean(), rel=1e-4)
     for name, weight in result.weights.items():
         np.testing.assert_array_equal(weight, untouched.weights[name])
+
+
+def test_a_run_whose_first_update_was_not_applied_is_saved_and_goes_on_as_if_it_began(tmp_path, checkpoints):
+    chosen = settings(checkpoints["qwen3_moe"], LAYOUTS["ep2"])
+    straight = run_ranks(save_refused, 2, chosen, poisoned(np.nan, 3), random_batch(), tmp_path)
+    again = run_ranks(load_and_continue, 2, chosen, random_batch(), tmp_path)
+    assert again.steps == straight.steps
+    for name, weight in again.weights.items():
+        np.testing.assert_array_equal(weight, straight.weights[name])

@@ -27,7 +27,7 @@ def test_overlapped_communication_equals_one_process(name, overlap, checkpoints,
     """Log-probs, reference swap, two updates a step and export, each reading what the update before it left."""
     layout = {**LAYOUTS, "pp2-vpp2-dp2": Layout(ranks=4, pp=2, vpp=2)}[name]
     chosen = settings(checkpoints["qwen3_moe"], layout, uses_reference=True)
-    assert_same_training(run_ranks(train, layout.ranks, with_train(chosen, **overlap), random_batch()), one_process)
+    assert_same_training(run_ranks(train, layout.ranks, with_train(chosen, **overlap), random_batch(with_servers=True)), one_process)
 
 
 def test_there_is_more_than_one_bucket_to_overlap(checkpoints):

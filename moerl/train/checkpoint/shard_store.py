@@ -32,6 +32,8 @@ class ShardStore:
         `copies`: to host memory, so that training may go on during `write`; without, it may not.
         """
         model = sharded_state.model_state(self._model.chunks)
+        if not sharded_state.has_stepped(self._optimizer):  # no update of the run so far was applied
+            sharded_state.begin_optimizer_state(self._optimizer)
         optimizer = sharded_state.optimizer_state(self._optimizer, model)
         common = {"optimizer_steps": sharded_state.num_optimizer_steps(self._optimizer), "content_metadata": self._content()}
         self._writer.stage({"model": model, "optimizer": optimizer.shards, "rng": self._rng()}, common, copies=copies)

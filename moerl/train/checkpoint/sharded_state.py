@@ -64,6 +64,21 @@ def num_optimizer_steps(optimizer: Any) -> int:
     return int(steps.pop())
 
 
+def has_stepped(optimizer: Any) -> bool:
+    """Whether there are tensors to save."""
+    return all(each.optimizer.state for each in _distributed(optimizer))
+
+
+@torch.no_grad()
+def begin_optimizer_state(optimizer: Any) -> None:
+    """State of an optimizer that has taken no step, as its first step would make it."""
+    allocate_optimizer_state(optimizer, 0)
+    for each in _distributed(optimizer):
+        for state in each.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].zero_()
+
+
 def allocate_optimizer_state(optimizer: Any, num_steps: int) -> None:
     """Make the tensors that `optimizer_state` then fills, and set the count of steps."""
     for each in _distributed(optimizer):
@@ -94,7 +109,6 @@ def optimizer_state(optimizer: Any, model: dict[str, Any], *, masters_are_weight
     for each in _distributed(optimizer):
         for weight, (start, stop) in _owned_ranges(each):
             tensors = each._get_main_param_and_optimizer_states(weight)
-            assert "exp_avg" in tensors, "an optimizer that has taken no step has nothing to save"
             owned.append((each, weight, tensors))
             for name in _stored(tensors, has_masters=each.config.bf16):
                 prefix = "" if name == "param" and masters_are_weights else f"{_STATE}.{name}."
