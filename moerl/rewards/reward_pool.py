@@ -4,6 +4,7 @@ score(prompt, text) -> free slot -> its worker (a new one if the last was killed
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.rewards.answer_channel import ForgedAnswer
 from moerl.rewards.reward_process import WorkerProcess
 from moerl.rewards.reward_worker import Setup
 from moerl.rewards.verifiers import Check
@@ -24,7 +26,8 @@ MEMORY_BYTES = 4 * 2**30
 START_SECONDS = 120.0
 """Seconds for one worker to import its verifiers' packages."""
 
-ErrorKind = Literal["timeout", "died", "raised", "not_a_number", "no_worker"]
+ErrorKind = Literal["timeout", "died", "raised", "not_a_number", "forged", "no_worker"]
+"""forged: something on the worker's channel that is not its answer to the check."""
 
 
 class _WorkerDied(Exception):
@@ -88,7 +91,7 @@ class RewardPool:
             return self._failed("died", died.path, str(died))
         except ConfigError as error:
             return self._failed("no_worker", error.problems[0].path, error.problems[0].reason)
-        except BaseException:  # cancelled: the worker's answer would be taken for the next check's
+        except BaseException:  # cancelled: the worker would answer a check that is over
             await self._kill(slot)
             raise
         finally:
@@ -103,10 +106,9 @@ class RewardPool:
         terms, parts = self._config.terms, {}
         name, reward = next(iter(terms)), 0.0
         try:
-            async with asyncio.timeout(self._config.timeout_seconds):
-                await worker.begin(check)
+            async with asyncio.timeout(self._config.timeout_seconds), contextlib.aclosing(worker.answers(check, len(terms))) as answers:
                 for name, term in terms.items():
-                    answer = await worker.next_answer()
+                    answer = await anext(answers)
                     if "error" in answer:
                         return self._failed(answer["kind"], f"reward.terms.{name}", answer["error"])
                     reward += term.weight * answer["value"]
@@ -117,6 +119,9 @@ class RewardPool:
             return self._failed(
                 "timeout", f"reward.terms.{name}", f"not done after reward.timeout_seconds={self._config.timeout_seconds:g}"
             )
+        except ForgedAnswer as forged:  # not scored again: what forged it may be the response itself
+            await self._kill(slot)
+            return self._failed("forged", f"reward.terms.{name}", str(forged))
         except ConnectionError as error:
             status = await worker.kill()
             await self._kill(slot)
@@ -133,7 +138,7 @@ class RewardPool:
             if refusal:
                 name = refusal["term"]
                 raise ConnectionError(refusal["error"])
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ForgedAnswer) as error:
             await self._kill(slot)
             reason = str(error) if str(error) else f"not ready after {START_SECONDS:g} s"
             raise ConfigError([_problem(name, self._config.terms[name], reason)]) from error

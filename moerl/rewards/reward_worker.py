@@ -1,12 +1,12 @@
-"""The process that runs verifiers: reads pickled checks from its standard input, answers each term with a line of JSON.
+"""The process that runs verifiers: reads pickled requests from its standard input, answers each term with a line of JSON.
 
     pool                              worker
-      | Setup ------------------------> builds every verifier
+      | number, Setup ----------------> builds every verifier
       | <------------------- {} or {"term", "error"}
-      | Check ------------------------> runs the terms in order
+      | number, Check ----------------> runs the terms in order
       | <------------------- one {"value", "extra"} or {"kind", "error"} per term; nothing more after the first error
 
-It ends with the process that started it, even in the middle of a check.
+Every line repeats the "number" of its request. The process ends with the one that started it, even in the middle of a check.
 """
 
 import ctypes
@@ -39,19 +39,19 @@ class Setup:
 def main() -> None:
     """`sys.argv[-1]` is the process id of the pool."""
     _end_with(int(sys.argv[-1]))
-    requests, replies = _take_over_pipes()
-    setup: Setup = pickle.load(requests)
-    verifiers = _build(setup.terms, replies)
+    requests, replies = _take_over_channel()
+    number, setup = pickle.load(requests)
+    verifiers = _build(setup.terms, replies, number)
     if verifiers is None:
         return
     _limit_memory(setup.memory_bytes)
-    _reply(replies, {})
+    replies.send(number, {})
     while True:
         try:
-            check: Check = pickle.load(requests)
+            number, check = pickle.load(requests)
         except EOFError:
             return
-        _run(verifiers, check, replies)
+        _run(verifiers, check, replies, number)
 
 
 def _end_with(parent: int) -> None:
@@ -61,22 +61,42 @@ def _end_with(parent: int) -> None:
         sys.exit("the reward pool ended before its worker began")
 
 
-def _take_over_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Requests and replies on private descriptors; what a user's function prints goes to standard error."""
+class _Replies:
+    """Answers of this process. A copy of it, forked by a check, that comes to answer says so instead, and ends."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self._pid = stream, os.getpid()
+
+    def send(self, number: str, message: Mapping[str, Any]) -> None:
+        is_copy = os.getpid() != self._pid
+        if is_copy:
+            message = {"kind": "forged", "error": "a process that a check forked returned from it, and would have answered too"}
+        self._stream.write(json.dumps({"number": number, **message}).encode() + b"\n")
+        self._stream.flush()
+        if is_copy:
+            os._exit(1)
+
+
+def _take_over_channel() -> tuple[IO[bytes], _Replies]:
+    """Requests and replies on private descriptors; what a user's function prints goes to standard error.
+
+    Programs that a check starts inherit neither, and its forks cannot read requests.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)
-    return requests, replies
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, requests.fileno(), inheritable=False))
+    return requests, _Replies(replies)
 
 
-def _build(terms: Mapping[str, RewardTerm], replies: IO[bytes]) -> dict[str, Verifier] | None:
+def _build(terms: Mapping[str, RewardTerm], replies: _Replies, number: str) -> dict[str, Verifier] | None:
     verifiers = {}
     for name, term in terms.items():
         try:
             verifiers[name] = VERIFIERS[term.kind](term)
-        except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-            _reply(replies, {"term": name, "error": _message(error)})
+        except BaseException as error:  # a user's module may raise anything while it is imported
+            replies.send(number, {"term": name, "error": _message(error)})
             return None
     return verifiers
 
@@ -88,13 +108,13 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _run(verifiers: Mapping[str, Verifier], check: Check, replies: IO[bytes]) -> None:
+def _run(verifiers: Mapping[str, Verifier], check: Check, replies: _Replies, number: str) -> None:
     for verifier in verifiers.values():
         try:
             answer = _answer(verifier(check))
-        except (Exception, SystemExit) as error:  # whatever a verifier raises marks this sample only
+        except BaseException as error:  # whatever a verifier raises marks this sample only
             answer = {"kind": "raised", "error": _message(error)}
-        _reply(replies, answer)
+        replies.send(number, answer)
         if "error" in answer:
             return
 
@@ -130,8 +150,3 @@ def _message(error: BaseException) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."
-
-
-def _reply(replies: IO[bytes], message: Mapping[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
