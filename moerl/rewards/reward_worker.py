@@ -6,46 +6,52 @@
       | number, Check ----------------> runs the terms in order
       | <------------------- one {"value", "extra"} or {"kind", "error"} per term; nothing more after the first error
 
-Every line repeats the "number" of its request. The process ends with the one that started it, even in the middle of a check.
+Every line repeats the "number" of its request. Once its verifiers are built the process shuts itself in (worker_sandbox.py). It is a child
+of its supervisor, and ends with it even in the middle of a check.
 """
 
-import ctypes
 import json
 import math
 import os
 import pickle
 import resource
-import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
-from moerl.config.schema.data_config import RewardTerm
-from moerl.rewards.verifiers import VERIFIERS, Check, Verifier
+from moerl.config.schema.data_config import Isolation, RewardTerm
+from moerl.rewards import worker_sandbox
+from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Check, Verifier, split_path
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     terms: dict[str, RewardTerm]
+    isolation: Isolation
+    """Of all these terms."""
+    own: str
+    """Directory that the worker may write."""
     memory_bytes: int
     """Address space that checks may take beyond what the verifiers need to exist."""
 
 
 def main() -> None:
-    """`sys.argv[-1]` is the process id of the pool."""
-    _end_with(int(sys.argv[-1]))
+    """Answers until the pool closes the channel."""
     requests, replies = _take_over_channel()
     number, setup = pickle.load(requests)
     verifiers = _build(setup.terms, replies, number)
     if verifiers is None:
         return
     _limit_memory(setup.memory_bytes)
-    replies.send(number, {})
+    refusal = _isolate(setup)
+    replies.send(number, refusal)
+    if refusal:
+        return
     while True:
         try:
             number, check = pickle.load(requests)
@@ -54,11 +60,30 @@ def main() -> None:
         _run(verifiers, check, replies, number)
 
 
-def _end_with(parent: int) -> None:
-    """The kernel kills this process when the parent's thread that started it ends: a check busy in C code heeds nothing else."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the reward pool ended before its worker began")
+def _isolate(setup: Setup) -> dict[str, str]:
+    """{} once this process is as isolated as its terms ask for, else the term that cannot do without, and what is missing."""
+    if setup.isolation == "off":
+        return {}
+    impure = [name for name, term in setup.terms.items() if term.kind not in PURE_KINDS]
+    lacking = worker_sandbox.missing()
+    try:
+        if not lacking:
+            code, allows_network = _code(setup.terms), setup.isolation == "network"
+            worker_sandbox.enter(own=Path(setup.own), code=code, allows_network=allows_network)
+            return {}
+    except (OSError, RuntimeError) as error:
+        lacking = [str(error)]
+    return {"term": impure[0], "error": f"isolation={setup.isolation}: {'; '.join(lacking)}"} if impure else {}
+
+
+def _code(terms: Mapping[str, RewardTerm]) -> Iterator[Path]:
+    """Directories of the users' functions."""
+    for path in (term.path for term in terms.values() if term.path is not None):
+        source, _ = split_path(path)
+        if source.endswith(".py"):
+            yield Path(source).parent
+        elif (file := sys.modules[source.partition(".")[0]].__file__) is not None:
+            yield Path(file).parent
 
 
 class _Replies:

@@ -102,17 +102,6 @@ def test_the_sample_that_forges_has_an_error_that_says_so(attacks, attack):
     assert pool.error_counts == {"forged": 1}
 
 
-def test_a_completion_that_forks_through_eval_changes_no_later_reward():
-    import reasoning_gym
-
-    entry = reasoning_gym.create_dataset("spiral_matrix", size=1, seed=3)[0]
-    asked = prompt("1", task="spiral_matrix", args={}, entry=entry)
-    texts = ["[__import__('os').fork()]", *[entry["answer"], "wrong"] * 3]
-    scores, pool = score_in_turn({"gym": RewardTerm(kind="gym")}, *((asked, text) for text in texts))
-    assert [score.reward == 1.0 for score in scores[1:]] == [True, False] * 3
-    assert pool.error_counts == {"forged": 1}
-
-
 @pytest.mark.parametrize(
     ("text", "said"), [("exception of no class", "BaseException: neither Exception"), ("interrupt", "KeyboardInterrupt")]
 )
