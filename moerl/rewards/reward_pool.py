@@ -39,7 +39,7 @@ class _WorkerDied(Exception):
 
 
 _Place = tuple[int, Isolation]
-"""Of a worker: each slot has one for each level of isolation that a term asks for, which runs the terms of that level."""
+"""Where a worker is: each slot has one for each level of isolation that a term asks for, which runs the terms of that level."""
 
 
 class RewardPool:

@@ -25,7 +25,7 @@ from moerl.rewards.verifiers import Check
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:-3]; from moerl.rewards.reward_supervisor import main; main()"
 _END_SECONDS = 10.0
-"""For a supervisor to end what checks started; then it is killed itself."""
+"""Time for a supervisor to end what checks started; then it is killed itself."""
 _KEPT = (
     "PATH",
     "LD_LIBRARY_PATH",
@@ -70,7 +70,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the supervisor, whose child the worker is."""
+        """Process id of the supervisor, whose child the worker is."""
         return self._process.pid
 
     async def set_up(self, terms: dict[str, RewardTerm], memory_bytes: int) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _LONGEST_MESSAGE = 2000
 class Setup:
     terms: dict[str, RewardTerm]
     isolation: Isolation
-    """Of all these terms."""
+    """Level of all these terms."""
     own: str
     """Directory that the worker may write."""
     memory_bytes: int

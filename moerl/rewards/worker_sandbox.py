@@ -1,4 +1,4 @@
-"""What a worker gives up before its first check: from then on it cannot reach what is not its own.
+"""Isolation of a worker, which it puts on itself before its first check: from then on it cannot reach what is not its own.
 
 Landlock decides about files and signals, libseccomp's filter about sockets and the rest; the supervisor counts processes. All of it holds
 for whatever a check starts, and nobody inside can undo it.
@@ -10,6 +10,7 @@ import pwd
 import resource
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from moerl.rewards import landlock, seccomp_filter
@@ -25,7 +26,7 @@ _SETTINGS = (
     "resolv.conf", "gai.conf", "services", "protocols", "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "pki/tls/certs",
     "pki/tls/openssl.cnf", "pki/ca-trust/extracted", "ca-certificates", "alternatives", "mime.types", "os-release", "fonts",
 )  # fmt: skip
-"""Of /etc, where secrets lie too."""
+"""Files of /etc, where secrets lie too."""
 _MACHINE = (
     "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/loadavg", "/proc/uptime", "/proc/version", "/proc/filesystems",
     "/proc/sys/kernel", "/proc/sys/vm", "/sys/devices/system", "/sys/fs/cgroup",
@@ -35,7 +36,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"
 
 
 def missing() -> list[str]:
-    """What this machine lacks for isolation, in words; [] if nothing. A system call each, which change nothing."""
+    """Parts that this machine lacks for isolation, in words; [] if nothing. A system call each, which change nothing."""
     lacking = []
     version = landlock.abi()
     if version < landlock.OLDEST_ABI:
@@ -75,8 +76,10 @@ def _readable(code: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 
 def _code_of(directory: Path) -> Iterator[tuple[Path, int]]:
     """All of it; of a place where other things lie too, keys and tokens among them, the Python files alone."""
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir).resolve()
-    if not any(place.is_relative_to(directory.resolve()) for place in (home, *map(Path, _SHARED))):
+    places = [Path(place) for place in _SHARED]
+    with suppress(KeyError):  # a user without a name, as in some containers
+        places.append(Path(pwd.getpwuid(os.getuid()).pw_dir).resolve())
+    if not any(place.is_relative_to(directory.resolve()) for place in places):
         yield directory, landlock.READ
         return
     for file in directory.glob("*.py"):

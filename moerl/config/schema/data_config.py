@@ -71,7 +71,7 @@ class RewardTerm(Strict):
     path: str | None = None
     """Function of kind=function: `file.py:name` or `package.module:name` of f(data_source, solution_str, ground_truth, extra_info)."""
     isolation: Isolation = "strict"
-    """What a check may reach. strict: no network, no writing but in a temporary directory of its worker, no reading but of the system,
+    """Reach of a check. strict: no network, no writing but in a temporary directory of its worker, no reading but of the system,
     Python and the function's directory, no environment variables but those that Python needs. network: strict, and IP sockets, for a
     function that asks a remote judge. off: all that the run may. It begins when the function's module has been imported."""
 
