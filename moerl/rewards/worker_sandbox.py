@@ -54,7 +54,8 @@ def enter(*, own: Path, code: Iterable[Path], allows_network: bool) -> None:
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        raise RuntimeError(f"{threads - 1} threads were started by what the verifiers import, and would not be isolated")
+        said = "were started while modules were imported (pyarrow starts one), and would not be isolated; import them in the function"
+        raise RuntimeError(f"{threads - 1} threads {said}")
     _limit()
     _drop_capabilities()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
