@@ -106,8 +106,9 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            shutil.rmtree(self._own, ignore_errors=True)
             return self._process.wait()
+        finally:  # the supervisor has removed it, unless it was killed itself
+            shutil.rmtree(self._own, ignore_errors=True)
 
     async def _ask(self, request: Setup | Check) -> str:
         """The number that answers to this request repeat. It cannot be guessed, so that no check prepares an answer for the next one."""

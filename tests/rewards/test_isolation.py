@@ -201,7 +201,9 @@ def test_a_child_in_a_session_of_its_own_ends_with_the_pool(functions, elsewhere
     assert not list(tmp_path.glob("moerl-reward-*"))
 
 
-def test_a_worker_whose_supervisor_is_killed_is_killed(functions):
+def test_a_worker_whose_supervisor_is_killed_is_killed(functions, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     async def main() -> None:
         async with RewardPool(RewardConfig(terms=terms(functions, "run", "strict"))) as pool:
             [worker] = pool._workers.values()
@@ -213,6 +215,7 @@ def test_a_worker_whose_supervisor_is_killed_is_killed(functions):
                 await asyncio.sleep(0.01)
 
     asyncio.run(main())
+    assert not list(tmp_path.glob("moerl-reward-*"))
 
 
 LACKING = """
