@@ -1,89 +1,130 @@
 """One reward worker as its pool sees it: a process that answers checks one at a time and can be killed at any moment.
 
-It is started afresh rather than forked. The kernel then ends it with the driver, even while a verifier is stuck in C code; a worker
-of multiprocessing's fork server would outlive both, each keeping the other alive.
+It is started afresh rather than forked from the driver. The process that is started is its supervisor (reward_supervisor.py), which ends it
+and all that checks left running, also when the driver is killed and a verifier is stuck in C code.
 """
 
 import asyncio
 import contextlib
-import json
 import os
 import pickle
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from moerl.config.schema.data_config import Isolation, RewardTerm
+from moerl.rewards.answer_channel import AnswerChannel, checked_answer
 from moerl.rewards.reward_worker import Setup
 from moerl.rewards.verifiers import Check
 
-_BOOT = "import sys; sys.path[:] = sys.argv[1:-1]; from moerl.rewards.reward_worker import main; main()"
-_LONGEST_ANSWER = 2**20
+_BOOT = "import sys; sys.path[:] = sys.argv[1:-3]; from moerl.rewards.reward_supervisor import main; main()"
+_END_SECONDS = 10.0
+"""Time for a supervisor to end what checks started; then it is killed itself."""
+_KEPT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONUTF8",
+    "PYTHONHASHSEED",
+    "PYTHONDONTWRITEBYTECODE",
+)
+_KEPT_WITH_NETWORK = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class WorkerProcess:
-    """Talks over one socket, which is the worker's standard input and output."""
+    """Talks over two sockets, which are the worker's standard input and output."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._process, self._reader, self._writer = process, reader, writer
+    def __init__(self, process: subprocess.Popen[bytes], channel: AnswerChannel, isolation: Isolation, own: str):
+        self._process, self._channel, self._isolation, self._own = process, channel, isolation, own
 
     @classmethod
-    async def start(cls) -> "WorkerProcess":
+    async def start(cls, isolation: Isolation) -> "WorkerProcess":
         """The caller's thread must last as long as the worker: the kernel takes its end for the driver's."""
-        ours, theirs = socket.socketpair()
+        (requests, theirs_in), (answers, theirs_out) = socket.socketpair(), socket.socketpair()
+        own = tempfile.mkdtemp(prefix="moerl-reward-")
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds, and a thread of a pool may end too early
-                [sys.executable, "-c", _BOOT, *sys.path, str(os.getpid())],
-                stdin=theirs.fileno(), stdout=theirs.fileno(),
-                # Verifiers are not parallel inside; thread pools sized for the machine would use up the address space.
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                # Ctrl-C is for the driver, and a kill reaches what a user's function started.
-                start_new_session=True,
+                [sys.executable, "-c", _BOOT, *sys.path, isolation, own, str(os.getpid())],
+                stdin=theirs_in.fileno(), stdout=theirs_out.fileno(), env=_environment(isolation, own),
+                start_new_session=True,  # Ctrl-C is for the driver
             )  # fmt: skip
         except OSError:
-            ours.close()
+            requests.close()
+            answers.close()
+            shutil.rmtree(own)
             raise
         finally:
-            theirs.close()
-        return cls(process, *await asyncio.open_connection(sock=ours, limit=_LONGEST_ANSWER))
+            theirs_in.close()
+            theirs_out.close()
+        return cls(process, AnswerChannel(requests, answers), isolation, own)
 
     @property
     def pid(self) -> int:
+        """Process id of the supervisor, whose child the worker is."""
         return self._process.pid
 
-    async def set_up(self, setup: Setup) -> dict[str, Any]:
-        """{} once every verifier is built, or {"term", "error"}. Raises ConnectionError if the worker ends."""
-        await self._send(setup)
-        return await self.next_answer()
+    async def set_up(self, terms: dict[str, RewardTerm], memory_bytes: int) -> dict[str, Any]:
+        """{} once every verifier is built and isolated, or {"term", "error"}. Raises ConnectionError if the worker ends, ForgedAnswer."""
+        number = await self._ask(Setup(terms=terms, isolation=self._isolation, own=self._own, memory_bytes=memory_bytes))
+        return await self._channel.receive(number)
 
-    async def begin(self, check: Check) -> None:
-        """Raises ConnectionError if the worker has ended."""
-        await self._send(check)
+    async def answers(self, check: Check, num_terms: int) -> AsyncGenerator[dict[str, Any], None]:
+        """Answer of each term in order: {"value", "extra"}, or {"kind", "error"}, which is the last.
 
-    async def next_answer(self) -> dict[str, Any]:
-        """Answer of the next term: {"value", "extra"}, or {"kind", "error"}, after which no more come for this check.
-
-        Raises ConnectionError if the worker ends.
+        Raises ConnectionError if the worker ends. Raises ForgedAnswer for anything else on its channel, before the last answer is given
+        out: then, as after a check that is not read to its end, the worker must be killed.
         """
-        try:
-            line = await self._reader.readline()
-            if line:
-                return json.loads(line)
-        except ValueError as error:  # longer than _LONGEST_ANSWER, or no JSON: a verifier wrote into the socket
-            raise ConnectionError(f"the worker's answer cannot be read: {error}") from error
-        raise ConnectionError("the worker ended")
+        number = await self._ask(check)
+        for left in reversed(range(num_terms)):
+            answer = checked_answer(await self._channel.receive(number))
+            is_last = left == 0 or "error" in answer
+            if is_last:
+                self._channel.require_silence()
+            yield answer
+            if is_last:
+                return
 
     async def kill(self) -> int:
-        """Returns its exit status when the process is gone; safe to call twice."""
-        if self._process.returncode is None:
+        """Returns its exit status when it and all that its checks started are gone; safe to call twice."""
+        self._channel.close()
+        self._process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self._wait)
+
+    def _wait(self) -> int:
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-        return await asyncio.to_thread(self._process.wait)
+            return self._process.wait()
+        finally:  # the supervisor has removed it, unless it was killed itself
+            shutil.rmtree(self._own, ignore_errors=True)
 
-    async def _send(self, message: Setup | Check) -> None:
-        self._writer.write(pickle.dumps(message))
-        await self._writer.drain()
+    async def _ask(self, request: Setup | Check) -> str:
+        """The number that answers to this request repeat. It cannot be guessed, so that no check prepares an answer for the next one."""
+        number = secrets.token_hex(16)
+        await self._channel.send(pickle.dumps((number, request)))
+        return number
+
+
+def _environment(isolation: Isolation, own: str) -> Mapping[str, str]:
+    """The driver's has credentials, of which an isolated worker gets none. Verifiers are not parallel inside.
+
+    Thread pools sized for the machine would use up the address space.
+    """
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if isolation == "off":
+        return {**os.environ, **threads}
+    kept = (*_KEPT, *(_KEPT_WITH_NETWORK if isolation == "network" else ()))
+    found = {name: value for name, value in os.environ.items() if name.upper() in kept or name.startswith("LC_")}
+    return {**found, **threads, "HOME": own, "TMPDIR": own, "CUDA_VISIBLE_DEVICES": ""}

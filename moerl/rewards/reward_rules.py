@@ -9,7 +9,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
-from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, split_path
+from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, PURE_KINDS, split_path
+from moerl.rewards.worker_sandbox import missing
 from moerl.types.errors import Problem, can_be
 
 _FUNCTION = "path=rewards.py:score, or path=package.module:score"
@@ -30,6 +31,7 @@ def check_reward(config: RewardConfig) -> Iterator[Problem]:
                 fix=f"{path}.weight=1.0",
             )
         yield from _unused(path, term)
+        yield from _isolation(f"{path}.isolation", term)
         if term.kind == "format":
             yield from _pattern(f"{path}.pattern", term.pattern)
         if term.kind == "function":
@@ -42,6 +44,18 @@ def _unused(path: str, term: RewardTerm) -> Iterator[Problem]:
         if value is not None and term.kind != kind:
             fix = f"leave it out, or {path}.kind={kind}"
             yield Problem(path=f"{path}.{field}", value=value, rule="has no effect", reason=f"it belongs to kind={kind}", fix=fix)
+
+
+def _isolation(path: str, term: RewardTerm) -> Iterator[Problem]:
+    def problem(rule: str, reason: str, fix: str) -> Problem:
+        return Problem(path=path, value=term.isolation, rule=rule, reason=reason, fix=fix)
+
+    if term.kind != "function" and term.isolation == "network":
+        yield problem("needs kind=function", "no other kind asks anything of a network", f"{path}=strict, which is the default")
+    lacking = missing() if term.kind not in PURE_KINDS and term.isolation != "off" and sys.platform == "linux" else []
+    if lacking:
+        fix = f"what is missing; or {path}=off, and such checks may do whatever the run may"
+        yield problem("cannot be had on this machine", f"it lacks {' and '.join(lacking)}", fix)
 
 
 def _pattern(path: str, pattern: str | None) -> Iterator[Problem]:

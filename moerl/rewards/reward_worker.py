@@ -1,82 +1,127 @@
-"""The process that runs verifiers: reads pickled checks from its standard input, answers each term with a line of JSON.
+"""The process that runs verifiers: reads pickled requests from its standard input, answers each term with a line of JSON.
 
     pool                              worker
-      | Setup ------------------------> builds every verifier
+      | number, Setup ----------------> builds every verifier
       | <------------------- {} or {"term", "error"}
-      | Check ------------------------> runs the terms in order
+      | number, Check ----------------> runs the terms in order
       | <------------------- one {"value", "extra"} or {"kind", "error"} per term; nothing more after the first error
 
-It ends with the process that started it, even in the middle of a check.
+Every line repeats the "number" of its request. Once its verifiers are built the process shuts itself in (worker_sandbox.py). It is a child
+of its supervisor, and ends with it even in the middle of a check.
 """
 
-import ctypes
 import json
 import math
 import os
 import pickle
 import resource
-import signal
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
-from moerl.config.schema.data_config import RewardTerm
-from moerl.rewards.verifiers import VERIFIERS, Check, Verifier
+from moerl.config.schema.data_config import Isolation, RewardTerm
+from moerl.rewards import worker_sandbox
+from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Check, Verifier, split_path
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_MESSAGE = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     terms: dict[str, RewardTerm]
+    isolation: Isolation
+    """Level of all these terms."""
+    own: str
+    """Directory that the worker may write."""
     memory_bytes: int
     """Address space that checks may take beyond what the verifiers need to exist."""
 
 
 def main() -> None:
-    """`sys.argv[-1]` is the process id of the pool."""
-    _end_with(int(sys.argv[-1]))
-    requests, replies = _take_over_pipes()
-    setup: Setup = pickle.load(requests)
-    verifiers = _build(setup.terms, replies)
+    """Answers until the pool closes the channel."""
+    requests, replies = _take_over_channel()
+    number, setup = pickle.load(requests)
+    verifiers = _build(setup.terms, replies, number)
     if verifiers is None:
         return
     _limit_memory(setup.memory_bytes)
-    _reply(replies, {})
+    refusal = _isolate(setup)
+    replies.send(number, refusal)
+    if refusal:
+        return
     while True:
         try:
-            check: Check = pickle.load(requests)
+            number, check = pickle.load(requests)
         except EOFError:
             return
-        _run(verifiers, check, replies)
+        _run(verifiers, check, replies, number)
 
 
-def _end_with(parent: int) -> None:
-    """The kernel kills this process when the parent's thread that started it ends: a check busy in C code heeds nothing else."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the reward pool ended before its worker began")
+def _isolate(setup: Setup) -> dict[str, str]:
+    """{} once this process is as isolated as its terms ask for, else the term that cannot do without, and what is missing."""
+    if setup.isolation == "off":
+        return {}
+    impure = [name for name, term in setup.terms.items() if term.kind not in PURE_KINDS]
+    lacking = worker_sandbox.missing()
+    try:
+        if not lacking:
+            code, allows_network = _code(setup.terms), setup.isolation == "network"
+            worker_sandbox.enter(own=Path(setup.own), code=code, allows_network=allows_network)
+            return {}
+    except (OSError, RuntimeError) as error:
+        lacking = [str(error)]
+    return {"term": impure[0], "error": f"isolation={setup.isolation}: {'; '.join(lacking)}"} if impure else {}
 
 
-def _take_over_pipes() -> tuple[IO[bytes], IO[bytes]]:
-    """Requests and replies on private descriptors; what a user's function prints goes to standard error."""
+def _code(terms: Mapping[str, RewardTerm]) -> Iterator[Path]:
+    """Directories of the users' functions."""
+    for path in (term.path for term in terms.values() if term.path is not None):
+        source, _ = split_path(path)
+        if source.endswith(".py"):
+            yield Path(source).parent
+        elif (file := sys.modules[source.partition(".")[0]].__file__) is not None:
+            yield Path(file).parent
+
+
+class _Replies:
+    """Answers of this process. A copy of it, forked by a check, that comes to answer says so instead, and ends."""
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self._pid = stream, os.getpid()
+
+    def send(self, number: str, message: Mapping[str, Any]) -> None:
+        is_copy = os.getpid() != self._pid
+        if is_copy:
+            message = {"kind": "forged", "error": "a process that a check forked returned from it, and would have answered too"}
+        self._stream.write(json.dumps({"number": number, **message}).encode() + b"\n")
+        self._stream.flush()
+        if is_copy:
+            os._exit(1)
+
+
+def _take_over_channel() -> tuple[IO[bytes], _Replies]:
+    """Requests and replies on private descriptors; what a user's function prints goes to standard error.
+
+    Programs that a check starts inherit neither, and its forks cannot read requests.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
     os.dup2(2, 1)
-    return requests, replies
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, requests.fileno(), inheritable=False))
+    return requests, _Replies(replies)
 
 
-def _build(terms: Mapping[str, RewardTerm], replies: IO[bytes]) -> dict[str, Verifier] | None:
+def _build(terms: Mapping[str, RewardTerm], replies: _Replies, number: str) -> dict[str, Verifier] | None:
     verifiers = {}
     for name, term in terms.items():
         try:
             verifiers[name] = VERIFIERS[term.kind](term)
-        except (Exception, SystemExit) as error:  # a user's module may raise anything while it is imported
-            _reply(replies, {"term": name, "error": _message(error)})
+        except BaseException as error:  # a user's module may raise anything while it is imported
+            replies.send(number, {"term": name, "error": _message(error)})
             return None
     return verifiers
 
@@ -88,13 +133,13 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _run(verifiers: Mapping[str, Verifier], check: Check, replies: IO[bytes]) -> None:
+def _run(verifiers: Mapping[str, Verifier], check: Check, replies: _Replies, number: str) -> None:
     for verifier in verifiers.values():
         try:
             answer = _answer(verifier(check))
-        except (Exception, SystemExit) as error:  # whatever a verifier raises marks this sample only
+        except BaseException as error:  # whatever a verifier raises marks this sample only
             answer = {"kind": "raised", "error": _message(error)}
-        _reply(replies, answer)
+        replies.send(number, answer)
         if "error" in answer:
             return
 
@@ -130,8 +175,3 @@ def _message(error: BaseException) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "..."
-
-
-def _reply(replies: IO[bytes], message: Mapping[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from moerl.config.schema.data_config import RewardTerm
+from moerl.rewards.gym_scorers import disarm_scorers
 
 FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's: f(data_source, solution_str, ground_truth, extra_info) -> float | dict. They are passed by name."""
@@ -94,10 +95,12 @@ def _gym(term: RewardTerm) -> Verifier:
     """The score a reasoning-gym task gives its own answers, in [0, 1] for most tasks.
 
     Rows come from `data.kind=gym`: extra_info holds `task`, `args` and `entry`. The answer is the last <answer>...</answer> of the
-    response, or all of it. Some of the package's scorers pass it to `eval`, with no more protection than the worker process gives.
+    response, or all of it. Scorers that would evaluate it as Python read it as a literal or as mathematics (gym_scorers.py).
     """
     import reasoning_gym
     from reasoning_gym.utils import extract_answer
+
+    disarm_scorers()
 
     @lru_cache(maxsize=32)
     def task_of(name: str, args: str) -> Any:
@@ -138,6 +141,10 @@ def _function(term: RewardTerm) -> Verifier:
 VERIFIERS: dict[str, Callable[[RewardTerm], Verifier]] = {
     "math": _math, "exact": _exact, "prefix": _prefix, "format": _format, "gym": _gym, "function": _function,
 }  # fmt: skip
+
+
+PURE_KINDS = ("exact", "prefix", "format", "math")
+"""Kinds that evaluate nothing, so that they may do without isolation where the machine has none."""
 
 
 def split_path(path: str) -> tuple[str, str]:

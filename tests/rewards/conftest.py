@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
 
 FUNCTIONS = r"""
 import os, subprocess, sys, time
@@ -22,7 +22,9 @@ def seen(data_source, solution_str, ground_truth, extra_info):
 def misbehave(data_source, solution_str, ground_truth, extra_info):
     print("a print must not disturb the answers", flush=True)
     if extra_info.get("announce"):
-        open(os.path.join(extra_info["announce"], str(os.getpid())), "x").close()
+        escaped = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        for pid in (os.getpid(), escaped.pid):
+            open(os.path.join(extra_info["announce"], str(pid)), "x").close()
     if solution_str == "raise":
         raise KeyError("no such answer")
     if solution_str == "exit":
@@ -60,7 +62,8 @@ def functions(tmp_path: Path) -> Path:
 def misbehaving(functions: Path) -> Callable[..., RewardConfig]:
     """One term that does what the response says."""
 
-    def config(**settings: float) -> RewardConfig:
-        return RewardConfig(terms={"bad": RewardTerm(kind="function", path=f"{functions}:misbehave")}, **settings)
+    def config(isolation: Isolation = "strict", **settings: float) -> RewardConfig:
+        term = RewardTerm(kind="function", path=f"{functions}:misbehave", isolation=isolation)
+        return RewardConfig(terms={"bad": term}, **settings)
 
     return config

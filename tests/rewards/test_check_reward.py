@@ -62,6 +62,7 @@ def test_a_reward_needs_a_term():
         ({"kind": "exact", "weight": float("nan")}, "reward.terms.a.weight", "must be finite"),
         ({"kind": "exact", "pattern": "a"}, "reward.terms.a.pattern", "has no effect"),
         ({"kind": "math", "path": "a.py:b"}, "reward.terms.a.path", "has no effect"),
+        ({"kind": "gym", "isolation": "network"}, "reward.terms.a.isolation", "needs kind=function"),
         ({"kind": "format"}, "reward.terms.a.pattern", "must be given"),
         ({"kind": "format", "pattern": "(a"}, "reward.terms.a.pattern", "regular expression"),
         ({"kind": "function"}, "reward.terms.a.path", "must be given"),

@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moerl.config.schema.data_config import GymData, RewardConfig, RewardTerm
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
-from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.types.errors import ConfigError
 from moerl.types.groups import Prompt, Score
 
@@ -98,7 +97,7 @@ def test_a_misbehaving_verifier_marks_its_sample_and_the_next_one_is_scored(misb
 
 def test_a_sample_whose_worker_is_killed_is_scored_by_another(misbehaving, tmp_path):
     """From outside, or for the node's memory: the run has the same rewards."""
-    (score,), pool = score_all(misbehaving(timeout_seconds=20.0), "die once", ground_truth=str(tmp_path / "died"))
+    (score,), pool = score_all(misbehaving("off", timeout_seconds=20.0), "die once", ground_truth=str(tmp_path / "died"))
     assert score == Score(reward=1.0, parts={"bad": 1.0})
     assert (tmp_path / "died").exists() and not pool.error_counts
 
@@ -127,19 +126,6 @@ def test_a_worker_may_allocate_what_the_pool_allows_and_no_more(functions):
     small, large, again = asyncio.run(main())
     assert small.reward == again.reward == 128 * 2**20
     assert large.error.startswith("reward.terms.own: MemoryError (at ")
-
-
-def test_a_gym_row_is_scored_in_a_worker():
-    row = load_dataset(GymData(task="chain_sum", size=1), seed=0)[0]
-    config = RewardConfig(terms={"gym": RewardTerm(kind="gym")})
-
-    async def main() -> list[Score]:
-        async with RewardPool(config) as pool:
-            return [await pool.score(prompt(row.ground_truth, **row.extra_info), text) for text in (row.ground_truth, "no idea")]
-
-    right, wrong = asyncio.run(main())
-    assert right == Score(reward=1.0, parts={"gym": 1.0})
-    assert wrong == Score(reward=0.0, parts={"gym": 0.0})
 
 
 def test_the_term_that_hangs_is_the_one_named(functions):
@@ -188,7 +174,7 @@ def test_a_cancelled_check_leaves_no_answer_for_the_next_one(misbehaving):
 
 def test_a_kill_reaches_what_the_function_started(misbehaving, tmp_path):
     pid_file = tmp_path / "pid"
-    [score], _ = score_all(misbehaving(timeout_seconds=1.0), "child", ground_truth=str(pid_file))
+    [score], _ = score_all(misbehaving("off", timeout_seconds=1.0), "child", ground_truth=str(pid_file))
     assert score.error is not None
     wait_until_gone([int(pid_file.read_text())])
 
@@ -226,7 +212,7 @@ def test_nothing_is_left_after_close_and_scoring_then_is_an_error(misbehaving):
         with pytest.raises(RuntimeError, match="not running"):
             await pool.score(prompt(), "fine")
         await pool.start()
-        assert len(children() - before) == 2
+        assert len(children() - before) == 4  # two workers, each with its supervisor
         await pool.close()
         await pool.start()
         scores = await asyncio.gather(*(pool.score(prompt(), text) for text in ["scalar", "fine"] * 10))
@@ -247,35 +233,40 @@ from moerl.rewards.reward_pool import RewardPool
 from moerl.types.groups import Prompt
 
 async def main():
-    config = RewardConfig(terms={"bad": RewardTerm(kind="function", path=sys.argv[1])}, timeout_seconds=600.0, num_workers=3)
+    term = RewardTerm(kind="function", path=sys.argv[1], isolation="off")
+    config = RewardConfig(terms={"bad": term}, timeout_seconds=600.0, num_workers=3)
     prompt = Prompt(index=0, token_ids=(1,), text="", data_source="", ground_truth="", extra_info={"announce": sys.argv[2]})
     async with RewardPool(config) as pool:
         busy = [asyncio.create_task(pool.score(prompt, text)) for text in ("spin", "sleep")]
-        print(*[worker.pid for worker in pool._workers], flush=True)
+        print(*[worker.pid for worker in pool._workers.values()], flush=True)
         await asyncio.gather(*busy)
 
 asyncio.run(main())
 """
 
 
-def test_workers_die_with_a_killed_driver_even_in_the_middle_of_a_bomb(functions, tmp_path):
-    root, announced, log = Path(__file__).parents[2], tmp_path / "announced", tmp_path / "log"
+def test_workers_and_what_they_started_die_with_a_killed_driver_even_in_the_middle_of_a_bomb(functions, tmp_path):
+    root, announced, log, temporary = Path(__file__).parents[2], tmp_path / "announced", tmp_path / "log", tmp_path / "temporary"
     announced.mkdir()
-    command = [sys.executable, "-c", DRIVER, f"{functions}:misbehave", str(announced)]
-    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root) as driver:
+    temporary.mkdir()
+    command, env = [sys.executable, "-c", DRIVER, f"{functions}:misbehave", str(announced)], {**os.environ, "TMPDIR": str(temporary)}
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=root, env=env) as driver:
         assert driver.stdout is not None
         try:
             pids = [int(pid) for pid in driver.stdout.readline().split()]
             assert len(pids) == 3, log.read_text()
             deadline = time.monotonic() + 60
-            while len(list(announced.iterdir())) < 2:
+            while len(list(announced.iterdir())) < 4:  # two checks, each with a child in a session of its own
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.01)
+            pids += [int(file.name) for file in announced.iterdir()]
             assert all(is_running(pid) for pid in pids)
+            assert len(list(temporary.iterdir())) == 3
         finally:
             os.kill(driver.pid, signal.SIGKILL)
     try:
         wait_until_gone(pids)
+        assert list(temporary.iterdir()) == []
     finally:
         for pid in filter(is_running, pids):
             os.kill(pid, signal.SIGKILL)

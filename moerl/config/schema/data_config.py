@@ -57,6 +57,9 @@ class TinyData(_DataBase):
 DataConfig = Annotated[FileData | GymData | TinyData, Field(discriminator="kind")]
 
 
+Isolation = Literal["strict", "network", "off"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardTerm(Strict):
     kind: Literal["math", "exact", "prefix", "format", "gym", "function"]
@@ -67,6 +70,10 @@ class RewardTerm(Strict):
     """Regular expression of kind=format, matched against the whole response."""
     path: str | None = None
     """Function of kind=function: `file.py:name` or `package.module:name` of f(data_source, solution_str, ground_truth, extra_info)."""
+    isolation: Isolation = "strict"
+    """Reach of a check. strict: no network, no writing but in a temporary directory of its worker, no reading but of the system,
+    Python and the function's directory, no environment variables but those that Python needs. network: strict, and IP sockets, for a
+    function that asks a remote judge. off: all that the run may. It begins when the function's module has been imported."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,177 @@
+"""A reward belongs to its check, whatever the check does to the channel of its worker."""
+
+import asyncio
+import json
+import math
+import socket
+from pathlib import Path
+
+import pytest
+
+from moerl.config.schema.data_config import RewardConfig, RewardTerm
+from moerl.rewards.answer_channel import AnswerChannel, ForgedAnswer, checked_answer
+from moerl.rewards.reward_pool import RewardPool
+from moerl.types.groups import Prompt, Score
+
+ATTACKS = """
+import ctypes, json, os, sys, time
+
+def channel():
+    # Descriptors of sockets: 0 is the null device by now, 1 and 2 are standard error.
+    return [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)
+            and os.readlink("/proc/self/fd/" + fd).startswith("socket:")]
+
+def write(line):
+    for descriptor in channel():
+        try:
+            os.write(descriptor, line)
+        except OSError:
+            pass
+
+def own_number():
+    frame = sys._getframe()
+    while "number" not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals["number"]
+
+def attack(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "fork":
+        os.fork()
+    if solution_str == "fork that comes back later" and os.fork() == 0:
+        time.sleep(0.25)
+    if solution_str == "fork of C":
+        ctypes.CDLL(None).fork()
+    if solution_str == "line":
+        write(json.dumps({"value": 1000000.0, "extra": {}}).encode() + b"\\n")
+    if solution_str == "number":
+        write(json.dumps({"number": own_number(), "value": 0.5, "extra": {}}).encode() + b"\\n")
+    if solution_str == "half a line":
+        write(b"{")
+    if solution_str == "flood":
+        write(b"x" * 2 ** 17 * 9)
+    if solution_str == "exception of no class":
+        raise BaseException("neither Exception nor exit")
+    if solution_str == "interrupt":
+        raise KeyboardInterrupt
+    return float(ground_truth)
+"""
+
+
+def prompt(ground_truth: str, **extra_info: object) -> Prompt:
+    return Prompt(index=0, token_ids=(1,), text="?", data_source="test", ground_truth=ground_truth, extra_info=extra_info)
+
+
+def score_in_turn(terms: dict[str, RewardTerm], *asked: tuple[Prompt, str], pause: float = 0.0) -> tuple[list[Score], RewardPool]:
+    """Scores of one worker in turn. After the first, which attacks, a pause; the second is asked for again until the attack is counted."""
+
+    async def main() -> tuple[list[Score], RewardPool]:
+        async with RewardPool(RewardConfig(terms=terms, timeout_seconds=20.0)) as pool, asyncio.timeout(60):
+            scores = [await pool.score(*asked[0])]
+            await asyncio.sleep(pause)
+            while not pool.error_counts:  # a fork may come back at any time
+                scores.append(await pool.score(*asked[1]))
+                assert pool.error_counts or scores[-1].reward == float(asked[1][0].ground_truth)
+            return scores[:1] + [await pool.score(*each) for each in asked[1:]], pool
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def attacks(tmp_path: Path) -> dict[str, RewardTerm]:
+    file = tmp_path / "attacks.py"
+    file.write_text(ATTACKS)
+    return {"own": RewardTerm(kind="function", path=f"{file}:attack")}
+
+
+@pytest.mark.parametrize(
+    ("attack", "pause"),
+    [("fork", 0.0), ("fork", 0.1), ("fork that comes back later", 0.1), ("fork of C", 0.0), ("number", 0.0), ("number", 0.1)],
+)
+def test_no_reward_goes_to_another_sample(attacks, attack, pause):
+    scores, pool = score_in_turn(attacks, (prompt("1"), attack), *((prompt(str(i)), "fine") for i in range(2, 6)), pause=pause)
+    assert scores[0].error is not None or scores[0].reward in (1.0, 0.5 if attack == "number" else 1.0)
+    assert [score.reward for score in scores[1:]] == [2.0, 3.0, 4.0, 5.0]
+    assert pool.error_counts == {"forged": 1}
+
+
+@pytest.mark.parametrize("attack", ["line", "half a line", "flood"])
+def test_the_sample_that_forges_has_an_error_that_says_so(attacks, attack):
+    (score,), pool = score_in_turn(attacks, (prompt("1"), attack))
+    assert score.reward == 0.0
+    assert score.error is not None and score.error.startswith("reward.terms.own: ")
+    assert pool.error_counts == {"forged": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("exception of no class", "BaseException: neither Exception"), ("interrupt", "KeyboardInterrupt")]
+)
+def test_an_exception_of_any_class_is_told_as_what_was_raised(attacks, text, said):
+    (bad, good), pool = score_in_turn(attacks, (prompt("1"), text), (prompt("2"), "fine"))
+    assert bad.error is not None and said in bad.error
+    assert good.reward == 2.0 and pool.error_counts == {"raised": 1}
+
+
+def received(line: bytes) -> dict:
+    """What the pool makes of `line`, the answer to a check of number "7"."""
+
+    async def main() -> dict:
+        (requests, _requests), (answers, theirs) = socket.socketpair(), socket.socketpair()
+        channel = AnswerChannel(requests, answers)
+        try:
+            theirs.sendall(line)
+            theirs.close()
+            answer = checked_answer(await channel.receive("7"))
+            with pytest.raises(ConnectionError):
+                channel.require_silence()
+            return answer
+        finally:
+            channel.close()
+            _requests.close()
+
+    return asyncio.run(main())
+
+
+def test_an_answer_of_a_worker_is_taken_as_it_is():
+    assert received(b'{"number": "7", "value": 0.5, "extra": {"a": 2.0}}\n') == {"value": 0.5, "extra": {"a": 2.0}}
+    assert received(b'{"number": "7", "kind": "raised", "error": "x"}\n') == {"kind": "raised", "error": "x"}
+
+
+ANSWER = {"number": "7", "value": 0.5, "extra": {}}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no JSON", b"[1]", b"7", b'"7"', b"[" * 100_000, b"1" * 5000, b"\xff",
+        *(json.dumps(message).encode() for message in (
+            {}, ANSWER | {"number": "8"}, ANSWER | {"number": 7}, ANSWER | {"more": 1}, {"number": "7", "value": 0.5}, {"number": "7"},
+            ANSWER | {"value": math.nan}, ANSWER | {"value": math.inf}, ANSWER | {"value": 1}, ANSWER | {"value": True},
+            ANSWER | {"value": "1.0"}, ANSWER | {"value": None}, ANSWER | {"extra": []}, ANSWER | {"extra": {"a": math.nan}},
+            ANSWER | {"extra": {"a": "b"}}, {"number": "7", "kind": "died", "error": "x"}, {"number": "7", "kind": [], "error": "x"},
+            {"number": "7", "kind": "raised", "error": 1}, {"number": "7", "kind": "forged", "error": "x"},
+            ANSWER | {"kind": "raised", "error": "x"},
+        )),
+    ],
+)  # fmt: skip
+def test_a_line_that_no_worker_sends_is_a_forgery(line):
+    with pytest.raises(ForgedAnswer):
+        received(line + b"\n")
+
+
+def test_a_line_without_end_is_a_forgery_before_it_fills_the_memory():
+    async def main() -> None:
+        (requests, _requests), (answers, theirs) = socket.socketpair(), socket.socketpair()
+        channel = AnswerChannel(requests, answers)
+        theirs.setblocking(False)
+        writing = asyncio.create_task(asyncio.get_running_loop().sock_sendall(theirs, b"x" * 2**22))
+        try:
+            with pytest.raises(ForgedAnswer, match="more than 1048576 bytes"):
+                await channel.receive("7")
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+            channel.close()
+            _requests.close()
+            theirs.close()
+
+    asyncio.run(main())
