@@ -291,8 +291,21 @@ def _load_model(config: RunConfig) -> _Model:
         directory = config.run_dir / "model"
         if not directory.exists():
             write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
-    tokenizer = AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory))
+    tokenizer = _read_tokenizer(directory)
     return _Model(directory=directory, tokenizer=tokenizer, stop_token_ids=_stop_tokens(directory, tokenizer))
+
+
+def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Tokenizer, of a class of transformers: code of the folder is not run. Raises ConfigError."""
+    try:
+        return AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory), trust_remote_code=False)
+    except MoerlError:
+        raise
+    except Exception as error:  # tokenizers raise it itself
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "the tokenizer files of the published model, as transformers reads them without code of the folder"
+        found = Problem(path="model", value=str(directory), rule="must have a tokenizer that can be read", reason=reason, fix=fix)
+        raise ConfigError([found]) from error
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSource:

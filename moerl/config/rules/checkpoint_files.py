@@ -22,7 +22,18 @@ def checkpoint_problems(path: Path) -> Iterator[Problem]:
     if not any((path / name).is_file() for name in TOKENIZERS):
         reason = f"none of {', '.join(TOKENIZERS)} is there"
         yield _problem(path, "has no tokenizer", reason, "copy the tokenizer files of the model there")
+    yield from _tokenizer_problems(path)
     yield from _weight_problems(path)
+
+
+def _tokenizer_problems(path: Path) -> Iterator[Problem]:
+    file = path / "tokenizer_config.json"
+    settings = _read_json(file) if file.is_file() else {}
+    if isinstance(settings, str):
+        yield _problem(path, "needs a readable tokenizer_config.json", settings, "copy it again")
+    elif "auto_map" in settings and not (path / "tokenizer.json").is_file():
+        reason = "tokenizer_config.json names code of the folder (auto_map), and moerl runs none of a model's"
+        yield _problem(path, "must have a tokenizer that is data", reason, "a tokenizer.json of it, as transformers saves one")
 
 
 def _config_problems(path: Path) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, FileDigests,
 from moerl.types.errors import CheckpointError
 
 _METADATA = ".metadata"
-"""Index of torch.distributed.checkpoint: which file holds which tensor. Pickled, so it is read only after its digest was checked."""
+"""Index of torch.distributed.checkpoint: which file holds which tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +107,11 @@ def _tensors(directory: Path, name: str, files: FileDigests) -> str:
     """Which tensors a shard file holds, from the checkpoint's own metadata; empty if that is damaged too."""
     if not name.endswith(".distcp") or _METADATA not in files or _fault(directory, _METADATA, files, with_contents=True):
         return ""
-    from torch.distributed.checkpoint import FileSystemReader  # seconds, which only a damaged checkpoint is worth
+    from moerl.train.checkpoint.checkpoint_pickles import read_index  # torch: seconds, which only a damaged checkpoint is worth
 
-    stored = FileSystemReader(directory).read_metadata().storage_data or {}
+    try:
+        stored = read_index(directory, file_bytes={each: size for each, (size, _) in files.items()}).storage_data
+    except CheckpointError:
+        return ""
     held = sorted({str(index.fqn) for index, info in stored.items() if info.relative_path == name})
     return f"; holds {', '.join(held[:3])}" + (f" and {len(held) - 3} more tensors" if len(held) > 3 else "")
