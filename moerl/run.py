@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 import ray
@@ -52,7 +52,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.scratch_model import write_scratch_model
 from moerl.train.group import MegatronTrainGroup
-from moerl.types.errors import ConfigError, HangError, MoerlError, Problem
+from moerl.types.errors import ConfigError, HangError, MoerlError, Problem, problem
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt
 from moerl.warm_start import warm_start
@@ -264,22 +264,42 @@ async def _together(*starts: Any) -> None:
 def _claimed(config: RunConfig) -> Iterator[None]:
     """The run's directory, for this process alone, with the configuration it started from; a hang ends it as deadlines.on_hang says."""
     answer_stack_requests()
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    with (config.run_dir / ".lock").open("w") as lock:
+    with _directory(config) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise MoerlError(f"{config.run_dir}: another process is training this run; wait for it, or choose another name=") from error
-        saved = config.run_dir / "config.yaml"
-        temporary = saved.with_suffix(".tmp")
-        temporary.write_text(to_yaml(config))
-        os.replace(temporary, saved)
+        with _writable(config):
+            saved = config.run_dir / "config.yaml"
+            temporary = saved.with_suffix(".tmp")
+            temporary.write_text(to_yaml(config))
+            os.replace(temporary, saved)
         try:
             yield
         except MoerlError as error:
             if _is_hang(error) and config.deadlines.on_hang == "requeue":
                 error.exit_code = ExitCode.CONTINUE
             raise
+
+
+def _directory(config: RunConfig) -> IO[str]:
+    """The lock of the run's directory, which is made."""
+    with _writable(config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        return (config.run_dir / ".lock").open("w")
+
+
+@contextmanager
+def _writable(config: RunConfig) -> Iterator[None]:
+    """Raises ConfigError for what keeps this process from writing into the run's directory."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename or config.run_dir}: {error.strerror}"
+        found = problem(
+            "output_dir", config.output_dir, "must be a directory that can be written", reason, "another output_dir=, or make room"
+        )
+        raise ConfigError([found]) from error
 
 
 def _load_model(config: RunConfig) -> _Model:

@@ -28,14 +28,14 @@ from moerl.convert.tensors.writing import FileJob, Finished, Output
 from moerl.train.checkpoint.checkpoint_check import check, content_faults, damaged, read_manifest
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, digest_files, manifest_text
 from moerl.train.checkpoint.checkpoint_pickles import load_tensor, read_index
-from moerl.types.errors import CheckpointError, ConvertError, problem
+from moerl.types.errors import CheckpointError, ConvertError, can_be, problem
 
 _NOT_WEIGHTS = ("optimizer.", "rng/", "rng.")
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
 def is_sharded(directory: Path) -> bool:
-    return (directory / MANIFEST).exists() or (directory / ".metadata").exists()
+    return can_be(directory) and ((directory / MANIFEST).exists() or (directory / ".metadata").exists())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

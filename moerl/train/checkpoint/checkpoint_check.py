@@ -4,7 +4,6 @@ An error names every damaged file, what it held, and the newest older checkpoint
 by itself: the run would silently repeat steps, and overwrite their metrics, because of a fault somebody should know of.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, FileDigests, complete, contents_digest, digest_of, version_of
 from moerl.types.errors import CheckpointError
+from moerl.types.json_text import is_file_name, read_object
 
 _METADATA = ".metadata"
 """Index of torch.distributed.checkpoint: which file holds which tensor."""
@@ -43,8 +43,10 @@ def read_state(directory: Path) -> dict[str, Any]:
     check(directory)
     if faults := content_faults(directory, [STATE]):
         raise damaged(directory, faults)
-    state: dict[str, Any] = json.loads((directory / STATE).read_text())
-    return state
+    try:
+        return read_object(directory / STATE)
+    except ValueError as error:
+        raise damaged(directory, [f"* {STATE}: {error}"]) from error
 
 
 def faults_of_part(directory: Path, *, part: int, num_parts: int) -> list[str]:
@@ -79,14 +81,15 @@ def _faults(directory: Path) -> list[str]:
 def _manifest(directory: Path) -> CheckpointManifest | str:
     """It, or what is wrong with it."""
     try:
-        entries = json.loads((directory / MANIFEST).read_text())
+        entries = read_object(directory / MANIFEST)
         contents = entries["contents"]
         if contents_digest(contents) != entries["digest"]:
             return f"* {MANIFEST}: contents differ from what was written"
-        return CheckpointManifest(
-            model=contents["model"], files={name: (size, digest) for name, (size, digest) in contents["files"].items()}
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        files = {name: (size, digest) for name, (size, digest) in contents["files"].items()}
+        if not isinstance(contents["model"], dict) or not all(is_file_name(name) for name in files):
+            raise ValueError("needs the model's config.json, and names of files beside it")
+        return CheckpointManifest(model=contents["model"], files=files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"* {MANIFEST}: cannot be read: {error!r}"
 
 

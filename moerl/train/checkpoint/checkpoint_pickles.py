@@ -36,7 +36,7 @@ _OF_MEGATRON = "megatron.core.extensions.transformer_engine"
 """Has recipes of its own, which are Transformer Engine's too."""
 
 _Allowed = Callable[[str, str], Any]
-"""What a module's name stands for; None: not allowed."""
+"""Value of a name of a module; None: not allowed."""
 
 
 class _Unpickler(pickle.Unpickler):
