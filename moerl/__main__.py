@@ -1,5 +1,6 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -312,15 +313,44 @@ def doctor(
 def main() -> None:
     """Ends with a code of moerl/types/exit_codes.py."""
     try:
-        app()
-    except Exception as error:
+        code = app(standalone_mode=False, prog_name="moerl")
+    except Exception as raised:
         from moerl.types.errors import MoerlError  # whoever raised one has imported it
 
+        error = _explained(raised)
         if not isinstance(error, MoerlError):
             raise
         # Notes: the closing lines of a run's failure.
         sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
         sys.exit(error.exit_code)
+    sys.exit(code if isinstance(code, int) else ExitCode.DONE)
+
+
+_USAGE_ERROR = typer.BadParameter.__bases__[0]
+"""Its class is in Click, or in Typer's own copy of it."""
+_OF_PATHS = (
+    errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS,
+)  # fmt: skip
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _explained(error: Exception) -> Exception:
+    """The same as an error for people, where what the command was given, or a disk, is at fault."""
+    from moerl.types.errors import CommandError, MoerlError, problem
+
+    if isinstance(error, _USAGE_ERROR):
+        command = error.ctx.command_path if error.ctx is not None else "moerl"
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{error.format_message()}\n")
+            sys.exit(error.exit_code)
+        rule = error.format_message().rstrip(".")
+        reason, fix = f"{command} takes other words", f"{command} --help lists them"
+        return CommandError([problem("command", " ".join(["moerl", *sys.argv[1:]])[:200], rule, reason, fix)])
+    if isinstance(error, OSError) and error.errno in (*_OF_PATHS, *_OF_DISKS):
+        described = MoerlError(f"{error.filename or 'a file'}: {error.strerror}")
+        described.exit_code = ExitCode.UNUSABLE if error.errno in _OF_PATHS and error.filename else ExitCode.FAILED
+        return described if error.filename or error.errno in _OF_DISKS else error
+    return error
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Loading with the checks of every package: what `moerl train` starts from and `moerl check` prints. Imports no torch."""
 
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +22,7 @@ from moerl.rollout.datasets.load_dataset import check_data
 from moerl.train.checkpoint.checkpoint_check import check, read_manifest
 from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import CheckpointError, ConfigError, Problem, can_be, problem
+from moerl.types.json_text import read_object
 
 
 def load_checked(overrides: Sequence[str], config_dir: Path | None = None, *, starts: bool = False) -> RunConfig:
@@ -34,7 +35,7 @@ def load_checked(overrides: Sequence[str], config_dir: Path | None = None, *, st
 
 def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
     """The run of composed settings, raising as `load_checked`."""
-    checks = (_data_and_reward, _continued_run, *([cannot_start] if starts else []))
+    checks = (_data_and_reward, _continued_run, *([cannot_start, _unwritable] if starts else []))
     config = checked(plain, checks)
     directory = newest(_checkpoints(config))
     if directory is not None:
@@ -92,13 +93,25 @@ def cannot_start(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from start_problems(config, facts)
 
 
+def _unwritable(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """A directory of the run that cannot be made or written."""
+    if not can_be(config.run_dir):
+        return  # reported by validation
+    there = next(each for each in (config.run_dir.absolute(), *config.run_dir.absolute().parents) if each.exists())
+    fix = "another output_dir="
+    if not there.is_dir():
+        yield problem("output_dir", config.output_dir, "must be a directory", f"{there} is none", fix)
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield problem("output_dir", config.output_dir, "must be a directory that can be written", f"{there} cannot be", fix)
+
+
 def _continued_run(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Settings that keep a run that exists from being continued with these settings."""
     if not all(can_be(Path(place)) for place in (config.run_dir, config.model.path) if place is not None):
         return  # reported by validation
     saved = config.run_dir / "config.yaml"
     if saved.exists():
-        yield from resume_differences(saved.read_text(), config)
+        yield from resume_differences(saved.read_bytes(), config, path=str(saved))
     directory = newest(_checkpoints(config))
     if directory is not None:
         yield from _trained_otherwise(config, directory)
@@ -113,8 +126,8 @@ def _model_config(config: RunConfig) -> tuple[str, dict[str, Any]] | None:
     directory = Path(config.model.path) if config.model.path is not None else config.run_dir / "model"
     file = directory / "config.json"
     if file.exists():
-        with suppress(ValueError):
-            return str(file), json.loads(file.read_text())
+        with suppress(ValueError, OSError):
+            return str(file), read_object(file)
         return None
     scratch = config.model.scratch
     return None if scratch is None else ("model.scratch", scratch_config(scratch, config.model.max_context))

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 import ray
@@ -52,7 +52,7 @@ from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.scratch_model import write_scratch_model
 from moerl.train.group import MegatronTrainGroup
-from moerl.types.errors import ConfigError, HangError, MoerlError, Problem
+from moerl.types.errors import ConfigError, HangError, MoerlError, Problem, problem
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt
 from moerl.warm_start import warm_start
@@ -264,22 +264,42 @@ async def _together(*starts: Any) -> None:
 def _claimed(config: RunConfig) -> Iterator[None]:
     """The run's directory, for this process alone, with the configuration it started from; a hang ends it as deadlines.on_hang says."""
     answer_stack_requests()
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    with (config.run_dir / ".lock").open("w") as lock:
+    with _directory(config) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise MoerlError(f"{config.run_dir}: another process is training this run; wait for it, or choose another name=") from error
-        saved = config.run_dir / "config.yaml"
-        temporary = saved.with_suffix(".tmp")
-        temporary.write_text(to_yaml(config))
-        os.replace(temporary, saved)
+        with _writable(config):
+            saved = config.run_dir / "config.yaml"
+            temporary = saved.with_suffix(".tmp")
+            temporary.write_text(to_yaml(config))
+            os.replace(temporary, saved)
         try:
             yield
         except MoerlError as error:
             if _is_hang(error) and config.deadlines.on_hang == "requeue":
                 error.exit_code = ExitCode.CONTINUE
             raise
+
+
+def _directory(config: RunConfig) -> IO[str]:
+    """The lock of the run's directory, which is made."""
+    with _writable(config):
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        return (config.run_dir / ".lock").open("w")
+
+
+@contextmanager
+def _writable(config: RunConfig) -> Iterator[None]:
+    """Raises ConfigError for what keeps this process from writing into the run's directory."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename or config.run_dir}: {error.strerror}"
+        found = problem(
+            "output_dir", config.output_dir, "must be a directory that can be written", reason, "another output_dir=, or make room"
+        )
+        raise ConfigError([found]) from error
 
 
 def _load_model(config: RunConfig) -> _Model:
@@ -291,8 +311,21 @@ def _load_model(config: RunConfig) -> _Model:
         directory = config.run_dir / "model"
         if not directory.exists():
             write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
-    tokenizer = AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory))
+    tokenizer = _read_tokenizer(directory)
     return _Model(directory=directory, tokenizer=tokenizer, stop_token_ids=_stop_tokens(directory, tokenizer))
+
+
+def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Tokenizer, of a class of transformers: code of the folder is not run. Raises ConfigError."""
+    try:
+        return AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory), trust_remote_code=False)
+    except MoerlError:
+        raise
+    except Exception as error:  # tokenizers raise it itself
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = "the tokenizer files of the published model, as transformers reads them without code of the folder"
+        found = Problem(path="model", value=str(directory), rule="must have a tokenizer that can be read", reason=reason, fix=fix)
+        raise ConfigError([found]) from error
 
 
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSource:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from moerl.config.derive.model_configs import shipped_configs
+from moerl.config.yaml_files import unreadable_files
 from moerl.types.errors import NOT_SET, ConfigError, Problem, problem
 
 NEAR = 0.8
@@ -40,6 +41,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> dict[st
         raise ConfigError([problem("--config-dir", str(config_dir), "is not a directory", "further recipes are read from it", "name one")])
     parsed, problems = _parse(overrides)
     problems += _group_problems(parsed, config_dir)
+    if config_dir is not None:
+        problems += unreadable_files(config_dir, [str(override.value()) for override in parsed if not override.is_delete()])
     if problems:
         raise ConfigError(problems)
     lines = [_tolerant(override, config_dir) for override in parsed]
@@ -133,8 +136,8 @@ def _composition_problem(error: Exception) -> Problem:
     path = getattr(error, "full_key", None) or "configuration"
     if isinstance(error, YAMLError):
         return problem(path, NOT_SET, "must be valid YAML", str(error), "mend the file at that line")
-    lines = str(error).splitlines()
-    return problem(path, NOT_SET, "cannot be composed", lines[0], "mend the override or the file that says so")
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return problem(path, NOT_SET, "cannot be composed", reason, "mend the override or the file that says so")
 
 
 def _syntax_problem(text: str, reason: str) -> Problem:

@@ -74,6 +74,9 @@ def _usable(value: Any, path: str, open_paths: list[str], faults: list[Problem])
         return value
     kept = {}
     for name, child in value.items():
+        if not isinstance(name, str | int) or isinstance(name, bool):
+            faults.append(_no_name(path, name))
+            continue
         child_path = f"{path}.{name}" if path else str(name)
         if child == "???":
             open_paths.append(child_path)
@@ -108,6 +111,11 @@ def unusable(value: Any, path: str) -> Problem | None:
 
 def _of_entry(key: object, value: Any, path: str) -> Problem | None:
     return unusable(value, path) if not isinstance(key, str) or _is_text(key) else _no_text(ascii(path)[1:-1], key)
+
+
+def _no_name(path: str, name: object) -> Problem:
+    reason = f"YAML read it as {type(name).__name__}, and settings have names"
+    return problem(path or "configuration", name, "must have text for a name", reason, "the name in quotes, if it is one")
 
 
 def _too_large(path: str, value: int) -> Problem:

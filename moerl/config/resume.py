@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from moerl.config.load import build, to_plain
 from moerl.config.schema.run_config import RunConfig
+from moerl.config.yaml_files import parse_yaml
 from moerl.types.errors import NOT_SET, Problem, problem
 
 FIXED: Mapping[str, str] = {
@@ -22,9 +21,17 @@ FIXED: Mapping[str, str] = {
 """Setting or section -> reason. Everything else may differ from step to step."""
 
 
-def resume_differences(old_yaml: str, new: RunConfig) -> list[Problem]:
-    """The settings of `new` that differ from the run's saved config.yaml and may not. ConfigError if that file is no configuration."""
-    old, now = to_plain(build(yaml.safe_load(old_yaml))), to_plain(new)
+def resume_differences(old_yaml: str | bytes, new: RunConfig, *, path: str = "config.yaml") -> list[Problem]:
+    """The settings of `new` that differ from the run's saved config.yaml (`path`) and may not. ConfigError if that file is no
+    configuration."""
+    try:
+        plain = parse_yaml(old_yaml)
+        if not isinstance(plain, dict):
+            raise ValueError(f"holds {type(plain).__name__}, no settings")
+    except ValueError as error:
+        fix = "another name= (or output_dir=) for a new run, or the file as the run wrote it"
+        return [problem(path, NOT_SET, "must be the settings of the run", str(error), fix)]
+    old, now = to_plain(build(plain)), to_plain(new)
     return [
         problem(
             path,

@@ -27,7 +27,7 @@ from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, OnByte
 from moerl.convert.upcycle import Upcycling, upcycled, upcycled_config, upcycling_problems
 from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST
-from moerl.types.errors import ConvertError, problem
+from moerl.types.errors import ConvertError, can_be, problem
 
 Target = Literal["hf", "moerl", "moe"]
 
@@ -104,9 +104,8 @@ def conversion_of(
 def convert(conversion: Conversion, *, dry_run: bool) -> str:
     """Text of what was written, or would be. Raises ConvertError."""
     problems = [*target_problems(conversion.target), *origin_problems(conversion.files_from)]
-    problems += (
-        [] if conversion.source.is_dir() else [problem("SRC", str(conversion.source), "is no directory", "nothing to read", "its path")]
-    )
+    if not (can_be(conversion.source) and conversion.source.is_dir()):
+        problems.append(problem("SRC", str(conversion.source), "is no directory", "nothing to read", "its path"))
     if problems:
         raise ConvertError(problems)
     if not is_sharded(conversion.source):

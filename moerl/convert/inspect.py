@@ -1,6 +1,5 @@
 """Contents of a checkpoint, as text; and whether its files are what was written."""
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +12,7 @@ from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.convert.tensors.writing import DIGESTS
 from moerl.train.checkpoint.checkpoint_dirs import digest_of
 from moerl.types.errors import ConvertError, problem
+from moerl.types.json_text import is_file_name, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,10 @@ def inspection(path: Path, *, verify: bool) -> str:
 def verify_digests(path: Path) -> int:
     """The number of files that are what was written. Raises ConvertError with every other one, and without a file of digests."""
     try:
-        entries = json.loads((path / DIGESTS).read_text())
-    except (OSError, ValueError) as error:
+        entries = {name: (size, digest) for name, (size, digest) in read_object(path / DIGESTS).items()}
+        if not all(is_file_name(name) for name in entries):
+            raise ValueError("it names files of other folders")
+    except (OSError, ValueError, TypeError) as error:
         reason = f"{DIGESTS} cannot be read: {error}"
         raise ConvertError([problem("PATH", str(path), "has no digests", reason, "moerl convert, which writes them")]) from error
     problems = []

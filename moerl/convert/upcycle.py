@@ -145,7 +145,7 @@ def upcycled(entries: Sequence[Entry], dense: Mapping[str, Any], chosen: Upcycli
 
 def _counterpart(dense: Mapping[str, Any]) -> _Counterpart:
     kind = dense.get("model_type")
-    if kind in _COUNTERPARTS:
+    if isinstance(kind, str) and kind in _COUNTERPARTS:
         return _COUNTERPARTS[kind]
     reason = _NO_COUNTERPART.get(str(kind), "no family of moerl/models has its attention and weights of experts that add up to 1")
     fix = f"a dense model whose model_type is one of {', '.join(_COUNTERPARTS)}"
@@ -153,7 +153,7 @@ def _counterpart(dense: Mapping[str, Any]) -> _Counterpart:
 
 
 def _missing_rope(dense: Mapping[str, Any]) -> list[str]:
-    return [] if "rope_theta" in dense or "rope_theta" in (dense.get("rope_parameters") or {}) else ["rope_theta"]
+    return [] if "rope_theta" in dense or "rope_theta" in (dense.get("rope_parameters") or ()) else ["rope_theta"]
 
 
 def _router(name: str, dtype: torch.dtype, shape: tuple[int, int], seed: int) -> Entry:

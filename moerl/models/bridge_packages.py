@@ -61,7 +61,8 @@ def _explain(package: BridgePackage, hf: Mapping[str, Any]) -> str:
         installed, known = distribution(package.name).version, registered(package.name)
     except PackageNotFoundError:
         return f"{package.name}, which may know it, is not installed here: {package.install}"
-    names = {hf.get("model_type"), *(hf.get("architectures") or [])}
+    listed = hf.get("architectures")
+    names = {each for each in (hf.get("model_type"), *(listed if isinstance(listed, list) else ())) if isinstance(each, str)}
     return f"{package.name} {installed} {'knows it' if names & known else 'does not know it'}"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moerl.models.expert_stacks import stack_of, stored_name
 from moerl.types.errors import CheckpointError
+from moerl.types.json_text import read_object
 
 INDEX = "model.safetensors.index.json"
 _WEIGHT_MAP = TypeAdapter(dict[str, str])
@@ -81,7 +82,7 @@ def _file_of_each(directory: Path) -> dict[str, str]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        return _WEIGHT_MAP.validate_python(json.loads(index.read_text())["weight_map"])
+        return _WEIGHT_MAP.validate_python(read_object(index)["weight_map"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{index}: cannot be read as an index of safetensors files ({error!r}); fetch this file again") from error
 

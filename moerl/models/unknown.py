@@ -7,7 +7,7 @@ from typing import Any
 
 from moerl.models.bridge_packages import explain_known
 from moerl.models.families.family import BrokenRule, Family
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.types.errors import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
@@ -20,7 +20,7 @@ NOT_EXPRESSED: Mapping[str, str] = {
 
 def find_family(hf: Mapping[str, Any]) -> Family:
     """Family of a config.json. Raises CheckpointError with the nearest family if there is none."""
-    if hf.get("model_type") not in FAMILIES:
+    if not has_family(hf):
         rule, reason, fix = explain_unknown(hf)
         raise CheckpointError(f"config.json: {rule} ({reason}); {fix}")
     return FAMILIES[hf["model_type"]]
@@ -32,7 +32,8 @@ def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
     rule, fix = "must be of a family moerl knows", f"a model whose model_type is one of {names}"
     if kind in NOT_EXPRESSED:
         return BrokenRule(rule, f"model_type {kind!r} is not among them: {NOT_EXPRESSED[kind]}; {explain_known(hf)}", fix)
-    near = _nearest(kind, hf.get("architectures") or [])
+    listed = hf.get("architectures")
+    near = _nearest(kind, [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else [])
     hint = "" if near is None else f"; the nearest is {near}, and docs/add-a-family.md says how to add one"
     return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}; {explain_known(hf)}", fix)
 

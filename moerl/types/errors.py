@@ -72,6 +72,12 @@ class ConfigError(_ProblemsError):
     where = "in the configuration"
 
 
+class CommandError(_ProblemsError):
+    """A command line that cannot be read."""
+
+    where = "with the command"
+
+
 class ConvertError(_ProblemsError):
     """Checkpoints that cannot be converted, inspected or compared."""
 

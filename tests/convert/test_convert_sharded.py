@@ -1,11 +1,13 @@
 """Hugging Face folders become checkpoints that every layout loads, and checkpoints of runs become folders, bit by bit."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_jobs import Runs
 from convert_jobs import load_and_export, train_save_export
 from deepseek_cases import deepseek_settings, write_deepseek
 from engine_cases import LAYOUTS, random_batch, settings
@@ -160,3 +162,16 @@ def test_a_runs_checkpoint_needs_no_resharding_and_says_so(checkpoints, tmp_path
     directory = to_sharded(checkpoints["qwen3"], tmp_path)
     with pytest.raises(ConvertError, match="loads into any layout and dtype as it is"):
         convert(Conversion(source=directory, target=tmp_path / "again", to="moerl", dtype="bfloat16"), dry_run=False)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "compare", "convert"])
+def test_a_checkpoint_whose_index_runs_a_command_is_refused_whatever_its_digests_say(verb, checkpoints, tmp_path, moerl):
+    directory, mark = to_sharded(checkpoints["qwen3"], tmp_path), tmp_path / "ran"
+    (directory / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    contents = json.loads((directory / checkpoint_dirs.MANIFEST).read_text())["contents"]
+    contents["files"] = checkpoint_dirs.digest_files(directory, contents["files"])
+    (directory / checkpoint_dirs.MANIFEST).write_text(checkpoint_dirs.manifest_text(contents))
+    ended = moerl(verb, directory, *{"compare": [checkpoints["qwen3"]], "convert": [tmp_path / "hf"]}.get(verb, []))
+    assert ended.returncode == 2
+    assert "moerl: 1 problem with the checkpoint" in ended.stderr and "which is no data of a checkpoint" in ended.stderr
+    assert not mark.exists() and not (tmp_path / "hf").exists()

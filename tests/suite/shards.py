@@ -38,13 +38,24 @@ def _commits() -> int:
     return int(counted.stdout) if counted.returncode == 0 else 0
 
 
+def fuzzing_seed() -> int:
+    """Seed of what fuzzers draw: MOERL_FUZZ_SEED, or that of the commit, so that a commit always draws the same and the next one other
+    cases."""
+    given = os.environ.get("MOERL_FUZZ_SEED")
+    if given:
+        return int(given)
+    found = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
+    return int(found.stdout[:8], 16) if found.returncode == 0 else 0
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", action="store_true", help="run the files of the group that MOERL_SHARD draws, without their matrices")
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
     group = drawn(os.environ.get("MOERL_SHARD"))
-    return "matrices: all groups" if group is None else f"matrices: group {group} of {NUM_GROUPS} (MOERL_SHARD=all for all)"
+    matrices = "matrices: all groups" if group is None else f"matrices: group {group} of {NUM_GROUPS} (MOERL_SHARD=all for all)"
+    return [matrices, f"fuzzers: MOERL_FUZZ_SEED={fuzzing_seed()}"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

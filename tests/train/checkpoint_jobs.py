@@ -1,10 +1,15 @@
 """What the ranks of a checkpoint's tests do. Every function runs on every rank; rank 0's value goes to the test."""
 
+import io
+import os
+import pickle
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from engine_jobs import new_engine
 
@@ -12,6 +17,7 @@ from moerl.algorithms.grpo import GRPO
 from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
+from moerl.types.errors import CheckpointError
 from moerl.types.stats import StepStats
 
 
@@ -109,3 +115,60 @@ def staged_and_held(settings: EngineSettings, batch: TrainBatch, directory: Path
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (staged, *(sum(t.numel() * t.element_size() for t in tensors) for tensors in (moments, weights))))
     return every
+
+
+class Runs:
+    """Unpickled by a plain unpickler, it makes a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def refused_loads(settings: EngineSettings, batch: TrainBatch, directory: Path, mark: Path) -> dict[str, str]:
+    """What loading says of a checkpoint whose named part runs a command when it is unpickled."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    directory.mkdir()
+    save(engine, directory)
+    said = {}
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # as somebody may have, for programs of their own
+    try:
+        for part in (".metadata", "common.pt", "rng", "_extra_state"):
+            evil = directory.with_name(f"evil-{part}")
+            shutil.copytree(directory, evil)
+            _spoil(evil, part, Runs(mark))
+            for reader, evaluates in (("", False), (" of an evaluation", True)) if part == "_extra_state" else (("", False),):
+                try:
+                    engine.shards.load(evil, weights_only=evaluates)
+                except CheckpointError as error:
+                    said[part + reader] = str(error)
+    finally:
+        del os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"]
+    return said
+
+
+def _spoil(directory: Path, part: str, runs: Runs) -> None:
+    if part == ".metadata":
+        (directory / part).write_bytes(pickle.dumps(runs))
+    elif part == "common.pt":
+        torch.save({"optimizer_steps": runs}, directory / part)
+    else:
+        _spoil_object(directory, part, runs)
+
+
+def _spoil_object(directory: Path, part: str, runs: Runs) -> None:
+    """Objects lie in shards, wherever the index says."""
+    index = pickle.loads((directory / ".metadata").read_bytes())
+    pickled = torch.frombuffer(bytearray(pickle.dumps(runs)), dtype=torch.uint8)
+    buffer = io.BytesIO()
+    torch.save([runs if part == "rng" else pickled], buffer)
+    for key, place in index.storage_data.items():
+        if part in key.fqn:
+            shard = directory / place.relative_path
+            place.offset, place.length = shard.stat().st_size, len(buffer.getvalue())
+            with shard.open("ab") as file:
+                file.write(buffer.getvalue())
+    (directory / ".metadata").write_bytes(pickle.dumps(index))

@@ -1,14 +1,14 @@
 """Is a directory a Hugging Face checkpoint moerl can train: config.json of a known family, a tokenizer, every weight file."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moerl.config.derive.model_shape import shape_of_config
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.unknown import explain_unknown
 from moerl.types.errors import Problem, can_be
+from moerl.types.json_text import is_file_name, read_object
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -22,14 +22,25 @@ def checkpoint_problems(path: Path) -> Iterator[Problem]:
     if not any((path / name).is_file() for name in TOKENIZERS):
         reason = f"none of {', '.join(TOKENIZERS)} is there"
         yield _problem(path, "has no tokenizer", reason, "copy the tokenizer files of the model there")
+    yield from _tokenizer_problems(path)
     yield from _weight_problems(path)
+
+
+def _tokenizer_problems(path: Path) -> Iterator[Problem]:
+    file = path / "tokenizer_config.json"
+    settings = _read_json(file) if file.is_file() else {}
+    if isinstance(settings, str):
+        yield _problem(path, "needs a readable tokenizer_config.json", settings, "copy it again")
+    elif "auto_map" in settings and not (path / "tokenizer.json").is_file():
+        reason = "tokenizer_config.json names code of the folder (auto_map), and moerl runs none of a model's"
+        yield _problem(path, "must have a tokenizer that is data", reason, "a tokenizer.json of it, as transformers saves one")
 
 
 def _config_problems(path: Path) -> Iterator[Problem]:
     config = _read_json(path / "config.json")
     if isinstance(config, str):
         yield _problem(path, "needs a readable config.json", config, "copy the model's config.json there")
-    elif config.get("model_type") not in FAMILIES:
+    elif not has_family(config):
         yield _problem(path, *explain_unknown(config))
     else:
         try:
@@ -54,7 +65,12 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
     if isinstance(index, str):
         yield _problem(path, "needs a readable model.safetensors.index.json", index, "copy it again")
         return
-    absent = sorted({name for name in index.get("weight_map", {}).values() if not (path / name).is_file()})
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(is_file_name(name) for name in weight_map.values()):
+        reason = "its weight_map names a file for each tensor, beside it"
+        yield _problem(path, "needs a weight_map in model.safetensors.index.json", reason, "copy it again")
+        return
+    absent = sorted({name for name in weight_map.values() if not (path / name).is_file()})
     if absent:
         listed = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
         reason = f"model.safetensors.index.json names {len(absent)} absent files: {listed}"
@@ -64,10 +80,9 @@ def _weight_problems(path: Path) -> Iterator[Problem]:
 def _read_json(file: Path) -> dict[str, Any] | str:
     """The object in `file`, or why there is none."""
     try:
-        value = json.loads(file.read_text())
+        return read_object(file)
     except (OSError, ValueError) as error:
         return f"{file.name}: {error}"
-    return value if isinstance(value, dict) else f"{file.name} holds no object"
 
 
 def _problem(path: Path, rule: str, reason: str, fix: str) -> Problem:

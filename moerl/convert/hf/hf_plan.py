@@ -62,7 +62,10 @@ def is_scale(source: HFSource, name: str) -> bool:
 def fp8_problems(source: HFSource) -> Iterator[Problem]:
     """Every FP8 weight without scales of its shape, every scale without its weight, and quantization of another kind."""
     config = source.config.get("quantization_config")
-    if config is not None and (
+    if config is not None and not isinstance(config, Mapping):
+        reason = "it says how the weights are quantized"
+        yield problem("SRC/config.json: quantization_config", config, "must be an object or null", reason, "fetch config.json again")
+    elif config is not None and (
         config.get("quant_method") != "fp8" or config.get("weight_block_size") != [fp8_blocks.BLOCK, fp8_blocks.BLOCK]
     ):
         found: object = {name: config.get(name) for name in ("quant_method", "weight_block_size")}

@@ -1,6 +1,5 @@
 """A Hugging Face folder as a source of tensors: every fault of it found at once, from headers alone, before anything is read."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,8 @@ from torch import Tensor
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_header, read_pieces, read_tensor
 from moerl.models.hf_checkpoint import INDEX
-from moerl.types.errors import ConvertError, Problem, problem
+from moerl.types.errors import ConvertError, Problem, can_be, problem
+from moerl.types.json_text import is_file_name, read_object
 
 SINGLE = "model.safetensors"
 
@@ -28,6 +28,8 @@ class HFSource:
     def open(cls, directory: Path) -> "HFSource":
         """Raises ConvertError with every absent, damaged or truncated file and every tensor that the index promises in vain."""
         problems: list[Problem] = []
+        if not can_be(directory) or not directory.is_dir():
+            raise ConvertError([problem("SRC", str(directory), "is no directory", f"looked at {directory.absolute()}", "its path")])
         config = _read_object(directory / "config.json", problems)
         tensors = _all_tensors(directory, problems)
         if problems:
@@ -62,8 +64,10 @@ def _all_tensors(directory: Path, problems: list[Problem]) -> dict[str, StoredTe
         return _header(directory / SINGLE, problems)
     index = _read_object(directory / INDEX, problems)
     weight_map = index.get("weight_map", {}) if index else {}
-    if index and not (isinstance(weight_map, dict) and weight_map and all(isinstance(file, str) for file in weight_map.values())):
-        problems.append(problem("SRC", str(directory / INDEX), "needs a weight_map of names to files", "it has none", "fetch it again"))
+    if index and not (isinstance(weight_map, dict) and weight_map and all(is_file_name(file) for file in weight_map.values())):
+        problems.append(
+            problem("SRC", str(directory / INDEX), "needs a weight_map of names to files beside it", "it has none", "fetch it again")
+        )
         return {}
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
@@ -98,13 +102,9 @@ def _header(file: Path, problems: list[Problem]) -> dict[str, StoredTensor]:
 
 def _read_object(file: Path, problems: list[Problem]) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
-        if isinstance(value, dict):
-            return value
-        reason = "it holds no object"
+        return read_object(file)
     except (OSError, ValueError) as error:
-        reason = str(error)
-    problems.append(problem("SRC", str(file), "cannot be read", reason, "fetch this file again"))
+        problems.append(problem("SRC", str(file), "cannot be read", str(error), "fetch this file again"))
     return {}
 
 

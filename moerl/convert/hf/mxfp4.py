@@ -24,7 +24,7 @@ _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
 
 def is_packed(config: Mapping[str, Any]) -> bool:
     quantization = config.get("quantization_config")
-    return quantization is not None and quantization.get("quant_method") == "mxfp4"
+    return isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
 
 
 def packed_problems(source: HFSource) -> Iterator[Problem]:

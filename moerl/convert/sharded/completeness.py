@@ -1,5 +1,6 @@
 """Is a checkpoint that of its config.json: every tensor of the model that Megatron would build, each in its shape? From headers alone."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from moerl.convert.hf.hf_plan import is_scale
@@ -10,7 +11,7 @@ from moerl.convert.sharded.expected_tensors import ExpectedTensor, expected_tens
 from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts
 from moerl.convert.sharded.sharded_source import ShardedSource
 from moerl.models.families.family import Family, is_tied
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.family_table import has_family
 from moerl.types.errors import Problem, problem
 
 _FETCH = "fetch the checkpoint again; its config.json must be of the same model"
@@ -29,17 +30,14 @@ def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
 
 
 def copied_problems(source: HFSource) -> list[Problem]:
-    """Tensors that the model lacks in a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that
-    Megatron would compute otherwise; tensors that are too many are copied too. Raises ConvertError for a config.json with a gap."""
-    if source.config.get("model_type") not in FAMILIES or is_packed(source.config):
+    """The same of a folder that becomes another one. Nothing of an architecture that moerl does not describe, or that Megatron would
+    compute otherwise: it is copied as it is. Raises ConvertError for a config.json with a gap."""
+    if not has_family(source.config) or is_packed(source.config):
         return []
     family = described_family(source.config)
     if not computes_it(family, source.config):
         return []
-    source = in_parts(source, family, num_experts(family, source.config))
-    expected = expected_tensors(family, source.config)
-    held = [name for name in source.tensors if name in expected.shapes or name in expected.copies]
-    return [*_missing(source, expected, set(held)), *_misshapen(source, expected, held)]
+    return tensor_problems(in_parts(source, family, num_experts(family, source.config)), family)
 
 
 def _missing(source: HFSource, expected: ExpectedTensor, held: set[str]) -> Iterator[Problem]:
@@ -54,7 +52,7 @@ def _missing(source: HFSource, expected: ExpectedTensor, held: set[str]) -> Iter
 
 def _layer(name: str) -> int | None:
     parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] and parts[2].isdigit() else None
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and re.fullmatch("[0-9]{1,9}", parts[2]) else None
 
 
 def _misshapen(source: HFSource, expected: ExpectedTensor, names: Iterable[str]) -> Iterator[Problem]:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.models.config_fields import broken_fields
 from moerl.models.families.family import Family, Rule, Sizes
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.unknown import explain_unknown
 from moerl.types.errors import ConvertError, problem
 
@@ -38,8 +39,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def described_family(config: Mapping[str, Any]) -> Family:
     """Whether or not it breaks rules. Raises ConvertError for an architecture without a family and for a setting that is not there."""
-    if config.get("model_type") not in FAMILIES:
+    if not has_family(config):
         raise ConvertError([problem("config.json: model_type", config.get("model_type"), *explain_unknown(config))])
+    if broken := list(broken_fields(config)):
+        raise ConvertError([problem("config.json", config["model_type"], rule, reason, fix) for rule, reason, fix in broken])
     family = FAMILIES[config["model_type"]]
     try:
         list(family.broken_rules(_unquantized(config)))
@@ -117,7 +120,7 @@ def parameters_of_keys(family: Family, shapes: Mapping[str, tuple[int, ...]], *,
     for key, shape in shapes.items():
         match = _EXPERT_KEY.fullmatch(key)
         stem = (f"{match[1]}{match[2]}" if match else key).replace(f".{_MEGATRON_019}.", ".transformer_layer.")
-        for expert in range(shape[0]) if match else [None]:
+        for expert in range(shape[0]) if match and shape else [None]:
             try:
                 rule, numbers = family.find(stem if expert is None else f"{stem}{expert}")
             except KeyError:
@@ -150,4 +153,4 @@ def _counted(numbers: dict[str, int], num_layers: int) -> dict[str, int] | None:
 
 
 def _pattern(template: str) -> str:
-    return re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>\\d+)", re.escape(template))
+    return re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>[0-9]{1,9})", re.escape(template))

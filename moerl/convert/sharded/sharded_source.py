@@ -3,7 +3,6 @@
 What is written holds weights alone: no moments, no masters, no random streams. A run that loads it starts its optimizer anew.
 """
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,14 +27,15 @@ from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.writing import FileJob, Finished, Output
 from moerl.train.checkpoint.checkpoint_check import check, content_faults, damaged, read_manifest
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, digest_files, manifest_text
-from moerl.types.errors import CheckpointError, ConvertError, problem
+from moerl.train.checkpoint.checkpoint_pickles import load_tensor, read_index
+from moerl.types.errors import CheckpointError, ConvertError, can_be, problem
 
 _NOT_WEIGHTS = ("optimizer.", "rng/", "rng.")
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
 def is_sharded(directory: Path) -> bool:
-    return (directory / MANIFEST).exists() or (directory / ".metadata").exists()
+    return can_be(directory) and ((directory / MANIFEST).exists() or (directory / ".metadata").exists())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class ShardedSource:
         try:
             check(directory)
             manifest = read_manifest(directory)
-            # .metadata is pickled: it is not read before it is known to be what a run has written.
             if faults := content_faults(directory, sorted(manifest.files) if verify else [".metadata"]):
                 raise damaged(directory, faults)
+            index = read_index(directory)
         except CheckpointError as error:
             raise ConvertError([problem("SRC", str(directory), "must be whole", str(error), "another checkpoint")]) from error
-        return cls(directory=directory, config=manifest.model, metadata=FileSystemReader(directory).read_metadata())
+        return cls(directory=directory, config=manifest.model, metadata=index)
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Every tensor, the optimizer's too."""
@@ -73,18 +73,27 @@ class ShardedSource:
         for chunk in held.chunks:
             if expert is not None and not chunk.offsets[0] <= expert < chunk.offsets[0] + chunk.sizes[0]:
                 continue
-            stored = self._stored(MetadataIndex(key, chunk.offsets))
+            stored = self._stored(key, chunk, held.properties.dtype)
             offsets, part = tuple(chunk.offsets), stored
             if expert is not None:
                 offsets, part = offsets[1:], stored[expert - chunk.offsets[0]]
             result[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
         return result
 
-    def _stored(self, index: MetadataIndex) -> Tensor:
-        place = self.metadata.storage_data[index]
+    def _stored(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        """Raises ConvertError if its bytes are no tensor of the chunk's size and dtype."""
+        place = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
             file.seek(place.offset)
-            return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+            try:
+                tensor = load_tensor(file.read(place.length))
+                if tensor.shape != chunk.sizes or tensor.dtype != dtype:
+                    found = f"{tensor.dtype} {tuple(tensor.shape)}"
+                    raise CheckpointError(f"found {found}, the index says {dtype} {tuple(chunk.sizes)}")
+            except CheckpointError as error:
+                path = f"{self.directory / place.relative_path}: {key}"
+                raise ConvertError([problem("SRC", path, "must hold what the index says", str(error), "another checkpoint")]) from error
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

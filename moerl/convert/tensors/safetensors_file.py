@@ -5,16 +5,17 @@ Format: 8 bytes little-endian length, that much JSON, then the tensors (https://
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from moerl.convert.tensors.entry import PIECE_BYTES, Entry
+from moerl.types.json_text import parse_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -22,7 +23,7 @@ DTYPES = {
     "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LENGTH_BYTES, _MAX_HEADER_BYTES = 8, 100_000_000
+_LENGTH_BYTES, _MAX_HEADER_BYTES, _MAX_AXES = 8, 100_000_000, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,24 +48,46 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or not 2 <= length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise ValueError(f"{size} bytes, too few for its header")
-        entries = json.loads(opened.read(length))
+        entries = parse_json(opened.read(length))
+    if not isinstance(entries, dict):
+        raise ValueError(f"its header is no object but {type(entries).__name__}")
     first = _LENGTH_BYTES + length
     tensors = {name: _stored(file, name, entry, first) for name, entry in entries.items() if name != "__metadata__"}
     expected = max((tensor.begin + tensor.num_bytes for tensor in tensors.values()), default=first)
     if size != expected:
         raise ValueError(f"{size} bytes, should be {expected}: {'truncated' if size < expected else 'longer than its header says'}")
+    _check_places(tensors, first)
     return tensors
 
 
-def _stored(file: Path, name: str, entry: dict, first: int) -> StoredTensor:
+def _check_places(tensors: Mapping[str, StoredTensor], first: int) -> None:
+    """Tensors follow each other: two on the same bytes would be two names of one, and bytes between them nobody's."""
+    at, before = first, "its header"
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if stored.begin != at:
+            how = "overlaps" if stored.begin < at else "leaves bytes unused behind"
+            raise ValueError(f"its header lets {name} begin at byte {stored.begin}, which {how} {before}, that ends at {at}")
+        at, before = at + stored.num_bytes, name
+
+
+def _stored(file: Path, name: str, entry: Any, first: int) -> StoredTensor:
     try:
-        begin, end = entry["data_offsets"]
-        stored = StoredTensor(file=file, dtype=DTYPES[entry["dtype"]], shape=tuple(entry["shape"]), begin=first + begin)
+        name.encode()
+        (begin, end), shape = entry["data_offsets"], entry["shape"]
+        if not (isinstance(shape, list) and len(shape) <= _MAX_AXES and all(_is_size(each) for each in (begin, end, *shape))):
+            raise ValueError(f"shape and data_offsets must be lists of sizes, of at most {_MAX_AXES} axes")
+        stored = StoredTensor(file=file, dtype=DTYPES[entry["dtype"]], shape=tuple(shape), begin=first + begin)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its header does not describe {name}: {error!r}") from error
+        text = repr(error)
+        reason = text if len(text) <= 200 else f"{text[:200]}..."
+        raise ValueError(f"its header does not describe {name[:200]!a}: {reason}") from error
     if stored.num_bytes != end - begin:
         raise ValueError(f"its header gives {name} {end - begin} bytes, but its shape and dtype need {stored.num_bytes}")
     return stored
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
 def read_pieces(stored: StoredTensor, *, piece_bytes: int = PIECE_BYTES, row_multiple: int | None = None) -> Iterator[Tensor]:

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 import xxhash
 
 from moerl.train.checkpoint.checkpoint_dirs import contents_digest, digest_of, sync
-from moerl.types.errors import ConvertError, Problem, problem
+from moerl.types.errors import ConvertError, Problem, can_be, problem
+from moerl.types.json_text import parse_json
 
 DIGESTS = "moerl-digests.json"
 """File name -> [bytes, xxh3_128], of every other file of a converted checkpoint."""
@@ -86,7 +87,9 @@ def partial_of(target: Path) -> Path:
 
 
 def target_problems(target: Path) -> Iterator[Problem]:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not can_be(target) or not can_be(partial_of(target)):
+        yield problem("DST", str(target), "must be a path that can be made", "no file system takes such a name", "a shorter name")
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
         reason = "a checkpoint is written as a whole, and nothing is overwritten"
         yield problem("DST", str(target), "must not exist, or be an empty directory", reason, "another name, or remove it yourself")
 
@@ -105,7 +108,30 @@ def write_files(
     `plan`: plain values that identify source and settings. Raises ConvertError before writing if it cannot be done.
     """
     partial = partial_of(target)
-    partial.mkdir(parents=True, exist_ok=True)
+    with _explaining(partial):
+        partial.mkdir(parents=True, exist_ok=True)
+        return _write_claimed(jobs, target, partial, plan=plan, workers=workers, on_bytes=on_bytes, complete=complete)
+
+
+@contextmanager
+def _explaining(partial: Path) -> Iterator[None]:
+    """Raises ConvertError for what the system says of files and disks."""
+    try:
+        yield
+    except OSError as error:
+        raise _explained([error], partial) from error
+
+
+def _write_claimed(
+    jobs: Sequence[FileJob],
+    target: Path,
+    partial: Path,
+    *,
+    plan: Mapping[str, Any],
+    workers: int,
+    on_bytes: OnBytes,
+    complete: Callable[[Path, list[Finished]], None],
+) -> list[Finished]:
     with _claimed(partial):
         text = json.dumps({"plan": plan, "files": contents_digest({job.name: job.contents for job in jobs})}, sort_keys=True)
         _begin(partial, text)
@@ -137,7 +163,7 @@ def _begin(partial: Path, plan: str) -> None:
         (partial / "plan.json.tmp").write_text(plan)
         sync(partial / "plan.json.tmp")
         os.rename(partial / "plan.json.tmp", file)
-    elif file.read_text() != plan:
+    elif file.read_bytes() != plan.encode():
         reason = "the source, the settings or the version of moerl differ from those of the interrupted run, so its files do not fit"
         fix = f"the same command as before, or remove {partial} to begin anew"
         raise ConvertError([problem("DST", str(partial), "was begun with another plan", reason, fix)])
@@ -163,16 +189,18 @@ def _claimed(partial: Path) -> Iterator[None]:
 def _kept(partial: Path, names: set[str]) -> dict[str, Finished]:
     """Entries of the journal: the files that are still what it says. Its last line may be cut off."""
     kept: dict[str, Finished] = {}
-    lines = (partial / _JOURNAL).read_text().splitlines(keepends=True) if (partial / _JOURNAL).exists() else []
+    text = (partial / _JOURNAL).read_bytes().decode(errors="replace") if (partial / _JOURNAL).exists() else ""
+    lines = text.splitlines(keepends=True)
     for line in lines:
         if not line.endswith("\n"):
             continue
         try:
-            each = Finished(**json.loads(line))
+            each = Finished(**parse_json(line))
         except (ValueError, TypeError):
             continue
-        file = partial / each.name
-        if each.name in names and file.is_file() and file.stat().st_size == each.size and digest_of(file) == each.digest:
+        file = partial / str(each.name)
+        is_known = isinstance(each.name, str) and each.name in names and file.is_file()
+        if is_known and file.stat().st_size == each.size and digest_of(file) == each.digest:
             kept[each.name] = each
     # A cut-off last line must not run into the next one.
     whole = "".join(_line(each) for each in kept.values())

@@ -102,7 +102,7 @@ class Family:
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>\\d+)", re.escape(template)))
+    return re.compile(re.sub(r"\\{(layer|expert|mtp)\\}", r"(?P<\1>[0-9]{1,9})", re.escape(template)))
 
 
 def num_mtp_layers(hf: Mapping[str, Any]) -> int:

@@ -1,7 +1,12 @@
 """Model families by the model_type of config.json: one row each."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from moerl.models.config_fields import broken_fields
 from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
-from moerl.models.families.family import Family
+from moerl.models.families.family import BrokenRule, Family
 from moerl.models.families.glm4_moe import GLM4_MOE
 from moerl.models.families.gpt_oss import GPT_OSS
 from moerl.models.families.kimi_k2 import KIMI_K2
@@ -10,7 +15,18 @@ from moerl.models.families.mixtral import MIXTRAL
 from moerl.models.families.qwen2 import QWEN2, QWEN2_MOE
 from moerl.models.families.qwen3 import QWEN3, QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {
+
+def _of_sound_fields(family: Family) -> Family:
+    """The same, whose rules look at a config.json only if each of its fields is what it must be."""
+
+    def broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+        broken = list(broken_fields(hf))
+        yield from broken or family.broken_rules(hf)
+
+    return replace(family, broken_rules=broken_rules)
+
+
+_DECLARED: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
@@ -22,3 +38,10 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
 }
+
+FAMILIES: dict[str, Family] = {name: _of_sound_fields(family) for name, family in _DECLARED.items()}
+
+
+def has_family(hf: Mapping[str, Any]) -> bool:
+    """Whether the model_type of this config.json is one of `FAMILIES`."""
+    return isinstance(hf.get("model_type"), str) and hf["model_type"] in FAMILIES

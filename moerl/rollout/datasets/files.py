@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from moerl.config.schema.data_config import FileData
 from moerl.rollout.datasets.rows import Complaints, Row
 from moerl.types.errors import Problem, can_be
+from moerl.types.json_text import parse_json
 
 
 class _File(Protocol):
@@ -73,7 +74,7 @@ class _JsonLines:
 
     def decode(self, index: int) -> Any:
         try:
-            return json.loads(self._lines[index])
+            return parse_json(self._lines[index])
         except ValueError as error:
             raise ValueError(f"is no JSON: {error}") from error
 
@@ -148,12 +149,26 @@ def _row(raw: Any, *, default_source: str) -> Row:
         raise ValueError(f"data_source must be text, not {_short(source)}")
     if extra_info is not None and not isinstance(extra_info, dict):
         raise ValueError(f"extra_info must be an object, not {_short(extra_info)}")
-    return Row(
+    row = Row(
         messages=_messages(raw),
         data_source=source if source is not None else default_source,
         ground_truth=_ground_truth(raw),
         extra_info=extra_info if extra_info is not None else {},
     )
+    _check_text(row)
+    return row
+
+
+def _check_text(row: Row) -> None:
+    """Raises ValueError for what no file and no tokenizer takes: JSON may name half of a character."""
+    texts = [part for message in row.messages for part in message.values()]
+    try:
+        for text in (*texts, row.data_source, row.ground_truth, json.dumps(row.extra_info, ensure_ascii=False, default=str)):
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds half of a character ({error.object[error.start]!a}), which is no text") from error
+    except RecursionError as error:
+        raise ValueError("extra_info is nested too deeply") from error
 
 
 def _messages(raw: dict[str, Any]) -> tuple[dict[str, str], ...]:

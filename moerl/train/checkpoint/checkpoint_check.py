@@ -4,7 +4,6 @@ An error names every damaged file, what it held, and the newest older checkpoint
 by itself: the run would silently repeat steps, and overwrite their metrics, because of a fault somebody should know of.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, FileDigests, complete, contents_digest, digest_of, version_of
 from moerl.types.errors import CheckpointError
+from moerl.types.json_text import is_file_name, read_object
 
 _METADATA = ".metadata"
-"""Index of torch.distributed.checkpoint: which file holds which tensor. Pickled, so it is read only after its digest was checked."""
+"""Index of torch.distributed.checkpoint: which file holds which tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,10 @@ def read_state(directory: Path) -> dict[str, Any]:
     check(directory)
     if faults := content_faults(directory, [STATE]):
         raise damaged(directory, faults)
-    state: dict[str, Any] = json.loads((directory / STATE).read_text())
-    return state
+    try:
+        return read_object(directory / STATE)
+    except ValueError as error:
+        raise damaged(directory, [f"* {STATE}: {error}"]) from error
 
 
 def faults_of_part(directory: Path, *, part: int, num_parts: int) -> list[str]:
@@ -79,14 +81,15 @@ def _faults(directory: Path) -> list[str]:
 def _manifest(directory: Path) -> CheckpointManifest | str:
     """It, or what is wrong with it."""
     try:
-        entries = json.loads((directory / MANIFEST).read_text())
+        entries = read_object(directory / MANIFEST)
         contents = entries["contents"]
         if contents_digest(contents) != entries["digest"]:
             return f"* {MANIFEST}: contents differ from what was written"
-        return CheckpointManifest(
-            model=contents["model"], files={name: (size, digest) for name, (size, digest) in contents["files"].items()}
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        files = {name: (size, digest) for name, (size, digest) in contents["files"].items()}
+        if not isinstance(contents["model"], dict) or not all(is_file_name(name) for name in files):
+            raise ValueError("needs the model's config.json, and names of files beside it")
+        return CheckpointManifest(model=contents["model"], files=files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"* {MANIFEST}: cannot be read: {error!r}"
 
 
@@ -107,8 +110,11 @@ def _tensors(directory: Path, name: str, files: FileDigests) -> str:
     """Which tensors a shard file holds, from the checkpoint's own metadata; empty if that is damaged too."""
     if not name.endswith(".distcp") or _METADATA not in files or _fault(directory, _METADATA, files, with_contents=True):
         return ""
-    from torch.distributed.checkpoint import FileSystemReader  # seconds, which only a damaged checkpoint is worth
+    from moerl.train.checkpoint.checkpoint_pickles import read_index  # torch: seconds, which only a damaged checkpoint is worth
 
-    stored = FileSystemReader(directory).read_metadata().storage_data or {}
+    try:
+        stored = read_index(directory, file_bytes={each: size for each, (size, _) in files.items()}).storage_data
+    except CheckpointError:
+        return ""
     held = sorted({str(index.fqn) for index, info in stored.items() if info.relative_path == name})
     return f"; holds {', '.join(held[:3])}" + (f" and {len(held) - 3} more tensors" if len(held) > 3 else "")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.checkpoint import sharded_state
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
+from moerl.train.checkpoint.checkpoint_pickles import check_extra_state, read_as_data, why_refused
 from moerl.train.checkpoint.shard_writer import ShardWriter
 from moerl.train.megatron.megatron_model import Model
 from moerl.types.errors import CheckpointError
@@ -48,7 +50,13 @@ class ShardStore:
         return self._writer.finish(directory, indices)
 
     def load(self, directory: Path, *, weights_only: bool = False) -> None:
-        """Collective, in place: no more memory than one stored tensor at a time. The files must have been verified."""
+        """Collective, in place: no more memory than one stored tensor at a time. The files must have been verified.
+
+        Raises CheckpointError, also if something in them is not data: a checkpoint runs nothing."""
+        with _as_checkpoint_error(directory), read_as_data(directory):
+            self._load(directory, weights_only=weights_only)
+
+    def _load(self, directory: Path, *, weights_only: bool) -> None:
         common = dist_checkpointing.load_common_state_dict(str(directory))
         is_converted = common.get("weights_only", False)
         if weights_only or is_converted:
@@ -63,12 +71,11 @@ class ShardStore:
             sharded_state.read_from_masters(model, {p for chunk in self._model.chunks for p in chunk.parameters()})
         same_ranks = saved["layout"] == here["layout"]
         rng = {"rng": self._rng()} if same_ranks else {}
-        with _as_checkpoint_error(directory):
-            state = dist_checkpointing.load({"model": model, **rng}, str(directory))
-            # Apart: masters may come from weights that are also read as such.
-            dist_checkpointing.load(optimizer.shards, str(directory))
+        state = dist_checkpointing.load({"model": model, **rng}, str(directory))
+        # Apart: masters may come from weights that are also read as such.
+        dist_checkpointing.load(optimizer.shards, str(directory))
         for index, chunk in enumerate(self._model.chunks):
-            chunk.load_state_dict(state["model"][f"chunk{index}"])
+            chunk.load_state_dict(_data_alone(state["model"][f"chunk{index}"]))
         optimizer.install()
         if same_ranks:
             sharded_state.set_rng_state(state["rng"])
@@ -81,10 +88,9 @@ class ShardStore:
         model = sharded_state.model_state(self._model.chunks)
         if not with_extra:
             sharded_state.drop_extra_state(model)
-        with _as_checkpoint_error(directory):
-            state = dist_checkpointing.load({"model": model}, str(directory))
+        state = dist_checkpointing.load({"model": model}, str(directory))
         for index, chunk in enumerate(self._model.chunks):
-            absent = chunk.load_state_dict(state["model"][f"chunk{index}"], strict=False).missing_keys
+            absent = chunk.load_state_dict(_data_alone(state["model"][f"chunk{index}"]), strict=False).missing_keys
             assert all("._extra_state" in name for name in absent), f"not loaded: {absent}"
         self._optimizer.reload_model_params()
 
@@ -95,10 +101,22 @@ class ShardStore:
         return {"layout": asdict(self._train.layout), "dtype": self._train.dtype}
 
 
+def _data_alone(state: dict[str, Any]) -> dict[str, Any]:
+    """The same. Raises CheckpointError for what Transformer Engine would unpickle of it, and is not data."""
+    for name, value in state.items():
+        if "_extra_state" in name:
+            check_extra_state(name, value)
+    return state
+
+
 @contextmanager
 def _as_checkpoint_error(directory: Path) -> Iterator[None]:
     """PyTorch's own derives from BaseException, which would end a Ray worker instead of reaching the driver."""
     try:
         yield
     except CheckpointException as error:
-        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error
+        causes = [cause for cause, _ in error.failures.values()]
+        refused = next((cause for cause in causes if isinstance(cause, CheckpointError | UnpicklingError)), None)
+        raise CheckpointError(f"{directory} cannot be loaded: {error if refused is None else why_refused(refused)}") from error
+    except (CheckpointError, UnpicklingError) as error:
+        raise CheckpointError(f"{directory} cannot be loaded: {why_refused(error)}") from error

@@ -40,7 +40,7 @@ def load_model(
     if deterministic:
         options["experts_implementation"] = EXPERTS
     if load == "checkpoint":
-        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, **options)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, trust_remote_code=False, use_safetensors=True, **options)
     else:
         model = _random(config, **options)
     return model.eval().requires_grad_(False)

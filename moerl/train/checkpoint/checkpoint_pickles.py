@@ -1,0 +1,194 @@
+"""Pickles of a checkpoint, read as data: it may come from anybody, its digests too, and a plain unpickler calls whatever it names.
+
+.metadata       of torch.distributed.checkpoint: classes of `_INDEX_CLASSES` and no others
+shards          torch.load with weights_only: tensors, and what torch and Megatron name as safe
+_extra_state    of Transformer Engine, pickled into a tensor: tensors and recipes of FP8
+"""
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, filesystem
+from torch.distributed.checkpoint import metadata as dcp
+
+from moerl.types.errors import CheckpointError
+
+_INDEX = ".metadata"
+_INDEX_CLASSES = (
+    dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
+    dcp.ChunkStorageMetadata, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+)  # fmt: skip
+_RECIPES = "transformer_engine.common.recipe"
+_OF_MEGATRON = "megatron.core.extensions.transformer_engine"
+"""Has recipes of its own, which are Transformer Engine's too."""
+
+_Allowed = Callable[[str, str], Any]
+"""Value of a name of a module; None: not allowed."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BufferedIOBase, allowed: _Allowed):
+        super().__init__(file)
+        self._allowed = allowed
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._allowed(module, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data of a checkpoint")
+        return found
+
+
+def read_index(directory: Path, *, file_bytes: Mapping[str, int] | None = None) -> dcp.Metadata:
+    """The index of torch.distributed.checkpoint: where in which file of `directory` each tensor lies. `file_bytes`: sizes that the
+    files should have; None: those they have.
+
+    Raises CheckpointError if it is damaged or names anything but data; nothing of it has run then.
+    """
+    try:
+        index = _load_index((directory / _INDEX).read_bytes())
+        if file_bytes is None:
+            file_bytes = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
+        _check_index(index, file_bytes)
+    except (Exception, RecursionError) as error:  # whatever classes of torch make of arguments that were never theirs
+        raise CheckpointError(f"{directory / _INDEX} cannot be read as the index of a checkpoint: {why_refused(error)}") from error
+    return index
+
+
+def _load_index(data: bytes) -> Any:
+    before = {each: dict(vars(each)) for each in _INDEX_CLASSES}
+    try:
+        return _Unpickler(io.BytesIO(data), _of_index).load()
+    finally:
+        for each, attributes in before.items():
+            _undo(each, attributes)
+
+
+def _undo(each: type, attributes: Mapping[str, Any]) -> None:
+    """Pickles may set attributes of every object that they name, classes too."""
+    for name in vars(each).keys() - attributes.keys():
+        delattr(each, name)
+    for name in [name for name, value in attributes.items() if vars(each)[name] is not value]:
+        setattr(each, name, attributes[name])
+
+
+def _of_index(module: str, name: str) -> Any:
+    if module == "torch":
+        found = getattr(torch, name, None) if name.isidentifier() else None
+        return found if found is torch.Size or isinstance(found, torch.dtype) else None
+    if (module, name) == ("torch.serialization", "_get_layout"):
+        return torch.serialization._get_layout
+    if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
+        return pathlib.PurePosixPath  # the folder it was written into, which nobody asks for
+    return next((each for each in _INDEX_CLASSES if (each.__module__, each.__qualname__) == (module, name)), None)
+
+
+def _check_index(index: Any, file_bytes: Mapping[str, int]) -> None:
+    """Every part of it is of its class, and lies in its file. Raises ValueError."""
+    if not isinstance(index, dcp.Metadata):
+        raise ValueError(f"it holds {type(index).__name__}, not Metadata")
+    for key, place in index.storage_data.items():
+        _require(isinstance(key, dcp.MetadataIndex) and isinstance(place, filesystem._StorageInfo), f"of {key!r}: no place in a file")
+        size = file_bytes.get(place.relative_path, -1)
+        _require(0 <= place.offset <= place.offset + place.length <= size, f"{key.fqn} does not lie in a file of the checkpoint")
+    for key, held in index.state_dict_metadata.items():
+        if isinstance(held, dcp.TensorStorageMetadata):
+            _check_tensor(index, key, held)
+        else:
+            _require(isinstance(held, dcp.BytesStorageMetadata), f"{key!r} is neither a tensor nor bytes")
+
+
+def _check_tensor(index: dcp.Metadata, key: str, held: dcp.TensorStorageMetadata) -> None:
+    """Its chunks have together as many elements as it, and each as many bytes as its elements need: no tensor is larger than its files."""
+    _require(isinstance(held.size, torch.Size) and isinstance(held.properties.dtype, torch.dtype), f"{key} has no size or no dtype")
+    for chunk in held.chunks:
+        bounds = zip(chunk.offsets, chunk.sizes, held.size, strict=True)
+        _require(all(0 <= offset <= offset + size <= limit for offset, size, limit in bounds), f"a chunk of {key} lies outside of it")
+        stored = index.storage_data[dcp.MetadataIndex(key, chunk.offsets)].length
+        _require(prod(chunk.sizes) * held.properties.dtype.itemsize <= stored, f"a chunk of {key} is larger than its bytes")
+    _require(sum(prod(chunk.sizes) for chunk in held.chunks) == prod(held.size), f"the chunks of {key} are not the whole of it")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def load_tensor(data: bytes) -> Tensor:
+    """A stored tensor, from the bytes that torch.save wrote. Raises CheckpointError for anything else."""
+    try:
+        if any(each.compress_type != zipfile.ZIP_STORED for each in zipfile.ZipFile(io.BytesIO(data)).infolist()):
+            raise ValueError("its parts are compressed, and torch compresses none")
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if not isinstance(loaded, Tensor):
+            raise ValueError(f"it holds {type(loaded).__name__}, not a tensor")
+    except Exception as error:  # torch's own, of bytes that it has never written
+        raise CheckpointError(f"a stored tensor cannot be read: {why_refused(error)}") from error
+    return loaded
+
+
+@contextmanager
+def read_as_data(directory: Path) -> Iterator[None]:
+    """Context in which torch.distributed.checkpoint, and Megatron by way of it, read the pickles of `directory` as data.
+
+    They unpickle the index, and load what is no tensor with weights_only=False. Raises CheckpointError as `read_index`.
+    """
+    index = read_index(directory)
+
+    def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        assert Path(str(self.path)) == directory, f"reads {self.path}, not {directory}"
+        return replace(index, storage_meta=dcp.StorageMeta(load_id=self.load_id))
+
+    original = FileSystemReader.read_metadata
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ[names[0]] = "1"
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata = original  # type: ignore[method-assign]
+        del os.environ[names[0]]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def check_extra_state(name: str, state: Any) -> None:
+    """State that Transformer Engine would unpickle into a module. Raises CheckpointError if it names anything but data."""
+    if not isinstance(state, Tensor) or state.numel() == 0:
+        return
+    try:
+        _Unpickler(io.BytesIO(state.detach().cpu().numpy().tobytes()), _of_extra_state).load()
+    except (Exception, RecursionError) as error:
+        raise CheckpointError(f"{name} cannot be read: {why_refused(error)}") from error
+
+
+def _of_extra_state(module: str, name: str) -> Any:
+    known: dict[tuple[str, str], Any] = {
+        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True),
+        ("collections", "OrderedDict"): collections.OrderedDict,
+    }
+    if module in (_RECIPES, _OF_MEGATRON) and name.isidentifier():
+        found = getattr(import_module(module), name, None)
+        return found if isinstance(found, type) and any(each.__module__ == _RECIPES for each in found.__mro__) else None
+    return known.get((module, name))
+
+
+def why_refused(error: BaseException) -> str:
+    """Reason in a line: torch explains at length how to trust a file."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    blocked = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), None)
+    text = blocked or (lines[0] if lines else type(error).__name__)
+    return text if len(text) <= 300 else f"{text[:300]}..."
