@@ -57,7 +57,16 @@ def train(
 
     config = load_checked(overrides, config_dir, starts=True)
 
+    from moerl.observe.report import report_finished
+
+    if (path := report_finished(config)) is not None:
+        typer.echo(f"finished before; report: {path}")
+        return
+
     from moerl.cluster.forks.fork_server import forking
+    from moerl.cluster.user_process import fork_driver
+
+    fork_driver()
 
     with forking():  # loads torch, and before Ray is imported
         from moerl import run  # after the check: takes seconds
@@ -80,6 +89,9 @@ def evaluate(
     evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
 
     from moerl.cluster.forks.fork_server import forking
+    from moerl.cluster.user_process import fork_driver
+
+    fork_driver()
 
     with forking():  # loads torch, and before Ray is imported
         from moerl import run  # after the check: takes seconds
@@ -311,8 +323,12 @@ def doctor(
 
 def main() -> None:
     """Ends with a code of moerl/types/exit_codes.py."""
+    code: object = ExitCode.FAILED
     try:
         app()
+    except SystemExit as ended:
+        code = ended.code
+        raise
     except Exception as error:
         from moerl.types.errors import MoerlError  # whoever raised one has imported it
 
@@ -320,7 +336,11 @@ def main() -> None:
             raise
         # Notes: the closing lines of a run's failure.
         sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
+        code = error.exit_code
         sys.exit(error.exit_code)
+    finally:
+        if (driver := sys.modules.get("moerl.cluster.user_process")) is not None:  # a command that has forked one
+            driver.tell_end(code)
 
 
 if __name__ == "__main__":
