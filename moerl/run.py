@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from moerl import loop
 from moerl.algorithms.algorithm_table import build_algorithm
-from moerl.cluster.local_ray import Daemon, local_ray
+from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at

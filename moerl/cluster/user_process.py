@@ -92,7 +92,7 @@ def _wait(driver: int) -> tuple[int, set[int]]:
 
 
 def _read(reading: int) -> bytes:
-    """What the driver has written: whatever it started and left may still hold the pipe."""
+    """Bytes that the driver has written: whatever it started and left may still hold the pipe."""
     parts: list[bytes] = []
     try:
         while part := os.read(reading, 65536):

@@ -7,8 +7,8 @@ import time
 import pytest
 import ray
 
+from moerl.cluster.forks.local_ray import local_ray
 from moerl.cluster.forks.ray_workers import own_ray
-from moerl.cluster.local_ray import local_ray
 from moerl.types.errors import MoerlError
 from moerl.types.exit_codes import ExitCode
 

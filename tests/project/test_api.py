@@ -15,7 +15,7 @@ import pytest
 from ray import cloudpickle
 
 import moerl
-from moerl.cluster.local_ray import local_ray
+from moerl.cluster.forks.local_ray import local_ray
 from moerl.run import _run
 from moerl.types.exit_codes import ExitCode
 

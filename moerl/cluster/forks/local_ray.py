@@ -39,7 +39,7 @@ class Daemon:
     """A file that becomes readable when it ends."""
 
     def lost(self) -> MoerlError:
-        """For the run when it has ended."""
+        """Error of the run when it has ended."""
         error = MoerlError(
             f"Ray's {self.name} (process {self.pid}) ended, and Ray cannot go on without it: it was killed, or crashed\n"
             "The newest checkpoint has everything to go on from; the same command resumes"
