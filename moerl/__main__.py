@@ -58,7 +58,16 @@ def train(
 
     config = load_checked(overrides, config_dir, starts=True)
 
+    from moerl.observe.report import report_finished
+
+    if (path := report_finished(config)) is not None:
+        typer.echo(f"finished before; report: {path}")
+        return
+
     from moerl.cluster.forks.fork_server import forking
+    from moerl.cluster.user_process import fork_driver
+
+    fork_driver()
 
     with forking():  # loads torch, and before Ray is imported
         from moerl import run  # after the check: takes seconds
@@ -81,6 +90,9 @@ def evaluate(
     evaluation = load_evaluation(overrides, config_dir, checkpoint=checkpoint, out=out)
 
     from moerl.cluster.forks.fork_server import forking
+    from moerl.cluster.user_process import fork_driver
+
+    fork_driver()
 
     with forking():  # loads torch, and before Ray is imported
         from moerl import run  # after the check: takes seconds
@@ -312,8 +324,12 @@ def doctor(
 
 def main() -> None:
     """Ends with a code of moerl/types/exit_codes.py."""
+    code: object = ExitCode.FAILED
     try:
-        code = app(standalone_mode=False, prog_name="moerl")
+        code = app(standalone_mode=False, prog_name="moerl") or ExitCode.DONE
+    except SystemExit as ended:
+        code = ended.code
+        raise
     except Exception as raised:
         from moerl.types.errors import MoerlError  # whoever raised one has imported it
 
@@ -322,8 +338,11 @@ def main() -> None:
             raise
         # Notes: the closing lines of a run's failure.
         sys.stderr.write("\n".join([f"moerl: {error}", *getattr(error, "__notes__", [])]) + "\n")
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else ExitCode.DONE)
+        code = error.exit_code
+    finally:
+        if (driver := sys.modules.get("moerl.cluster.user_process")) is not None:  # a command that has forked one
+            driver.tell_end(code)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 _USAGE_ERROR = typer.BadParameter.__bases__[0]

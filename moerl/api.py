@@ -50,6 +50,11 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
     """
     ready = checked_run(to_plain(config), starts=True)
 
+    from moerl.observe.report import report_finished
+
+    if (report := report_finished(ready)) is not None:
+        return report
+
     from moerl.cluster.forks.fork_server import forking_apart
 
     with forking_apart():

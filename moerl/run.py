@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import psutil
 import ray
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from moerl import loop
 from moerl.algorithms.algorithm_table import build_algorithm
-from moerl.cluster.forks.ray_workers import own_ray
+from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at
-from moerl.cluster.ray_reaper import reaping_ray
 from moerl.cluster.stop import Stop, asked_to_stop
+from moerl.cluster.user_process import tell_cause
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
@@ -166,6 +165,10 @@ def _is_hang(error: MoerlError) -> bool:
     return any(isinstance(each, HangError) for each in chain_of(error))
 
 
+def _began_with_a_kill(error: MoerlError) -> bool:
+    return any(isinstance(each, MoerlError) and each.exit_code == ExitCode.KILLED for each in chain_of(error))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
     directory: Path
@@ -201,7 +204,11 @@ async def _assembled(
 ) -> AsyncIterator[_Assembly]:
     """Ray, then rollout servers, verifiers and train ranks, started together; all of it ended in any case. `trained_on` None: the ranks
     only hold weights."""
-    with _local_ray(), asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop:
+    with (
+        local_ray(config.deadlines.start_seconds) as daemons,
+        asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop,
+    ):
+        _heed_ends(daemons, stop, observe)
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         placement = find_placement(config)
         if trained_on is not None:
@@ -279,6 +286,8 @@ def _claimed(config: RunConfig) -> Iterator[None]:
         except MoerlError as error:
             if _is_hang(error) and config.deadlines.on_hang == "requeue":
                 error.exit_code = ExitCode.CONTINUE
+            elif error.exit_code == ExitCode.FAILED and _began_with_a_kill(error):
+                error.exit_code = ExitCode.KILLED
             raise
 
 
@@ -352,21 +361,17 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-@contextmanager
-def _local_ray() -> Iterator[None]:
-    """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed)."""
-    if ray.is_initialized():
-        raise MoerlError("this process is in a Ray cluster already, and a run joins one itself: call ray.shutdown() first")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    others = [child.pid for child in psutil.Process().children()]
-    with own_ray():
-        # Without an address Ray would also join a cluster that somebody else started on this machine.
-        ray.init(os.environ.get("RAY_ADDRESS", "local"), include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    with reaping_ray(others):
-        try:
-            yield
-        finally:
-            ray.shutdown()
+def _heed_ends(daemons: Sequence[Daemon], stop: Stop, observe: Observer) -> None:
+    """Ray ends this process soon after one of them has ended, without a word: what is to be said is written before anything is ended."""
+
+    def lose(daemon: Daemon) -> None:
+        if stop.failed is None:
+            error = daemon.lost()
+            stop.fail(error)
+            tell_cause("\n".join([f"moerl: {error}", observe.write_failure(error)]))
+
+    for daemon in daemons:
+        asyncio.get_running_loop().add_reader(daemon.end, lose, daemon)
 
 
 def _heed_signals(stop: Stop) -> None:

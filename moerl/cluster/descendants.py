@@ -5,8 +5,9 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -26,7 +27,17 @@ def no_descendant_outlives() -> Iterator[None]:
     try:
         yield
     finally:
-        _kill_all()
+        kill_all()
+
+
+def started_at(pid: int) -> float:
+    """When it was started, in seconds since the machine was, which no step of the wall clock changes: with its pid it names one process.
+    Raises psutil.NoSuchProcess."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError as error:
+        raise psutil.NoSuchProcess(pid) from error
+    return int(stat.rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def end_with_parent() -> None:
@@ -48,20 +59,29 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def _kill_all() -> None:
-    """Until none is left: one that is being killed may just have started another."""
+def kill_all(others: Collection[int] = ()) -> None:
+    """Children of this process but for `others`, and whatever is below them. Until none is left: one that is being killed may just have
+    started another."""
     deadline = time.monotonic() + END_SECONDS
-    while children := psutil.Process().children(recursive=True):
+    while children := list(_below(others)):
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=1.0)
-        _reap()
+        if not others:
+            _reap()
         if time.monotonic() > deadline:
             logger.error(
                 "these processes do not end: %s", ", ".join(f"{child.pid} {child.name()}" for child in children if child.is_running())
             )
             return
+
+
+def _below(others: Collection[int]) -> Iterator[psutil.Process]:
+    for child in psutil.Process().children():
+        if child.pid not in others:
+            with suppress(psutil.NoSuchProcess):
+                yield from (child, *child.children(recursive=True))
 
 
 def _reap() -> None:

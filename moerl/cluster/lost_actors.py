@@ -11,6 +11,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError
 LOST = (RayActorError, OutOfMemoryError)
 """A call to an actor ends with one of them when its process is gone."""
 
+_PID = re.compile(r"^\s*pid: (?P<pid>\d+)$", re.MULTILINE)
 _NODE = re.compile(r"Memory on the node \(IP: (?P<node>[^,)]+).*?\) was (?P<used>[\d.]+GB) used / (?P<limit>[\d.]+GB)")
 _THRESHOLD = re.compile(r"exceeded threshold of \d+B \((?P<share>[\d.]+%)")
 _KILLED = re.compile(
@@ -23,6 +24,12 @@ _MOST_USERS, _COMMAND_LENGTH = 3, 60
 def was_killed(error: BaseException) -> bool:
     """By a signal, for memory, or by a crash: not by an exception of its own."""
     return isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and not error.actor_init_failed)
+
+
+def pid_of(error: RayActorError) -> str:
+    """The number of its process."""
+    found = _PID.search(str(error))
+    return "?" if found is None else found["pid"]
 
 
 def node_of(error: OutOfMemoryError) -> str:

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
+from moerl.cluster.descendants import started_at
 
 
 def process_seconds() -> float:
     """Since this process was started. Before it has done anything else: what its imports and settings took."""
-    return time.time() - psutil.Process().create_time()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at(os.getpid())
 
 
 def write_to(path: Path) -> Path:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from moerl.cluster.descendants import started_at
+
 DAEMON_SECONDS = 20.0
 
 
@@ -21,7 +23,7 @@ def reaping_ray(others: Collection[int]) -> Iterator[None]:
     process had before."""
     daemons = [child for child in psutil.Process().children() if child.pid not in others]
     agents = [child for daemon in daemons for child in daemon.children() if "agent" in " ".join(child.cmdline()).lower()]
-    listed = [",".join(f"{p.pid}:{p.create_time():.2f}" for p in group) for group in (daemons, agents)]
+    listed = [",".join(f"{p.pid}:{started_at(p.pid)}" for p in group) for group in (daemons, agents)]
     # A session of its own: Ctrl-C in the terminal must not end it before the driver.
     reaper = subprocess.Popen([sys.executable, "-m", "moerl.cluster.ray_reaper", *listed], stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -31,7 +33,7 @@ def reaping_ray(others: Collection[int]) -> Iterator[None]:
 
 
 def reap(daemons: str, agents: str) -> None:
-    """Both as PID:CREATION_TIME,...; a pid that names another process by now is left alone."""
+    """Both as PID:START,...; a pid that names another process by now is left alone."""
     psutil.wait_procs(list(_still_there(daemons)), timeout=DAEMON_SECONDS)
     for process in _still_there(agents):
         with suppress(psutil.NoSuchProcess):
@@ -40,10 +42,10 @@ def reap(daemons: str, agents: str) -> None:
 
 def _still_there(listed: str) -> Iterator[psutil.Process]:
     for item in filter(None, listed.split(",")):
-        pid, created = item.split(":")
+        pid, started = item.split(":")
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(int(pid))
-            if f"{process.create_time():.2f}" == created:
+            if started_at(process.pid) == float(started):
                 yield process
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import psutil
 
-from moerl.types.errors import RunStopped
+from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
@@ -32,16 +32,26 @@ _CONNECT_SECONDS = 5.0
 class Stop:
     """Made inside the event loop, by the task that it may cancel."""
 
-    def __init__(self, reserve_seconds: float, *, ends_at: float | None = None, now: Callable[[], float] = time.time):
+    def __init__(self, reserve_seconds: float, *, ends_at: float | None = None, now: Callable[[], float] = time.monotonic):
         """`ends_at`: when the machine is taken away, in seconds since 1970; None: unknown. `reserve_seconds`: for the last checkpoint."""
-        self._reserve_seconds, self._ends_at, self._now = reserve_seconds, ends_at, now
+        self._reserve_seconds, self._now = reserve_seconds, now
+        # The wall clock is read once: whoever sets it later moves neither the end nor the length of a step.
+        self._ends_at = None if ends_at is None else now() + (ends_at - time.time())
         self._task = asyncio.current_task()
         self._asked = asyncio.Event()
         self.stopped: RunStopped | None = None
         """Why and how the run ends, once it was asked to."""
+        self.failed: MoerlError | None = None
         self._is_heeded = False
         self._step_began: float | None = None
         self._longest_step = 0.0
+
+    def fail(self, error: MoerlError) -> None:
+        """End at once, with nothing saved: what the run needs is gone. The first such error is what `asked_to_stop` raises."""
+        if self.failed is None:
+            self.failed = error
+            assert self._task is not None
+            self._task.cancel()
 
     def ask(self, reason: str, exit_code: int = ExitCode.CONTINUE) -> None:
         """End soon; before the first step, when there is nothing to save, at once. Asking again changes nothing: schedulers send several
@@ -94,12 +104,15 @@ class Stop:
 
 @contextmanager
 def asked_to_stop(reserve_seconds: float, *, ends_at: float | None) -> Iterator[Stop]:
-    """A Stop for the block; a cancellation that comes from it leaves as RunStopped."""
+    """A Stop for the block; a cancellation that comes from it leaves as RunStopped, or as the error that made it fail, with whatever
+    followed from that."""
     stop = Stop(reserve_seconds, ends_at=ends_at)
     try:
         yield stop
-    except asyncio.CancelledError:
-        if stop.stopped is None:
+    except (asyncio.CancelledError, MoerlError) as error:
+        if stop.failed is not None:
+            raise stop.failed from None
+        if stop.stopped is None or isinstance(error, MoerlError):
             raise
         raise stop.stopped from None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from moerl.cluster.descendants import started_at
 from moerl.hangs.progress import Line, read_progress
 from moerl.hangs.python_stacks import Stacks, find_py_spy, stacks_of
 from moerl.hangs.watched import ProcessId
@@ -44,7 +45,7 @@ class Examined:
 class NodeReport:
     node: str
     clock: float
-    """When, in seconds since 1970 by the clock of this node."""
+    """When, by the monotonic clock of this node."""
     processes: tuple[tuple[Examined, ...], ...]
     """Entry for each that was asked for: itself, and every process below it."""
     gpus: str
@@ -53,7 +54,7 @@ class NodeReport:
 
 def examine(processes: Sequence[ProcessId]) -> NodeReport:
     """On the node of the processes. Takes seconds, unless py-spy hangs too."""
-    py_spy, clock = find_py_spy(), time.time()
+    py_spy, clock = find_py_spy(), time.monotonic()
     # First of all processes: the answer to a signal changes the state of a process.
     families = [tuple(_family(process)) for process in processes]
     with ThreadPoolExecutor(_STACKS_AT_A_TIME) as pool:
@@ -99,7 +100,7 @@ def _memory_cgroups() -> Iterator[Path]:
 def _find(wanted: ProcessId) -> psutil.Process | None:
     try:
         process = psutil.Process(wanted.pid)
-        return process if process.create_time() == wanted.created else None
+        return process if started_at(wanted.pid) == wanted.started else None
     except psutil.NoSuchProcess:
         return None
 

@@ -29,7 +29,7 @@ class Line:
     between two ranks. A group: `first` collectives were entered. MICRO_BATCH: `first` of `second`."""
 
     written: float
-    """By the clock of its node, in seconds since 1970."""
+    """By the monotonic clock of its node, which all of its processes share."""
     first: int
     second: int
     text: str
@@ -45,7 +45,7 @@ class ProgressRecord:
         # Stays open: readers find the file by the descriptor.
 
     def write(self, line: int, first: int, second: int, text: bytes) -> None:
-        _LINE.pack_into(self._memory, line * _LINE.size, time.time(), first, second, text)
+        _LINE.pack_into(self._memory, line * _LINE.size, time.monotonic(), first, second, text)
 
 
 def read_progress(pid: int) -> dict[int, Line]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
+from moerl.cluster.descendants import started_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,13 +11,13 @@ class ProcessId:
     """One process, so that another one with its number is never taken for it."""
 
     pid: int
-    created: float
-    """Seconds since 1970, by psutil."""
+    started: float
+    """See started_at."""
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
         """Raises psutil.NoSuchProcess."""
-        return cls(pid=pid, created=psutil.Process(pid).create_time())
+        return cls(pid=pid, started=started_at(pid))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

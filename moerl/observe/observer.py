@@ -25,7 +25,7 @@ from moerl.observe.dumps import SampleDumps
 from moerl.observe.failure import FILE, write_failure
 from moerl.observe.logs import RunLog
 from moerl.observe.metrics import checkpoint_metrics, step_metrics, summarize
-from moerl.observe.records import metrics_path, read_metrics
+from moerl.observe.records import has_evaluated, metrics_path, read_metrics
 from moerl.observe.terminal import Terminal, duration, number
 from moerl.observe.writers import JsonlWriter, MetricsWriter, TensorBoardWriter, WandbWriter
 from moerl.types.errors import RunStopped, StoreError
@@ -120,8 +120,7 @@ class Observer:
 
     def has_evaluated(self, version: int) -> bool:
         """Whether this process, or an earlier one that this one continues, has recorded an evaluation of `version`."""
-        rows = read_metrics(metrics_path(self._run_dir))
-        return any(row["step"] == version and any(name.startswith("eval/") for name in row) for row in rows)
+        return has_evaluated(self._run_dir, version)
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
         """Records an evaluation of the weights of `version`, whose step, if there was one, is recorded already."""
@@ -173,11 +172,16 @@ class Observer:
         else:
             # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.
             log.info("the run failed", exc_info=error)
-            try:
-                error.add_note(write_failure(self._run_dir, error, phase=self._failed_in, version=self._last_version))
-            except OSError as unwritten:  # a full disk, say, which may be no part of the cause
-                error.add_note(f"the failure report could not be written: {unwritten}")
+            error.add_note(self.write_failure(error))
             self.close("failed")
+
+    def write_failure(self, error: BaseException) -> str:
+        """The report of what ended the run; the closing lines for the terminal."""
+        phase = self._clock.open_phase if self._failed_in is None else self._failed_in
+        try:
+            return write_failure(self._run_dir, error, phase=phase, version=self._last_version)
+        except OSError as unwritten:  # a full disk, say, which may be no part of the cause
+            return f"the failure report could not be written: {unwritten}"
 
     def _close_writer(self, writer: MetricsWriter) -> None:
         writer.close(succeeded=self._status == "finished")
@@ -213,6 +217,10 @@ class PhaseClock:
         self._begun: float | None = None
         self._open: str | None = None
         self._seconds: dict[str, float] = {}
+
+    @property
+    def open_phase(self) -> str | None:
+        return self._open
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -50,6 +50,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return list(steps.values())
 
 
+def has_evaluated(run_dir: Path, version: int) -> bool:
+    """Whether an evaluation of `version` is recorded."""
+    rows = read_metrics(metrics_path(run_dir))
+    return any(row["step"] == version and any(name.startswith("eval/") for name in row) for row in rows)
+
+
 def replace_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """The file with exactly these lines; a reader sees the old one or the new one, nothing between."""
     path.parent.mkdir(parents=True, exist_ok=True)

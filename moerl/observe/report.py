@@ -17,11 +17,15 @@ import yaml
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from moerl.config.derive.eval_settings import is_evaluated
+from moerl.config.schema.run_config import RunConfig
 from moerl.observe.charts import charts
 from moerl.observe.dumps import dumped_steps
+from moerl.observe.failure import FILE
 from moerl.observe.metrics import metric, summarize
-from moerl.observe.records import metrics_path, read_metrics, read_records
+from moerl.observe.records import has_evaluated, metrics_path, read_metrics, read_records
 from moerl.observe.terminal import duration, number
+from moerl.train.checkpoint.checkpoint_dirs import newest, version_of
 from moerl.types.errors import ReportError
 
 SAMPLE_BYTES = 32 * 2**20
@@ -43,6 +47,17 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_render(run_dir, rows), encoding="utf-8", errors="replace")
     return path
+
+
+def report_finished(config: RunConfig) -> Path | None:
+    """Writes the report of a run that has nothing left to do: its last step is saved, and evaluated if it is to be. None of any other."""
+    saved = newest(config.run_dir / "checkpoints")
+    if saved is None or version_of(saved) < config.num_steps or not metrics_path(config.run_dir).is_file():
+        return None
+    if is_evaluated(config, config.num_steps) and not has_evaluated(config.run_dir, config.num_steps):
+        return None
+    (config.run_dir / FILE).unlink(missing_ok=True)
+    return write_report(config.run_dir)
 
 
 def _render(run_dir: Path, rows: list[dict[str, float]]) -> str:

@@ -38,7 +38,7 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Col
     from moerl.rollout.fleet.ray_collectors import RayCollectors
 
     in_flight = rollout.num_servers * (rollout.max_running + rollout.max_queued)
-    return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight)
+    return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight, max_restarts=rollout.max_restarts)
 
 
 def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> list[NodeOfServer]:

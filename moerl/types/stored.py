@@ -105,7 +105,7 @@ def _get(references: Sequence[Any]) -> list[Any]:
         return list(ray.get(references))
     except ray.exceptions.ObjectLostError as error:
         lost = StoreError(f"samples were lost with the process that had received them: {error}. The same command resumes")
-        if isinstance(error, ray.exceptions.OwnerDiedError):
+        if not isinstance(error, ray.exceptions.ReferenceCountingAssertionError):  # which would be a bug: no process has ended
             lost.exit_code = ExitCode.KILLED
         raise lost from error
 

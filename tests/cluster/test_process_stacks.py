@@ -86,13 +86,13 @@ def test_a_record_is_readable_while_its_process_hangs_and_is_gone_with_it():
         os.kill(pid, signal.SIGSTOP)
         line = read_progress(pid)[WORK]
         assert (line.first, line.second, line.text) == (1, 7, ("update " + "x" * 200)[:MAX_TEXT])
-        assert time.time() - 60 < line.written <= time.time()
+        assert time.monotonic() - 60 < line.written <= time.monotonic()
     assert read_progress(pid) == {}
 
 
 def test_a_process_is_examined_with_those_below_it_and_one_that_is_gone_is_said_to_be():
     with waiting() as pid:
-        parent, gone = ProcessId.of(os.getpid()), ProcessId(pid=pid, created=1.0)
+        parent, gone = ProcessId.of(os.getpid()), ProcessId(pid=pid, started=1.0)
         report = examine([parent, gone])
     found = {process.pid: process for process in report.processes[0]}
     assert {os.getpid(), pid} <= found.keys()
@@ -107,7 +107,7 @@ def test_a_stopped_process_is_killed_and_another_one_with_its_number_is_not():
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
         process = psutil.Process(pid)
-        kill([ProcessId(pid=pid, created=1.0)])
+        kill([ProcessId(pid=pid, started=1.0)])
         assert process.status() == "stopped"
         kill([ProcessId.of(pid)])
         assert process.wait(timeout=20) == -signal.SIGKILL

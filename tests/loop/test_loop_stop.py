@@ -110,10 +110,13 @@ async def nothing():
     return "done"
 
 
-def test_no_step_begins_that_would_end_after_the_time_is_over():
+@pytest.mark.parametrize("step_of_the_wall_clock", [0.0, 3600.0, -3600.0])
+def test_no_step_begins_that_would_end_after_the_time_is_over(monkeypatch, step_of_the_wall_clock):
     async def scenario():
-        clock = Clock()
-        stop = Stop(10.0, ends_at=100.0, now=clock)
+        clock, wall = Clock(), Clock(1e9)
+        monkeypatch.setattr(time, "time", wall)
+        stop = Stop(10.0, ends_at=1e9 + 100.0, now=clock)
+        wall.now += step_of_the_wall_clock  # whoever sets it
         for clock.now in (0.0, 30.0, 50.0, 60.0):  # the longest step took 30 s, 30 s are left beside the reserve
             assert await stop.unless(nothing()) == "done"
         clock.now = 61.0

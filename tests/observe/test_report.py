@@ -1,17 +1,17 @@
 import base64
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import pytest
 import yaml
 
-from moerl.config.load import to_yaml
+from moerl.config.load import load, to_yaml
 from moerl.config.schema.layout import Layout
 from moerl.observe import report
 from moerl.observe.observer import Observer
-from moerl.observe.report import write_report
+from moerl.observe.report import report_finished, write_report
 from moerl.types.errors import ReportError
 
 HOSTILE = "</script><img src=https://example.org/x onerror=alert(1)><!-- \u2028 ]]> {{ 7 * 7 }} & <b>"
@@ -168,3 +168,21 @@ def test_a_run_before_its_first_step_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "re')
     with pytest.raises(ReportError, match="at least one step"):
         write_report(tmp_path)
+
+
+def test_a_run_has_finished_when_its_last_step_is_saved_and_evaluated(tmp_path):
+    config = replace(load(["recipe=grpo-tiny-moe-1n2g-sync", "num_steps=3"]), output_dir=str(tmp_path))
+    evaluated = replace(
+        load(["recipe=grpo-tiny-moe-1n2g-sync", "num_steps=3", "eval=tiny-repeat", "eval.every=2"]), output_dir=str(tmp_path)
+    )
+    (config.run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
+    assert report_finished(config) is None
+    (config.run_dir / "checkpoints" / "step-000003").mkdir()
+    (config.run_dir / "failure.txt").touch()
+    assert report_finished(evaluated) is None
+    assert (path := report_finished(config)) is not None and path.is_file()
+    assert not (config.run_dir / "failure.txt").exists()
+    with (config.run_dir / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 3, "eval/pass@1": 0.5}\n')
+    assert report_finished(evaluated) == path

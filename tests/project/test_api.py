@@ -15,7 +15,8 @@ import pytest
 from ray import cloudpickle
 
 import moerl
-from moerl.run import _local_ray, _run
+from moerl.cluster.forks.local_ray import local_ray
+from moerl.run import _run
 from moerl.types.exit_codes import ExitCode
 
 DEMO = "grpo-tiny-moe-1n2g-sync"
@@ -118,7 +119,7 @@ def test_the_readme_has_every_exit_code_that_a_user_meets():
 
 def test_a_process_that_is_in_a_ray_cluster_is_told_to_leave_it(monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: True)
-    with pytest.raises(moerl.MoerlError, match=r"ray\.shutdown\(\) first"), _local_ray():
+    with pytest.raises(moerl.MoerlError, match=r"ray\.shutdown\(\) first"), local_ray(60.0):
         pass
 
 

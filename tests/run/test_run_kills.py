@@ -1,5 +1,7 @@
-"""kill -9 of the driver, of one rank and of all while a whole run writes a checkpoint: the same run goes on with the same bits."""
+"""kill -9 of the driver, of one rank and of all while a whole run writes a checkpoint, and of every other process of a run: it survives, or
+ends with 76 and the same run goes on; with the same bits."""
 
+import re
 import signal
 import subprocess
 import time
@@ -18,6 +20,7 @@ from whole_runs import (
     rows,
     shared_memory,
     users_environment,
+    wait_for_step,
     words_of,
 )
 
@@ -75,3 +78,45 @@ def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version,
     tensors, expected = checkpoint_tensors(tmp_path / SYNC), checkpoint_tensors(never_killed / SYNC)
     assert tensors == expected
     assert not list(checkpoints.glob("*.tmp"))
+
+
+PROCESSES = {
+    "driver": r" -m moerl train ",
+    "rank": r"^ray::TrainWorker",
+    "rollout server": r" -m moerl\.rollout\.engines\.hf ",
+    "collector": r"^ray::CollectorActor",
+    "reward worker": r"moerl\.rewards\.reward_worker",
+    "gcs_server": r"/gcs_server ",
+    "raylet": r"/raylet/raylet ",
+    "dashboard": r"/dashboard/dashboard\.py ",
+    "dashboard agent": r"^ray::DashboardAgent",
+    "runtime env agent": r"^ray::RuntimeEnvAgent",
+    "reaper": r" -m moerl\.cluster\.ray_reaper ",
+    "fork server": r"^moerl\.cluster\.forks",
+    "fork server of ranks": r"^moerl\.cluster\.forks",
+}
+"""Every process of a run but the one that the user started, by its command line; the two fork servers in the order of their start."""
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_a_run_that_loses_a_process_survives_or_ends_with_76_and_goes_on(name, never_killed, tmp_path):
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(tmp_path, *OVERRIDES), **pipes, env=users_environment())
+    family = wait_for_step(process, 2)
+    unknown = [words_of(each) for each in family if not any(re.search(words, words_of(each)) for words in PROCESSES.values())]
+    matching = sorted((each for each in family if re.search(PROCESSES[name], words_of(each))), key=lambda each: each.create_time())
+    matching[1 if name == "fork server of ranks" else 0].kill()
+    stderr = process.communicate(timeout=120)[1]
+    assert unknown == []
+    assert_all_end(family)
+    if process.returncode != 0:
+        assert process.returncode == ExitCode.KILLED, stderr
+        assert len(re.findall(r"(?m)^moerl: ", stderr)) == 1
+        assert re.search(r"(?m)^moerl: .*(process \d+|rank \d)", stderr)
+        go(tmp_path)
+    assert [without_restarts(row) for row in rows(tmp_path)] == [without_restarts(row) for row in rows(never_killed)]
+    assert checkpoint_tensors(tmp_path / SYNC) == checkpoint_tensors(never_killed / SYNC)
+
+
+def without_restarts(row):
+    return {name: value for name, value in row.items() if name != "fleet/restarts"}

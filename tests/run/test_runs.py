@@ -188,7 +188,7 @@ def test_no_process_and_no_shared_memory_is_left_by_a_run_that_was_not_stopped(n
 
 def test_every_way_to_stop_has_its_exit_code(stopped):
     assert {how: ended.exit_code for how, ended in stopped[1].items()} == {
-        "kill -9": -signal.SIGKILL, "SIGTERM": 143, "Ctrl-C": 130, "rank": 76, "server": 1,
+        "kill -9": -signal.SIGKILL, "SIGTERM": 143, "Ctrl-C": 130, "rank": 76, "server": 76,
     }  # fmt: skip
 
 
@@ -206,6 +206,14 @@ def complaints(ended):
 def test_a_finished_run_says_so_and_complains_about_nothing(never_stopped):
     assert re.search(r"(?m)^finished$", never_stopped[1].stdout)
     assert complaints(never_stopped[1]) == []
+
+
+def test_a_finished_run_that_is_started_again_starts_nothing(never_stopped):
+    run_dir = never_stopped[0] / SYNC
+    log = (run_dir / "run.log").read_text()
+    again = subprocess.run(command(never_stopped[0], *OVERRIDES), capture_output=True, text=True, env=users_environment(), timeout=SECONDS)
+    assert (again.returncode, again.stdout, again.stderr) == (0, f"finished before; report: {run_dir / 'report.html'}\n", "")
+    assert (run_dir / "run.log").read_text() == log
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])

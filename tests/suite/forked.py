@@ -38,7 +38,7 @@ def ray_of_session(fork_server: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, fork_server)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        with own_ray():
+        with own_ray(time.monotonic() + IMPORT_SECONDS):
             cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     with reaping_ray(others):
         try:

@@ -6,6 +6,7 @@ is then needed no more. Where no server answers it becomes the worker itself.
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,17 +15,31 @@ from typing import Any
 from moerl.cluster.forks.fork_client import CannotForkError, ForkedProcess
 from moerl.cluster.forks.fork_server import VARIABLE
 
+_ASK_SECONDS = 0.1
+_GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
+
 
 @contextmanager
-def own_ray() -> Iterator[None]:
+def own_ray(deadline: float) -> Iterator[None]:
     """Context in which a Ray that this process starts has what a run on one host needs, and its workers forked if there is a fork server.
 
-    It has no autoscaler, and no process that reads workers' logs for a driver that prints none of them.
+    It has no autoscaler, and no process that reads workers' logs for a driver that prints none of them. Its node may take until `deadline`,
+    of the monotonic clock, to come up: Ray itself waits 30 s, which are few on a busy machine.
     """
-    # Ray's own file for the purpose, and the only way to give another: ray.init takes none.
+    # Ray's own file for the purpose, and the only way to give another: ray.init takes none. The same holds for the time it waits.
+    from ray._private import services
     from ray._private.parameter import RayParams
 
-    upstream = RayParams.__init__
+    upstream, get_node = RayParams.__init__, services.get_node
+
+    def get_node_in_time(*args: Any) -> Any:
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:  # it has not registered
+                if time.monotonic() > deadline or not _raylet_runs():
+                    raise
+                time.sleep(_ASK_SECONDS)
 
     def with_less(self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
@@ -32,11 +47,18 @@ def own_ray() -> Iterator[None]:
         if os.environ.get(VARIABLE):
             self.worker_path = __file__
 
-    RayParams.__init__ = with_less
+    RayParams.__init__, services.get_node = with_less, get_node_in_time
+    os.environ.setdefault(_GCS_WAIT, str(max(int(deadline - time.monotonic()), 1)))
     try:
         yield
     finally:
-        RayParams.__init__ = upstream
+        RayParams.__init__, services.get_node = upstream, get_node
+
+
+def _raylet_runs() -> bool:
+    import psutil  # not by what executes this file
+
+    return any(child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ server, puts the payload into the object store of its own machine, and answers w
 import asyncio
 import os
 import pickle
+import socket
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import aiohttp
 import ray
 
-from moerl.cluster.lost_actors import LOST, memory_report, node_of, was_killed
+from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
 from moerl.rollout.fleet.collect import Answer, Intake
 from moerl.rollout.server.client import BrokenConnection, HTTPEngine, generate_at, new_session
 from moerl.rollout.server.wire import GenerateRequest
@@ -76,19 +77,22 @@ class CollectorActor:
 class RayCollectors:
     """Implements Collector for HTTPEngines. Ray must be initialised."""
 
-    def __init__(self, intake: Intake, *, num_actors: int, max_in_flight: int):
-        """`max_in_flight`: requests of all servers together."""
-        self._intake, self._num_actors, self._max_in_flight = intake, num_actors, max_in_flight
+    def __init__(self, intake: Intake, *, num_actors: int, max_in_flight: int, max_restarts: int = 0):
+        """`max_in_flight`: requests of all servers together. `max_restarts`: of each actor whose process ends."""
+        self._intake, self._num_actors, self._max_in_flight, self._max_restarts = intake, num_actors, max_in_flight, max_restarts
         self._actors: list[Any] = []
+        self._stored_intake: Any = None
         self._homes: dict[HTTPEngine, Any] = {}
         self._numbers = count()
 
     async def start(self) -> None:
         # Spread over machines: the payloads fill the store of the machine that receives them.
-        options = dict(num_cpus=0, max_restarts=0, max_concurrency=self._max_in_flight, scheduling_strategy="SPREAD")
+        options: dict[str, Any] = dict(num_cpus=0, max_concurrency=self._max_in_flight, scheduling_strategy="SPREAD")
+        # Of one that ends Ray makes another, and asks it what it was asked. What it had received is lost: see moerl.types.stored.
+        options |= dict(max_restarts=self._max_restarts, max_task_retries=self._max_restarts)
         actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
-        intake = ray.put(self._intake)
-        self._actors = [actor.remote(intake) for _ in range(self._num_actors)]
+        self._stored_intake = ray.put(self._intake)  # as long as an actor may be made again
+        self._actors = [actor.remote(self._stored_intake) for _ in range(self._num_actors)]
         try:
             await asyncio.gather(*(actor.process_id.remote() for actor in self._actors))
         except LOST as error:
@@ -117,19 +121,23 @@ class RayCollectors:
     async def close(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._homes = [], {}
+        self._actors, self._homes, self._stored_intake = [], {}, None
 
 
 def _lost(error: ray.exceptions.RayError) -> StoreError:
     """Error that says what goes with a collector, and why it ended."""
     is_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
-    why = "\n".join(memory_report(error)) if is_memory else str(error)
+    if is_memory:
+        why = "\n".join(memory_report(error))
+    elif was_killed(error):
+        why = f"its process {pid_of(error)} died without a Python error"
+    else:
+        why = str(error)
     lost = StoreError(
         f"a process that receives completions ended, and the samples it had received with it: {why}\nThe newest checkpoint has everything "
         "to go on from; the same command resumes"
     )
-    if is_memory:
-        lost.began_in(Origin(who="a process that receives completions", node=node_of(error), doing="", details=str(error)))
     if was_killed(error):
         lost.exit_code = ExitCode.KILLED
-    return lost
+    node = node_of(error) if is_memory else socket.gethostname()
+    return lost.began_in(Origin(who="a process that receives completions", node=node, doing="", details=str(error)))

@@ -22,6 +22,7 @@ from moerl.cluster.sockets import free_ports
 from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.rollout.server import wire
 from moerl.types.errors import EngineError, EngineUnavailable, Origin
+from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ class ServerProcess:
         assert self._process is not None
         code = await self._process.wait()
         ended = EngineUnavailable(f"{self.label}: the server ended {_describe_exit(code)}\n{self._log_tail()}")
+        if code < 0:
+            ended.exit_code = ExitCode.KILLED
         return ended.began_in(Origin(who=f"rollout server {self.label}", node=socket.gethostname(), doing="", log=str(self._log_path)))
 
     async def close(self) -> None:

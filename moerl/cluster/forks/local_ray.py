@@ -1,0 +1,105 @@
+"""Ray for a run: the cluster of RAY_ADDRESS, or one of this process's own.
+
+A cluster of one host is lost without its control store (gcs_server), its raylet or one of the raylet's two agents: the raylet ends with
+them, and Ray ends the driver.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import ray
+
+from moerl.cluster.descendants import kill_all
+from moerl.cluster.forks.ray_workers import own_ray
+from moerl.cluster.ray_reaper import reaping_ray
+from moerl.types.errors import MoerlError, Origin
+from moerl.types.exit_codes import ExitCode
+
+logger = logging.getLogger(__name__)
+
+_NUM_TRIES = 3
+_DAEMONS = ("gcs_server", "raylet")
+_AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Daemon:
+    """A process of Ray's without which the run cannot go on."""
+
+    name: str
+    pid: int
+    end: int
+    """A file that becomes readable when it ends."""
+
+    def lost(self) -> MoerlError:
+        """Error of the run when it has ended."""
+        error = MoerlError(
+            f"Ray's {self.name} (process {self.pid}) ended, and Ray cannot go on without it: it was killed, or crashed\n"
+            "The newest checkpoint has everything to go on from; the same command resumes"
+        )
+        error.exit_code = ExitCode.KILLED
+        return error.began_in(Origin(who=f"Ray's {self.name}", node=socket.gethostname(), doing=""))
+
+
+@contextmanager
+def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
+    """The cluster of RAY_ADDRESS, or one of this process's own that ends with it (also when it is killed): its daemons, none of another's.
+    MoerlError if it cannot be joined, or has not come up in time."""
+    if ray.is_initialized():
+        raise MoerlError("this process is in a Ray cluster already, and a run joins one itself: call ray.shutdown() first")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    others = [child.pid for child in psutil.Process().children()]
+    _start(start_seconds, others)
+    with reaping_ray(others), ExitStack() as files:
+        daemons = [Daemon(name=name, pid=pid, end=os.pidfd_open(pid)) for name, pid in _daemons(others)]
+        for daemon in daemons:
+            files.callback(os.close, daemon.end)
+        try:
+            yield daemons
+        finally:
+            ray.shutdown()
+
+
+def _start(seconds: float, others: Collection[int]) -> None:
+    address, deadline = os.environ.get("RAY_ADDRESS"), time.monotonic() + seconds
+    for number in range(1, _NUM_TRIES + 1):
+        try:
+            with own_ray(deadline):
+                # Without an address Ray would also join a cluster that somebody else started on this machine.
+                ray.init(address or "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            return
+        except Exception as error:
+            ray.shutdown()
+            kill_all(others)
+            if address:
+                raise MoerlError(f"RAY_ADDRESS = {address}: the Ray cluster there cannot be joined: {error}") from error
+            if number == _NUM_TRIES or time.monotonic() > deadline:
+                raise _did_not_start(seconds, number, error) from error
+            logger.warning("Ray did not start, and is started again: %s", error)
+
+
+def _did_not_start(seconds: float, number: int, error: Exception) -> MoerlError:
+    said = MoerlError(
+        f"deadlines.start_seconds = {seconds:g}: Ray did not start, tried {number} time{'s' if number > 1 else ''}: {error}\n"
+        "    why: its processes ended, or this machine is too busy for them; their logs are in /tmp/ray/session_latest/logs\n"
+        "    fix: the same command, when there is less to do; a larger deadlines.start_seconds if it was only slow"
+    )
+    said.exit_code = ExitCode.KILLED
+    return said
+
+
+def _daemons(others: Collection[int]) -> Iterator[tuple[str, int]]:
+    children = [child for child in psutil.Process().children() if child.pid not in others]
+    for child in children:
+        if (name := Path(child.cmdline()[0]).name) in _DAEMONS:
+            yield name, child.pid
+        for agent in child.children():
+            if (title := agent.cmdline()[0]) in _AGENTS:
+                yield _AGENTS[title], agent.pid

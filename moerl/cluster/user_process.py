@@ -1,0 +1,111 @@
+"""The process that the user started, where the driver is a child of it: it hands signals on, and answers for the end of a driver that
+cannot.
+
+Ray ends the driver's process by itself, with exit code 1 and no word, when it finds that its raylet is gone. So the driver tells through a
+pipe how it is about to end. If it ended without that word, it was killed, or Ray ended it: exit code 76, with the last cause it knew.
+"""
+
+import json
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from moerl.cluster.descendants import end_with_parent
+from moerl.types.exit_codes import ExitCode
+
+_HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGCONT}
+_WAITED_FOR = _HANDED_ON | {signal.SIGCHLD, signal.SIGTSTP}
+
+_told: int | None = None
+"""The driver's end of the pipe; None in a process that nobody stands in front of, as a notebook's."""
+
+
+def fork_driver() -> None:
+    """Returns in the driver, a fork of this process, which itself ends when the driver does, and as it did. The driver has a process group
+    of its own: what a terminal sends to the user's process reaches it once. It is killed if that process is."""
+    global _told
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    parent, driver = os.getpid(), os.fork()
+    if driver:
+        os.close(writing)
+        _answer(driver, reading)
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(ExitCode.FAILED)
+    os.setpgid(0, 0)
+    os.close(reading)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _told = writing
+
+
+def tell_end(code: object) -> None:
+    """From the driver: from here on it ends by itself, as `sys.exit(code)` does."""
+    _tell({"code": code if isinstance(code, int) else ExitCode.DONE if code is None else ExitCode.FAILED})
+
+
+def tell_cause(message: str) -> None:
+    """From the driver: what the user is to read should it be ended from here on."""
+    _tell({"cause": message})
+
+
+def _tell(words: dict[str, object]) -> None:
+    if _told is not None:
+        os.write(_told, json.dumps(words).encode() + b"\n")
+
+
+def _answer(driver: int, reading: int) -> NoReturn:
+    status, handed_on = _wait(driver)
+    words = [json.loads(line) for line in _read(reading).splitlines()]
+    code = next((each["code"] for each in words if "code" in each), None)
+    if code is not None:
+        os._exit(code & 0xFF)
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    if ended_by in handed_on:
+        signal.signal(ended_by, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ended_by})
+        os.kill(os.getpid(), ended_by)
+    cause = next((each["cause"] for each in reversed(words) if "cause" in each), _unknown(driver, ended_by))
+    os.write(2, f"{cause}\n".encode(errors="replace"))
+    os._exit(ExitCode.KILLED)
+
+
+def _wait(driver: int) -> tuple[int, set[int]]:
+    """Its status, and the signals that it was handed."""
+    handed_on = set()
+    while True:
+        number = signal.sigwait(_WAITED_FOR)
+        if number == signal.SIGCHLD:
+            ended, status = os.waitpid(driver, os.WNOHANG)
+            if ended:
+                return status, handed_on
+        elif number == signal.SIGTSTP:
+            os.kill(driver, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            handed_on.add(int(number))
+            os.kill(driver, number)
+
+
+def _read(reading: int) -> bytes:
+    """Bytes that the driver has written: whatever it started and left may still hold the pipe."""
+    parts: list[bytes] = []
+    try:
+        while part := os.read(reading, 65536):
+            parts.append(part)
+    except BlockingIOError:
+        pass
+    return b"".join(parts)
+
+
+def _unknown(driver: int, ended_by: int | None) -> str:
+    if ended_by is None:
+        return f"moerl: Ray ended the driver (process {driver}), as it does when one of its own processes is gone; the same command goes on"
+    name = signal.strsignal(ended_by)
+    return (
+        f"moerl: the driver (process {driver}) was ended by signal {ended_by} ({name}); the same command goes on from the newest checkpoint"
+    )

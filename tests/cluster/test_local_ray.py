@@ -1,0 +1,96 @@
+"""Ray's start is tried again, in its time, and one that never comes is one message."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+
+from moerl.cluster.forks.local_ray import local_ray
+from moerl.cluster.forks.ray_workers import own_ray
+from moerl.types.errors import MoerlError
+from moerl.types.exit_codes import ExitCode
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """failing(n): the first n starts of Ray leave a process behind and fail, as one whose raylet is slow; the processes."""
+    left = []
+
+    def prepare(num):
+        def init(*_, **__):
+            if len(left) < num:
+                left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+                raise Exception("The current node timed out during startup.")
+
+        monkeypatch.setattr(ray, "init", init)
+        return left
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    yield prepare
+    for process in left:
+        process.kill()
+        process.wait()
+
+
+def test_a_start_that_fails_is_made_again_and_nothing_of_it_is_left(failing):
+    left = failing(2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        with local_ray(60.0):
+            assert len(left) == 2 and not any(process.poll() is None for process in left)
+        assert other.poll() is None
+
+
+def test_a_ray_that_never_comes_is_one_message_and_the_same_command_goes_on(failing):
+    failing(9)
+    with (
+        pytest.raises(MoerlError, match=r"deadlines\.start_seconds = 60: Ray did not start, tried 3 times: .*timed out") as error,
+        local_ray(60.0),
+    ):
+        pass
+    assert error.value.exit_code == ExitCode.KILLED
+
+
+def test_after_its_time_it_is_tried_no_more(failing):
+    left = failing(9)
+    with pytest.raises(MoerlError, match="tried 1 time:"), local_ray(0.0):
+        pass
+    assert len(left) == 1
+
+
+def test_a_cluster_that_cannot_be_joined_is_named_and_tried_once(failing, monkeypatch):
+    left = failing(9)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with (
+        pytest.raises(MoerlError, match=r"RAY_ADDRESS = 10\.0\.0\.1:6379: the Ray cluster there cannot be joined") as error,
+        local_ray(60.0),
+    ):
+        pass
+    assert len(left) == 1 and error.value.exit_code == ExitCode.FAILED
+
+
+@pytest.mark.parametrize(("runs", "seconds", "asked"), [(True, 60.0, 4), (False, 60.0, 1), (True, 0.0, 1)])
+def test_a_node_may_take_the_time_of_the_deadline_while_its_raylet_runs(monkeypatch, runs, seconds, asked):
+    from ray._private import services
+
+    calls = []
+
+    def get_node(*_):
+        calls.append(1)
+        if len(calls) < 4:
+            raise RuntimeError("no such node yet")
+        return "node"
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr("moerl.cluster.forks.ray_workers._raylet_runs", lambda: runs)
+    with own_ray(time.monotonic() + seconds):
+        if asked == 4:
+            assert services.get_node("address", "id") == "node"
+        else:
+            with pytest.raises(RuntimeError):
+                services.get_node("address", "id")
+    assert len(calls) == asked
+    assert services.get_node is get_node
