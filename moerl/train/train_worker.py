@@ -21,6 +21,7 @@ import megatron_patches
 from moerl.algorithms.objective import Objective
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.examine import memory_counter, memory_kills
@@ -182,12 +183,13 @@ class TrainWorker:
         return self._engine.pushed.outline(bucket_bytes)
 
     def listen(
-        self, transport: Transport, job: Job, senders: list[int], seconds: float, weights: WeightsConfig, directory: Path, on_gpu: bool
-    ) -> str:
+        self, transport: Transport, job: Job, senders: list[int], seconds: float, secret: RunSecret, weights: WeightsConfig,
+        directory: Path, on_gpu: bool,
+    ) -> str:  # fmt: skip
         """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
 
-        `seconds`: how long a call may wait for receivers. `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay
-        there, if there is one. Not collective, as all below but `digest_push`.
+        `seconds`: how long a call may wait for receivers. `secret`: all sides prove it. `directory`: of the files of
+        weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but `digest_push`.
         """
         if self._sender is not None:
             self._sender.close()
@@ -199,6 +201,7 @@ class TrainWorker:
             job,
             self._engine.pushed.read,
             seconds=seconds,
+            secret=secret,
             device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
