@@ -34,22 +34,23 @@ class SecretStore(Store):
     DistStoreError: a value did not come in time. DistNetworkError: that process is gone.
     """
 
-    def __init__(self, ask: Ask, close: Callable[[], None], host: str, port: int, seconds: float):
+    def __init__(self, ask: Ask, close: Callable[[], None], host: str, port: int, secret: RunSecret, seconds: float):
         super().__init__()
         self.set_timeout(timedelta(seconds=seconds))
-        self._ask, self._close, self.host, self.port = ask, close, host, port
+        self._ask, self._close = ask, close
+        self.host, self.port, self.secret = host, port, secret
 
     @classmethod
     def open(cls, host: str, secret: RunSecret, seconds: float) -> "SecretStore":
         """In this process, on a free port of this one address. `seconds`: for whatever says no other time."""
         server = _StoreServer(host, secret)
-        return cls(server.answer, server.close, host, server.port, seconds)
+        return cls(server.answer, server.close, host, server.port, secret, seconds)
 
     @classmethod
     def join(cls, host: str, port: int, secret: RunSecret, seconds: float) -> "SecretStore":
         """OSError, at the latest after `seconds`, if it is not there, or one of the two has not the `secret`."""
         client = _StoreClient(host, port, secret, seconds)
-        return cls(client.ask, client.close, host, port, seconds)
+        return cls(client.ask, client.close, host, port, secret, seconds)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._told(b"set", key.encode(), _bytes(value))

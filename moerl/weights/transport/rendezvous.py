@@ -35,21 +35,21 @@ class Deadline:
 class Rendezvous:
     """Every value is told once. WeightError if the store cannot be reached, or a value was not told in time."""
 
-    def __init__(self, store: SecretStore, secret: RunSecret):
-        self.store, self.secret, self.host = store, secret, store.host
+    def __init__(self, store: SecretStore):
+        self.store, self.secret, self.host = store, store.secret, store.host
         self.address = f"{store.host}:{store.port}"
 
     @classmethod
     def open(cls, host: str, secret: RunSecret, deadline: Deadline) -> "Rendezvous":
         """In this process, on a free port of the address `host`, and on no other."""
         with explained(f"no store at {host}"):
-            return cls(SecretStore.open(host, secret, deadline.left()), secret)
+            return cls(SecretStore.open(host, secret, deadline.left()))
 
     @classmethod
     def join(cls, address: str, secret: RunSecret, deadline: Deadline) -> "Rendezvous":
         host, _, port = address.rpartition(":")
         with explained(f"could not join the trainer at {address!r}"):
-            return cls(SecretStore.join(host, int(port), secret, deadline.left()), secret)
+            return cls(SecretStore.join(host, int(port), secret, deadline.left()))
 
     def close(self) -> None:
         """Safe to call twice."""
