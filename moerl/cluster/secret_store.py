@@ -77,11 +77,14 @@ class SecretStore(Store):
         self._close()
 
     def _patience(self, timeout: timedelta | None) -> tuple[bytes]:
-        return (repr((self.timeout if timeout is None else timeout).total_seconds()).encode(),)
+        return (repr(self._seconds(timeout)).encode(),)
+
+    def _seconds(self, timeout: timedelta | None) -> float:
+        own: timedelta = self.timeout  # type: ignore[attr-defined]  # absent from torch's stubs
+        return (own if timeout is None else timeout).total_seconds()
 
     def _told(self, *request: bytes, timeout: timedelta | None = None) -> list[bytes]:
-        seconds = (self.timeout if timeout is None else timeout).total_seconds()
-        verdict, *parts = self._ask(request, seconds + _GRACE_SECONDS)
+        verdict, *parts = self._ask(request, self._seconds(timeout) + _GRACE_SECONDS)
         if verdict != b"ok":
             raise DistStoreError(f"{self.host}:{self.port}: {parts[0].decode(errors='replace')}")
         return parts
