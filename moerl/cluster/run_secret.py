@@ -1,8 +1,8 @@
 """Secret of a run. Every port that its processes open asks for it, and whoever cannot prove it is a stranger.
 
-The driver makes it. Servers read it from the pipe that is their stdin, Ray's actors get it as an argument, receivers of a push with the
-offer: it is in no argument list, environment, log or report. HTTP carries it as a bearer token; on other connections both sides prove that
-they have it, and it is not sent:
+The driver makes it. Servers read it from the pipe that is their stdin, Ray's actors get it as an argument: it is in no argument list,
+environment, log or report. The sides of a push have one of their own, made anew whenever they meet, which receivers get with the offer.
+HTTP carries it as a bearer token; on other connections both sides prove that they have it, and it is not sent:
 
     accepting side              connecting side
       | nonce a --------------------->

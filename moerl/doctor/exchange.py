@@ -1,11 +1,11 @@
 """Measures links between ranks: every pair of a node's ranks, every pair of nodes, and the all-reduce of all. Each rank is a process of
-its own: python -m moerl.doctor.exchange JSON."""
+its own: python -m moerl.doctor.exchange < JSON."""
 
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from statistics import median
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.secret_store import SecretStore
 from moerl.doctor.checks.judge import Measured, rounds
 
 _REPEATS = 5
@@ -30,6 +32,8 @@ class RankJob:
     host: str
     """Address of the head's store."""
     port: int
+    secret: str = field(repr=False)
+    """Key of the RunSecret that the store asks for."""
     rank: int
     nodes: tuple[tuple[int, ...], ...]
     """The ranks of every node."""
@@ -46,7 +50,7 @@ def main(job: RankJob) -> None:
     """Puts what it measured under measured/RANK in the store, or its traceback under failed/RANK."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=job.seconds)
-    store = dist.TCPStore(job.host, job.port, is_master=False, timeout=timeout)
+    store = SecretStore.join(job.host, job.port, RunSecret(key=job.secret), job.seconds)
     try:
         device = torch.device("cpu") if job.gpu is None else torch.device("cuda", job.gpu)
         if device.type == "cuda":
@@ -135,4 +139,4 @@ def _finish(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main(JOB.validate_json(sys.argv[1]))
+    main(JOB.validate_json(sys.stdin.buffer.read()))

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError
 
 from moerl.doctor.checks.bandwidth_checks import Bandwidth, bandwidth_checks, combine
 from moerl.doctor.checks.cluster_checks import Skew, clock_checks, count_checks, fabric_checks, likeness_checks, reach_checks
@@ -36,18 +35,14 @@ class Diagnosis:
         return not any(finding.verdict == "fail" for finding in self.findings)
 
 
-def open_store(seconds: float) -> TCPStore:
-    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-
-
-def diagnose(store: TCPStore, launched: Launched, expected: Expectations, *, seconds: float, measures: bool) -> Diagnosis:
+def diagnose(launched: Launched, expected: Expectations, *, seconds: float, measures: bool) -> Diagnosis:
     """`seconds`: for each of: the nodes' first word, the measurements. `measures`: links are measured, not only looked at."""
-    return _Head(store, launched, expected, seconds, measures).run()
+    return _Head(launched, expected, seconds, measures).run()
 
 
 class _Head:
-    def __init__(self, store: TCPStore, launched: Launched, expected: Expectations, seconds: float, measures: bool):
-        self._store, self._launched, self._expected, self._seconds, self._measures = store, launched, expected, seconds, measures
+    def __init__(self, launched: Launched, expected: Expectations, seconds: float, measures: bool):
+        self._store, self._launched, self._expected, self._seconds, self._measures = launched.store, launched, expected, seconds, measures
 
     def run(self) -> Diagnosis:
         hellos, missing = self._meet()

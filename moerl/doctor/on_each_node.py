@@ -11,15 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from pydantic import TypeAdapter
-from torch.distributed import TCPStore
 
 from moerl.cluster.descendants import end_with_parent
+from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.secret_store import SecretStore
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.node_facts import NodeFacts, gather
 from moerl.doctor.exchange import JOB, RankJob
@@ -43,6 +44,8 @@ class NodePlace:
     host: str
     """Address of the head's store."""
     port: int
+    secret: str = field(repr=False)
+    """Key of the RunSecret that the store asks for."""
     num_nodes: int
     expected: Expectations
     seconds: float
@@ -73,9 +76,9 @@ PLACE, HELLO, PLAN = TypeAdapter(NodePlace), TypeAdapter(Hello), TypeAdapter(Mea
 
 def examine(place: NodePlace) -> None:
     """Returns when the head has all it needs of this node. RuntimeError if the head ends first."""
-    timeout = timedelta(seconds=place.seconds)
-    store = TCPStore(place.host, place.port, is_master=False, timeout=timeout)
-    with socket.create_server(("", 0)) as listener:
+    store = SecretStore.join(place.host, place.port, RunSecret(key=place.secret), place.seconds)
+    # Others try by its name whether it is reached: they connect, and say nothing.
+    with closing(store), socket.create_server(("" if place.num_nodes > 1 else "127.0.0.1", 0)) as listener:
         try:
             facts = gather(place.name, place.expected, reached_at=_own_address(place))
         except MoerlError as error:
@@ -88,7 +91,7 @@ def examine(place: NodePlace) -> None:
         with _ranks(place, plan, rank_variables(facts.settings, os.environ)) as processes:
             _wait_for_ranks(store, processes)
             # Until then others may still try this node's name.
-            store.wait(["stop"], timeout)
+            store.wait(["stop"], timedelta(seconds=place.seconds))
         store.set(f"done/{place.index}", "")
 
 
@@ -99,7 +102,7 @@ def _own_address(place: NodePlace) -> str | None:
         return None if place.num_nodes == 1 or ipaddress.ip_address(address).is_loopback else address
 
 
-def _answer_clock(store: TCPStore, index: int) -> None:
+def _answer_clock(store: SecretStore, index: int) -> None:
     for number in range(CLOCK_ROUNDS):
         store.wait([f"clock/{index}/{number}/asked"])
         store.set(f"clock/{index}/{number}", repr(time.time()))
@@ -121,12 +124,17 @@ def rank_variables(settings: tuple[Setting, ...], environment: Mapping[str, str]
 
 
 class LoggedProcess(subprocess.Popen[bytes]):
-    """A module with its argument, ended with the block and with this process."""
+    """A module with its argument, which it reads from a pipe, ended with the block and with this process."""
 
     def __init__(self, module: str, argument: bytes, environment: Mapping[str, str]):
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below
-        command = [sys.executable, "-m", module, argument.decode()]
-        super().__init__(command, env=os.environ | environment, stdout=self._log, stderr=self._log, preexec_fn=end_with_parent)
+        super().__init__(
+            [sys.executable, "-m", module], env=os.environ | environment, stdin=subprocess.PIPE, stdout=self._log, stderr=self._log,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
+        assert self.stdin is not None, "a pipe"
+        with suppress(BrokenPipeError), self.stdin as pipe:  # it has ended, and said why
+            pipe.write(argument)
 
     def said(self) -> list[str]:
         self._log.seek(0)
@@ -145,14 +153,14 @@ def _ranks(place: NodePlace, plan: Measurement, environment: Mapping[str, str]) 
         ranks = {}
         for local, rank in enumerate(plan.ranks[place.index] if plan.ranks else ()):
             job = RankJob(
-                host=place.host, port=place.port, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
+                host=place.host, port=place.port, secret=place.secret, rank=rank, nodes=plan.ranks, gpu=local if plan.on_gpus else None,
                 num_bytes=plan.num_bytes, seconds=place.seconds,
             )  # fmt: skip
             ranks[rank] = stack.enter_context(LoggedProcess("moerl.doctor.exchange", JOB.dump_json(job), environment))
         yield ranks
 
 
-def _wait_for_ranks(store: TCPStore, ranks: Mapping[int, LoggedProcess]) -> None:
+def _wait_for_ranks(store: SecretStore, ranks: Mapping[int, LoggedProcess]) -> None:
     """Until each has ended, or the head wants no more. What a rank that failed said last is left for the head."""
     while any(rank.poll() is None for rank in ranks.values()):
         if store.check(["stop"]):
@@ -164,4 +172,4 @@ def _wait_for_ranks(store: TCPStore, ranks: Mapping[int, LoggedProcess]) -> None
 
 
 if __name__ == "__main__":
-    examine(PLACE.validate_json(sys.argv[1]))
+    examine(PLACE.validate_json(sys.stdin.buffer.read()))

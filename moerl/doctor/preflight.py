@@ -17,7 +17,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.doctor.checks.bandwidth_checks import Bandwidth
 from moerl.doctor.checks.expected import Expectations, expected_of
 from moerl.doctor.checks.findings import Finding, Verdict
-from moerl.doctor.head import Diagnosis, diagnose, open_store
+from moerl.doctor.head import Diagnosis, diagnose
 from moerl.doctor.reach_nodes import Launched, Slurm, join_slurm, on_ray, on_slurm, on_this_machine, slurm_step
 from moerl.types.errors import MoerlError
 from moerl.types.exit_codes import ExitCode
@@ -137,9 +137,8 @@ def examine_nodes(expected: Expectations, *, seconds: float, measures: bool) -> 
     if slurm is not None and slurm.index > 0:
         join_slurm(slurm, expected, seconds)
         return None
-    store = open_store(seconds)
-    with _launched(address, slurm, store.port, expected, seconds) as launched:
-        return diagnose(store, launched, expected, seconds=seconds, measures=measures)
+    with _launched(address, slurm, expected, seconds) as launched:
+        return diagnose(launched, expected, seconds=seconds, measures=measures)
 
 
 def report(diagnosis: Diagnosis, *, json_file: Path | None, with_fixes: bool) -> int:
@@ -158,9 +157,7 @@ def report(diagnosis: Diagnosis, *, json_file: Path | None, with_fixes: bool) ->
     return exit_code
 
 
-def _launched(
-    address: str | None, slurm: Slurm | None, port: int, expected: Expectations, seconds: float
-) -> AbstractContextManager[Launched]:
+def _launched(address: str | None, slurm: Slurm | None, expected: Expectations, seconds: float) -> AbstractContextManager[Launched]:
     if address is not None:
-        return on_ray(address, port, expected, seconds)
-    return on_this_machine(port, expected, seconds) if slurm is None else on_slurm(slurm, port, expected, seconds)
+        return on_ray(address, expected, seconds)
+    return on_this_machine(expected, seconds) if slurm is None else on_slurm(slurm, expected, seconds)

@@ -1,6 +1,7 @@
 """How the doctor comes to every node: on this machine alone, by a Ray cluster's tasks, or because srun started it on each node.
 
-Each way yields a `Launched`: the places of the nodes and what became of them. The head's store is open before any node is asked.
+Each way yields a `Launched`: the head's store, which is open before any node is asked, the nodes' names and what became of them. The
+store's secret is made for this examination. Nodes get it through a pipe, as an argument of Ray's, or in a file that only this user reads.
 """
 
 import os
@@ -13,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.secret_store import SecretStore
 from moerl.cluster.topology import expand
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.on_each_node import PLACE, LoggedProcess, NodePlace, examine, refusal_of
@@ -25,6 +28,8 @@ _END_SECONDS = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
+    store: SecretStore
+    """Head's, at which it meets the nodes."""
     names: tuple[str, ...]
     """Names of the nodes, by index."""
     dead: Callable[[], Mapping[int, str]]
@@ -58,33 +63,39 @@ def slurm_step(environment: Mapping[str, str]) -> Slurm | None:
 
 
 @contextmanager
-def on_this_machine(port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
+def on_this_machine(expected: Expectations, seconds: float) -> Iterator[Launched]:
     """One node, this one."""
     name = socket.gethostname()
-    place = NodePlace(index=0, name=name, host="127.0.0.1", port=port, num_nodes=1, expected=expected, seconds=seconds)
-    with _own_node(place) as dead:
-        yield Launched(names=(name,), dead=dead)
+    with _open_store("127.0.0.1", seconds) as store:
+        place = NodePlace(
+            index=0, name=name, host=store.host, port=store.port, secret=store.secret.key, num_nodes=1, expected=expected, seconds=seconds
+        )
+        with _own_node(place) as dead:
+            yield Launched(store=store, names=(name,), dead=dead)
 
 
 @contextmanager
-def on_slurm(slurm: Slurm, port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
-    """The step's first task. The others find the store by a file in the run folder, which all nodes share."""
-    file = _meeting_file(slurm, expected.run_dir)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:
-            written.write("\n".join([str(port), *_own_addresses()]))
-        os.replace(written.name, file)
-    except OSError as error:
-        raise MoerlError(f"{slurm.names[0]}: the run folder cannot be written: {error}; choose another output_dir=") from error
-    place = NodePlace(
-        index=0, name=slurm.names[0], host=_own_addresses()[0], port=port, num_nodes=len(slurm.names), expected=expected, seconds=seconds
-    )
-    try:
-        with _own_node(place) as dead:
-            yield Launched(names=slurm.names, dead=dead)
-    finally:
-        file.unlink(missing_ok=True)
+def on_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> Iterator[Launched]:
+    """The step's first task. The others find the store by a file in the run folder, which all nodes share. It listens on every address:
+    by which of them the others reach this node, they find out."""
+    file, hosts = _meeting_file(slurm, expected.run_dir), _own_addresses()
+    with _open_store("0.0.0.0", seconds) as store:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as written:  # which others cannot read
+                written.write("\n".join([str(store.port), store.secret.key, *hosts]))
+            os.replace(written.name, file)
+        except OSError as error:
+            raise MoerlError(f"{slurm.names[0]}: the run folder cannot be written: {error}; choose another output_dir=") from error
+        place = NodePlace(
+            index=0, name=slurm.names[0], host=hosts[0], port=store.port, secret=store.secret.key, num_nodes=len(slurm.names),
+            expected=expected, seconds=seconds,
+        )  # fmt: skip
+        try:
+            with _own_node(place) as dead:
+                yield Launched(store=store, names=slurm.names, dead=dead)
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def join_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> None:
@@ -95,17 +106,18 @@ def join_slurm(slurm: Slurm, expected: Expectations, seconds: float) -> None:
         if time.monotonic() > last:
             raise MoerlError(f"{slurm.names[slurm.index]}: no {file} within {seconds:g} s; is the run folder shared with {slurm.names[0]}?")
         time.sleep(_POLL_SECONDS)
-    port, *hosts = file.read_text().splitlines()
+    port, secret, *hosts = file.read_text().splitlines()
     name = slurm.names[slurm.index]
     host = _first_reachable(name, hosts, int(port))
     place = NodePlace(
-        index=slurm.index, name=name, host=host, port=int(port), num_nodes=len(slurm.names), expected=expected, seconds=seconds
+        index=slurm.index, name=name, host=host, port=int(port), secret=secret, num_nodes=len(slurm.names), expected=expected,
+        seconds=seconds,
     )  # fmt: skip
     examine(place)
 
 
 @contextmanager
-def on_ray(address: str, port: int, expected: Expectations, seconds: float) -> Iterator[Launched]:
+def on_ray(address: str, expected: Expectations, seconds: float) -> Iterator[Launched]:
     """A task on every node of the cluster at `address`, with all GPUs of the node."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
@@ -116,27 +128,39 @@ def on_ray(address: str, port: int, expected: Expectations, seconds: float) -> I
     try:
         alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
         names = _names([node["NodeName"] for node in alive])
-        host = ray.util.get_node_ip_address()
-        task, running = ray.remote(max_retries=0)(examine), []
-        for index, (name, node) in enumerate(zip(names, alive, strict=True)):
-            place = NodePlace(index=index, name=name, host=host, port=port, num_nodes=len(alive), expected=expected, seconds=seconds)
-            options = {"num_cpus": 0, "num_gpus": node["Resources"].get("GPU", 0), "scheduling_strategy": only_on(node["NodeID"])}
-            running.append(task.options(**options).remote(place))
+        with _open_store(ray.util.get_node_ip_address(), seconds) as store:
+            task, running = ray.remote(max_retries=0)(examine), []
+            for index, (name, node) in enumerate(zip(names, alive, strict=True)):
+                place = NodePlace(
+                    index=index, name=name, host=store.host, port=store.port, secret=store.secret.key, num_nodes=len(alive),
+                    expected=expected, seconds=seconds,
+                )  # fmt: skip
+                options = {"num_cpus": 0, "num_gpus": node["Resources"].get("GPU", 0), "scheduling_strategy": only_on(node["NodeID"])}
+                running.append(task.options(**options).remote(place))
 
-        def dead() -> dict[int, str]:
-            ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
-            failed = {}
-            for reference in ended:
-                try:
-                    ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    failed[running.index(reference)] = str(error).strip().splitlines()[-1]
-            return failed
+            def dead() -> dict[int, str]:
+                ended, _ = ray.wait(running, num_returns=len(running), timeout=0)
+                failed = {}
+                for reference in ended:
+                    try:
+                        ray.get(reference)
+                    except ray.exceptions.RayError as error:
+                        failed[running.index(reference)] = str(error).strip().splitlines()[-1]
+                return failed
 
-        yield Launched(names=names, dead=dead, hint="; all its GPUs must be free, and its Python must have moerl")
-        ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
+            yield Launched(store=store, names=names, dead=dead, hint="; all its GPUs must be free, and its Python must have moerl")
+            ray.wait(running, num_returns=len(running), timeout=_END_SECONDS)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _open_store(host: str, seconds: float) -> Iterator[SecretStore]:
+    store = SecretStore.open(host, RunSecret.new(), seconds)
+    try:
+        yield store
+    finally:
+        store.close()
 
 
 def _names(given: list[str]) -> tuple[str, ...]:

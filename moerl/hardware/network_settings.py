@@ -91,6 +91,8 @@ def network_settings(
     Raises ConfigError for a network.interface that the node does not have.
     """
     detected: list[Setting] = []
+    if config.detect and role == "train" and reached_at is None:
+        detected += _loopback(hardware)
     if config.detect and present(hardware.gpus):
         detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_nvlink(hardware)]
         if role == "train":
@@ -146,6 +148,13 @@ def _asked_interface(hardware: Hardware, config: NetworkConfig) -> Iterator[Sett
         rule = f"is not an interface of {socket.gethostname()}"
         raise ConfigError([problem("network.interface", name, rule, f"it has {there}", "one that every node has, or null")])
     yield from _over(name, "network.interface says so")
+
+
+def _loopback(hardware: Hardware) -> Iterator[Setting]:
+    """gloo takes what the host's name stands for, on which others may reach it. What NCCL takes is left: it has not been run so."""
+    name = next((name for name, addresses in hardware.interfaces.items() if "127.0.0.1" in addresses), None)
+    if name is not None:
+        yield Setting("GLOO_SOCKET_IFNAME", name, "ranks of one node meet where nobody else reaches them")
 
 
 def _reached_interface(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:

@@ -21,6 +21,7 @@ import megatron_patches
 from moerl.algorithms.objective import Objective
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.examine import memory_counter, memory_kills
@@ -33,6 +34,7 @@ from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
+from moerl.train.rank_store import join_store, open_store
 from moerl.types.push import Transport
 from moerl.types.stats import StepStats
 from moerl.types.stored import InStore, keep
@@ -80,8 +82,8 @@ class TrainWorker:
         )
 
     def address(self) -> str:
-        """Address of the network on which this cluster's nodes reach each other; a host's name may stand for a loopback."""
-        return ray.util.get_node_ip_address()
+        """Address at which the cluster's nodes reach this one, loopback where there is one; a host's name may stand for a loopback."""
+        return reached_at() or "127.0.0.1"
 
     def use_network(self, network: NetworkConfig) -> dict[str, str]:
         """Set what libraries are told of this node's links, before one of them asks; returns it."""
@@ -91,7 +93,7 @@ class TrainWorker:
 
     def open_store(self) -> int:
         """Rank 0: the port of the store at which the ranks meet. Bound here, so that nobody can take it in between."""
-        self._store = dist.TCPStore("0.0.0.0", 0, self._num_ranks, is_master=True, wait_for_workers=False)
+        self._store = open_store(self.address(), self._num_ranks)
         return self._store.port
 
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
@@ -103,7 +105,7 @@ class TrainWorker:
 
         logger.info("importing Megatron took %.1f s", time.monotonic() - began)
         timeout = timedelta(seconds=timeout_seconds)
-        store = self._store if self._store is not None else dist.TCPStore(host, port, self._num_ranks, is_master=False, timeout=timeout)
+        store = self._store if self._store is not None else join_store(host, port, self._num_ranks, timeout_seconds)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
         groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
@@ -182,12 +184,13 @@ class TrainWorker:
         return self._engine.pushed.outline(bucket_bytes)
 
     def listen(
-        self, transport: Transport, job: Job, senders: list[int], seconds: float, weights: WeightsConfig, directory: Path, on_gpu: bool
-    ) -> str:
+        self, transport: Transport, job: Job, senders: list[int], seconds: float, secret: RunSecret, weights: WeightsConfig,
+        directory: Path, on_gpu: bool,
+    ) -> str:  # fmt: skip
         """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
 
-        `seconds`: how long a call may wait for receivers. `directory`: of the files of weights.transport=disk. `on_gpu`: buckets stay
-        there, if there is one. Not collective, as all below but `digest_push`.
+        `seconds`: how long a call may wait for receivers. `secret`: all sides prove it. `directory`: of the files of
+        weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but `digest_push`.
         """
         if self._sender is not None:
             self._sender.close()
@@ -199,6 +202,7 @@ class TrainWorker:
             job,
             self._engine.pushed.read,
             seconds=seconds,
+            secret=secret,
             device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
             host=self.address(),
             directory=directory / f"rank-{self._rank}",

@@ -88,6 +88,8 @@ class TransportOffer:
     """Those that its processes read, in the order in which all go through them (weights/plan/buckets.py)."""
     seconds: float
     """How long one call may wait for other sides."""
+    secret: str = field(repr=False)
+    """Key of the RunSecret that all sides prove to each other, made anew whenever they meet."""
 
 
 Needs = tuple[tuple[str, ...], ...]

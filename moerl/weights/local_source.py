@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.layout import Layout
 from moerl.types.push import Transport
 from moerl.weights.in_thread import in_thread
@@ -33,9 +34,11 @@ class LocalSource:
         planned = [PlannedTensor(spec=spec_of(*item), stage=0, expert=expert_of(item[0]), cut_dim=None) for item in items]
         return Outline(tensors=planned, layout=Layout(), bucket_bytes=self._bucket_bytes)
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         self.close()
-        self._sender = WeightSender(transport, jobs[0], self.read, seconds=seconds, **self._options)  # type: ignore[arg-type]
+        self._sender = WeightSender(
+            transport, jobs[0], self.read, seconds=seconds, secret=secret, **self._options,  # type: ignore[arg-type]
+        )  # fmt: skip
         return self.sender.listen(is_first=True)
 
     async def connect(self, address: str, world_size: int) -> None:

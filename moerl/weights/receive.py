@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, BucketEntry, Manifest, Piece, TensorSpec, TransportOffer
 from moerl.weights.plan.tensor_specs import CPU, box_of, manifest_difference, torch_dtype, view_as
@@ -83,9 +84,15 @@ class Incoming:
         self._from.close()
 
     def _reader(self, offer: TransportOffer, deadline: Deadline, read: Read | None) -> NetworkReader | Borrower:
-        rendezvous = Rendezvous.join(offer.address, deadline)
+        rendezvous = Rendezvous.join(offer.address, RunSecret(key=offer.secret), deadline)
         if offer.transport == "nccl":
             return NetworkReader(rendezvous, offer, self._buckets, device=self._device, deadline=deadline)
+        try:
+            return self._borrower(rendezvous, offer, deadline, read)
+        finally:
+            rendezvous.close()
+
+    def _borrower(self, rendezvous: Rendezvous, offer: TransportOffer, deadline: Deadline, read: Read | None) -> Borrower:
         memory = SharedReader() if offer.transport == "ipc" else DiskReader(rendezvous.ask(DIRECTORY_KEY), read=read)
         borrower = Borrower(memory, lambda bucket: rank_key(bucket.sender))
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Transport
 from moerl.weights.plan.buckets import Job
@@ -39,16 +40,18 @@ class WeightSender:
         read: ReadPiece,
         *,
         seconds: float,
+        secret: RunSecret,
         device: torch.device = CPU,
         host: str = "127.0.0.1",
         directory: Path | None = None,
         delta: bool = False,
     ):
-        """`job` is not empty. `seconds` bounds each call. `device` is where the tensors are, and buckets stay; files are written from host
-        memory (disk). `host` is the address at which others reach this process. `directory`, which is this sender's alone, is where its
-        files lie; `delta`: they hold only what changed (disk)."""
+        """`job` is not empty. `seconds` bounds each call. `secret`: all sides of the push prove it. `device` is where the tensors are, and
+        buckets stay; files are written from host memory (disk). `host` is the address at which others reach this process. `directory`,
+        which is this sender's alone, is where its files lie; `delta`: they hold only what changed (disk)."""
         self._transport: Transport = transport
         self._job, self._read, self._seconds, self._host = job, read, seconds, host
+        self._secret = secret
         self._device = CPU if transport == "disk" else device
         self._buffers = [new_buffer(self._device) for _ in range(NUM_BUFFERS)]
         self._rendezvous: Rendezvous | None = None
@@ -66,7 +69,7 @@ class WeightSender:
             self._disk.listen()
         if not is_first:
             return ""
-        self._rendezvous = Rendezvous.open(self._host, Deadline(self._seconds))
+        self._rendezvous = Rendezvous.open(self._host, self._secret, Deadline(self._seconds))
         if self._disk is not None:
             self._rendezvous.tell(DIRECTORY_KEY, str(self._disk.directory))
         self._rendezvous.tell(DEVICE_KEY, self._device.type)
@@ -78,7 +81,7 @@ class WeightSender:
         deadline = Deadline(min(self._seconds, JOIN_SECONDS))
         with self._closing_on_error():
             if self._rendezvous is None:
-                self._rendezvous = Rendezvous.join(address, deadline)
+                self._rendezvous = Rendezvous.join(address, self._secret, deadline)
             rank, is_network = self._job[0].sender, self._transport == "nccl"
             readers = {reader for bucket in self._job for reader in bucket.readers[: 1 if is_network else None]}
             self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._rendezvous, readers)
@@ -175,4 +178,6 @@ class WeightSender:
             self._network.close()
         if self._lender is not None:
             self._lender.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
         self._network, self._lender, self._rendezvous = None, None, None

@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeVar
 
 from moerl.cluster.error_texts import is_consequence
+from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
@@ -45,8 +46,8 @@ class WeightSource(Protocol):
     async def outline(self) -> Outline:
         """Outline of every push."""
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
-        """Start afresh with this transport, on these ranks; the address for TransportOffer. `seconds`: as there."""
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
+        """Start afresh with this transport, on these ranks; the address for TransportOffer. `seconds`, `secret`: as there."""
 
     async def connect(self, address: str, world_size: int) -> None:
         """Readers can connect to every rank; nccl: returns when all have joined. `world_size`: of senders and readers."""
@@ -96,7 +97,8 @@ class WeightSync:
         needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
         self._deliveries = await asyncio.to_thread(plan_deliveries, await self._source.outline(), needs, self._nodes)
         jobs, seconds = self._deliveries.jobs, _PATIENCE * self._deadline_seconds
-        address = await self._source.listen(self._transport, jobs, seconds)
+        secret = RunSecret.new()  # whoever was to be in an attempt before this one is not in it
+        address = await self._source.listen(self._transport, jobs, seconds, secret)
         num_readers = sum(map(len, needs.values()))
         calls: dict[str, Coroutine[Any, Any, None]] = {SOURCE: self._source.connect(address, len(jobs) + num_readers)}
         buckets = in_order(jobs)
@@ -111,6 +113,7 @@ class WeightSync:
                 reader=first,
                 buckets=tuple(bucket for bucket in buckets if not own.isdisjoint(bucket.readers)),
                 seconds=seconds,
+                secret=secret.key,
             )
             calls[name] = self._receivers[name].connect(offer)
         await self._together(f"connecting by {self._transport}", calls)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -166,9 +167,21 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path):
     step = Slurm(index=0, names=("n0", "n1"), step="1-0-0")
     with (
         pytest.raises(MoerlError, match="n0: the run folder cannot be written: .*a_file"),
-        on_slurm(step, 1, expected_of(None, run_dir=file), 1.0),
+        on_slurm(step, expected_of(None, run_dir=file), 1.0),
     ):
         raise AssertionError("the step must not begin")
+
+
+def test_the_secret_of_a_step_is_in_a_file_that_only_its_user_reads_and_on_no_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(reach_nodes, "_END_SECONDS", 0.0)
+    before = set(psutil.Process().children())
+    with on_slurm(Slurm(index=0, names=("n0", "n1"), step="1-0-0"), expected_of(None, run_dir=tmp_path), 30.0) as launched:
+        secret, file = launched.store.secret.key, tmp_path / ".doctor-1-0-0"
+        assert (secret in file.read_text(), file.stat().st_mode & 0o777) == (True, 0o600)
+        (node,) = set(psutil.Process().children()) - before
+        assert secret not in " ".join([*node.cmdline(), *node.environ().values()])
+        assert secret not in repr(launched)
+    assert not file.exists()
 
 
 def finding(node, check="ECC", found="0 uncorrected", verdict="ok", fix=""):

@@ -8,9 +8,11 @@ from pathlib import Path
 import psutil
 from torch.distributed import DistStoreError
 
+from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.secret_store import SecretStore
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.head import diagnose, open_store
+from moerl.doctor.head import diagnose
 from moerl.doctor.on_each_node import NodePlace, examine
 from moerl.doctor.reach_nodes import Launched
 
@@ -19,23 +21,22 @@ SECONDS = 90.0
 
 @contextmanager
 def nodes(present, *, expected, num=2, dead=None, seconds=SECONDS):
-    """(the head's store, what was launched): `present` of `num` nodes do their part."""
-    store = open_store(seconds)
+    """What was launched: `present` of `num` nodes do their part."""
+    store = SecretStore.open("127.0.0.1", RunSecret.new(), seconds)
     names = tuple(f"n{index}" for index in range(num))
-    places = [
-        NodePlace(index=index, name=names[index], host="127.0.0.1", port=store.port, num_nodes=num, expected=expected, seconds=SECONDS)
-        for index in present
-    ]
+    met = {"host": store.host, "port": store.port, "secret": store.secret.key, "num_nodes": num, "expected": expected}
+    places = [NodePlace(index=index, name=names[index], seconds=SECONDS, **met) for index in present]
     threads = [threading.Thread(target=_until_the_head_ends, args=(place,)) for place in places]
     for thread in threads:
         thread.start()
     try:
-        yield store, Launched(names=names, dead=lambda: {} if dead is None else dead)
+        yield Launched(store=store, names=names, dead=lambda: {} if dead is None else dead)
     finally:
         store.set("stop", "")
         store.set("plan", store.get("plan") if store.check(["plan"]) else "")
         for thread in threads:
             thread.join(SECONDS)
+        store.close()
 
 
 def _until_the_head_ends(place):
@@ -47,8 +48,8 @@ def _until_the_head_ends(place):
 
 def examined(present=(0, 1), *, measures=False, seconds=SECONDS, network=None, **more):
     expected = Expectations(run_dir=Path.cwd(), network=NetworkConfig() if network is None else network)
-    with nodes(present, expected=expected, seconds=seconds, **more) as (store, launched):
-        return diagnose(store, launched, expected, seconds=seconds, measures=measures)
+    with nodes(present, expected=expected, seconds=seconds, **more) as launched:
+        return diagnose(launched, expected, seconds=seconds, measures=measures)
 
 
 def of(diagnosis, check):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.models.fp8_blocks import quantized
 from moerl.train.engine_settings import EngineSettings
@@ -156,9 +157,9 @@ class Watched(MegatronSource):
         super().__init__(weights, directory=Path(), all_ranks=ranks.everywhere, one_rank=ranks.one)
         self.buckets: list[Bucket] = []
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         self.buckets = [bucket for job in jobs.values() for bucket in job]
-        return await super().listen(transport, jobs, seconds)
+        return await super().listen(transport, jobs, seconds, secret)
 
 
 def specs_of(source: MegatronSource) -> Mapping[str, TensorSpec]:

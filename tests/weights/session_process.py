@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, Transport, TransportOffer
 from moerl.weights.in_thread import in_thread
@@ -153,9 +154,9 @@ class Source(LocalSource):
         self._before = before
         super().__init__(lambda: self.model, bucket_bytes=bucket_bytes, **sender)
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         self.num_listens += 1
-        address = await super().listen(transport, jobs, seconds)
+        address = await super().listen(transport, jobs, seconds, secret)
         if self._before is not None:
             pack, before = self.sender.pack, self._before
             self.sender.pack = lambda index: before(index) or pack(index)  # type: ignore[method-assign,func-returns-value]
@@ -169,10 +170,11 @@ def first_push(source: Source, transport: Transport = "ipc", *, version: int = 1
         outline = await source.outline()
         names = tuple(tensor.name for tensor in outline.tensors)
         found = plan_deliveries(outline, {f"server{i}": (names,) for i in range(readers)})
-        address = await source.listen(transport, found.jobs, 10.0)
+        secret = RunSecret.new()
+        address = await source.listen(transport, found.jobs, 10.0, secret)
         offer = TransportOffer(
             transport=transport, address=address, server="server0", senders=(0,), num_readers=readers, reader=0, buckets=found.jobs[0],
-            seconds=10.0,
+            seconds=10.0, secret=secret.key,
         )  # fmt: skip
         return manifest_of(found, await source.digests(), version=version), offer
 

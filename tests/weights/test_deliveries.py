@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import EXPERTS, cases
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.layout import Layout
 from moerl.models.expert_stacks import stored_name
 from moerl.types.errors import WeightError
@@ -53,7 +54,7 @@ def values_of(specs):
 
 def senders(found, values):
     return {
-        rank: WeightSender("ipc", job, lambda name, start, shape: box_of(values[name], start, shape), seconds=1)
+        rank: WeightSender("ipc", job, lambda name, start, shape: box_of(values[name], start, shape), seconds=1, secret=RunSecret.new())
         for rank, job in found.jobs.items()
     }
 

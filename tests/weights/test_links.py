@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
 from moerl.weights.plan.buckets import first_fit, in_order
@@ -21,6 +22,7 @@ from moerl.weights.transport.links import Link
 from moerl.weights.transport.rendezvous import Deadline
 
 SECONDS = 60.0
+SECRET = RunSecret.new()
 
 
 def jobs_of(edges, *, relays):
@@ -75,14 +77,14 @@ def plans(draw):
 @given(edges=plans(), transport=st.sampled_from(["ipc", "nccl"]), seed=st.integers(0, 1000))
 def test_every_plan_ends_push_after_push_and_every_bucket_comes_once_to_each_reader(edges, transport, seed):
     jobs, num_readers = jobs_of(edges, relays=transport == "nccl"), 5
-    senders = [Sender(transport, job, None, seconds=SECONDS) for _, job in sorted(jobs.items())]
+    senders = [Sender(transport, job, None, seconds=SECONDS, secret=SECRET) for _, job in sorted(jobs.items())]
     address, *_ = [sender.listen(is_first=place == 0) for place, sender in enumerate(senders)]
     order = tuple(in_order(jobs))
 
     def connect(reader):
         offer = TransportOffer(
             transport=transport, address=address, server=f"reader {reader}", senders=tuple(sorted(jobs)), num_readers=num_readers,
-            reader=reader, buckets=order, seconds=SECONDS,
+            reader=reader, buckets=order, seconds=SECONDS, secret=SECRET.key,
         )  # fmt: skip
         return Incoming(offer, device=CPU, read=None)
 
@@ -125,11 +127,11 @@ def test_gloo_s_connections_close_although_the_traceback_of_a_failure_is_kept():
         )
         for sender, mine in sizes.items()
     }
-    senders = [Failing("nccl", job, None, seconds=SECONDS) for job in jobs.values()]
+    senders = [Failing("nccl", job, None, seconds=SECONDS, secret=SECRET) for job in jobs.values()]
     address, _ = [sender.listen(is_first=place == 0) for place, sender in enumerate(senders)]
     offer = TransportOffer(
         transport="nccl", address=address, server="reader", senders=(0, 1), num_readers=1, reader=0, buckets=tuple(in_order(jobs)),
-        seconds=SECONDS,
+        seconds=SECONDS, secret=SECRET.key,
     )  # fmt: skip
 
     def read():

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
-import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -186,33 +184,6 @@ def test_nccl_a_server_on_cpu_refuses_a_trainer_that_sends_from_gpus(start, make
     source.sender._rendezvous.tell(DEVICE_KEY, "cuda")
     with pytest.raises(WeightError, match="the trainer sends from cuda, and this server's model is on cpu"):
         start().call("connect", offer)
-
-
-def test_who_finds_the_port_of_a_sender_by_chance_does_not_count_as_a_reader(start, make_source):
-    source, engine = make_source(), start()
-    manifest, offer = first_push(source)
-    strangers = []
-
-    async def push():
-        connecting = asyncio.create_task(source.connect(offer.address, 2))
-        while not (told := source.sender._lender):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # what it waits for happens in another thread
-        for said in (b"", b"GET / HTTP/1.1\r\n", b'{"token": "0", "reader": 0, "name": "me"}\n', b"[]\n"):
-            strangers.append(socket.create_connection(told._server.getsockname()))
-            strangers[-1].sendall(said)  # the first one says nothing, and stays
-        gone = socket.create_connection(told._server.getsockname())
-        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        gone.close()  # with a reset
-        await asyncio.gather(connecting, engine.connect(offer))
-        await engine.begin(manifest)
-        await asyncio.gather(source.send(), engine.install())
-
-    try:
-        asyncio.run(push())
-    finally:
-        for stranger in strangers:
-            stranger.close()
-    assert engine.call("digests") == DIGESTS
 
 
 def test_ipc_leaves_nothing_behind_when_the_sender_is_killed(start):

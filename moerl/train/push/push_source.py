@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
 from moerl.types.push import Transport
 from moerl.weights.plan.buckets import Job
@@ -30,13 +31,11 @@ class MegatronSource:
         outline: Outline = await self._one_rank(0, "outline_push", self._weights.bucket_bytes)
         return outline
 
-    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float) -> str:
+    async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         before, self._senders = self._senders, sorted(jobs)
         on_gpu = transport == "ipc" or not self._shares_gpus
-        calls = [
-            self._one_rank(rank, "listen", transport, jobs.get(rank, ()), self._senders, seconds, self._weights, self._directory, on_gpu)
-            for rank in sorted({*before, *jobs})
-        ]
+        same = (self._senders, seconds, secret, self._weights, self._directory, on_gpu)
+        calls = [self._one_rank(rank, "listen", transport, jobs.get(rank, ()), *same) for rank in sorted({*before, *jobs})]
         addresses: list[str] = await asyncio.gather(*calls)
         return next(address for rank, address in zip(sorted({*before, *jobs}), addresses, strict=True) if rank == self._senders[0])
 

@@ -82,6 +82,7 @@ class NcclGroup:
         options = kind.Options()
         options._timeout = timedelta(seconds=2 * seconds)  # torch then ends the process; `wait` gives up before
         torch.cuda.set_device(device)
+        self._store = store  # C++ alone would not keep one that is written in Python
         self._only = kind(dist.PrefixStore("moerl/weights", store), rank, world_size, options)
         # All make the communicator here. Otherwise the first bucket of any two would, and wait in it for all others.
         try:

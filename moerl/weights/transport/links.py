@@ -12,26 +12,38 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
+from pydantic import TypeAdapter
 
 from moerl.cluster.error_texts import LATE, LEFT
-from moerl.cluster.sockets import keep_alive
+from moerl.cluster.secret_listener import SecretListener, connect_proven
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket
 from moerl.weights.transport.disk_transport import DiskReader
-from moerl.weights.transport.rendezvous import TOKEN_KEY, Deadline, Rendezvous, explained
+from moerl.weights.transport.rendezvous import Deadline, Rendezvous, explained
 from moerl.weights.transport.shared_memory import SharedReader
 
 _HELLO_SECONDS = 5.0
+_LINE_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hello:
+    """First line of a reader."""
+
+    reader: int
+    name: str
+
+
+_HELLO = TypeAdapter(_Hello)
 
 
 class Link:
     """A connection to `peer`, by its name in errors. Both say lines."""
 
     def __init__(self, connection: socket.socket, peer: str = "a reader"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(connection)
         self._connection, self._lines, self.peer = connection, connection.makefile("rb"), peer
 
     def say(self, line: str) -> None:
@@ -44,7 +56,7 @@ class Link:
         """Also an empty line. `awaited`: what it tells, for errors."""
         try:
             self._connection.settimeout(deadline.left())
-            line = self._lines.readline()
+            line = self._lines.readline(_LINE_BYTES)
         except TimeoutError as error:
             raise WeightError(f"{awaited} {LATE} {deadline} from {self.peer}") from error
         except OSError:
@@ -75,15 +87,11 @@ class Lender:
         """`key`, under which `readers` look for it in the `rendezvous`; its `name` for errors; an address of this `host`."""
         self._links: dict[int, Link] = {}
         self._lent: dict[int, tuple[Bucket, Sequence[int]]] = {}
-        self._readers, self._token = frozenset(readers), rendezvous.ask(TOKEN_KEY)
-        self._changed = threading.Condition()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with explained(f"no port on {host} for readers of {name}"):
-            self._server = socket.create_server((host, 0), family=family, backlog=1024)
-        port = self._server.getsockname()[1]
+        self._readers, self._changed = frozenset(readers), threading.Condition()
         # From now on, lest the system's queue of those that wait to be accepted, 128 on old kernels, keeps readers from connecting.
-        threading.Thread(target=self._accept_all, name=f"readers of {name}", daemon=True).start()
-        rendezvous.tell(_key_of(key), json.dumps({"host": host, "port": port, "name": name}))
+        with explained(f"no port on {host} for readers of {name}"):
+            self._listener = SecretListener(host, rendezvous.secret, self._meet, name=f"readers of {name}")
+        rendezvous.tell(_key_of(key), json.dumps({"host": host, "port": self._listener.port, "name": name}))
 
     def accept(self, deadline: Deadline) -> None:
         """Returns when all readers have come. For the first push: those that could not connect have ended it before."""
@@ -117,9 +125,7 @@ class Lender:
 
     def close(self) -> None:
         """Safe to call twice."""
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # ends the accept of the thread
-        self._server.close()
+        self._listener.close()
         with self._changed:
             self._readers = frozenset()
             for link in self._links.values():
@@ -129,27 +135,24 @@ class Lender:
     def _missing(self) -> frozenset[int]:
         return self._readers - set(self._links)
 
-    def _accept_all(self) -> None:
-        while self._missing():
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # it was closed
-            try:
-                link = Link(connection)
-                hello = json.loads(link.hear("its name", Deadline(_HELLO_SECONDS)))
-                if hello["token"] != self._token:
-                    raise ValueError("of another push")
-                link.peer, reader = hello["name"], hello["reader"]
-            except (WeightError, OSError, ValueError, TypeError, KeyError):  # whoever else found the port, or is gone already
-                connection.close()
-                continue
-            with self._changed:
-                if reader in self._readers:
-                    self._links[reader] = link
-                    self._changed.notify_all()
-                else:
-                    link.close()
+    def _meet(self, connection: socket.socket) -> None:
+        """One that has the secret. Nobody is let in any more when all have come."""
+        link = Link(connection)
+        try:
+            hello = _HELLO.validate_json(link.hear("its name", Deadline(_HELLO_SECONDS)))
+        except (WeightError, ValueError):  # gone already, or of another version of moerl
+            link.close()
+            return
+        link.peer = hello.name
+        with self._changed:
+            if hello.reader not in self._missing():
+                link.close()
+                return
+            self._links[hello.reader] = link
+            self._changed.notify_all()
+            has_all = not self._missing()
+        if has_all:
+            self._listener.close()
 
 
 class Borrower:
@@ -162,19 +165,20 @@ class Borrower:
 
     def join(self, rendezvous: Rendezvous, lenders: Iterable[str], *, reader: int, name: str, deadline: Deadline) -> None:
         """Connects to these, by their keys; they need not have accepted yet."""
-        hello = json.dumps({"token": rendezvous.ask(TOKEN_KEY), "reader": reader, "name": name})
+        hello = _HELLO.dump_json(_Hello(reader=reader, name=name)).decode()
         for key in sorted(set(lenders)):
             found = json.loads(rendezvous.ask(_key_of(key), deadline))
             with explained(f"no connection to {found['name']} at {found['host']}:{found['port']}"):
-                connection = socket.create_connection((found["host"], found["port"]), timeout=deadline.left())
+                connection = connect_proven(found["host"], found["port"], rendezvous.secret, deadline.left())
             link = self._links[key] = Link(connection, found["name"])
             link.say(hello)
 
     def fetch(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
         """uint8 [bucket.num_bytes], until `done`."""
         link = self._links[self._lender_of(bucket)]
-        sender, index, source = link.hear(describe(bucket), deadline).split(" ", 2)
-        if (int(sender), int(index)) != (bucket.sender, bucket.index):
+        sender, _, rest = link.hear(describe(bucket), deadline).partition(" ")
+        index, _, source = rest.partition(" ")
+        if (sender, index) != (str(bucket.sender), str(bucket.index)):
             came = f"bucket {index} of trainer rank {sender}"
             raise WeightError(f"{came} came from {link.peer} in place of {describe(bucket)}: a sender drops buckets of its share")
         return self._memory.fetch(bucket, source)

@@ -5,8 +5,8 @@ A bucket crosses once to a node: its first reader gets it into memory that it le
 (weights/transport/links.py). What reaches a first reader does so in the order of the rounds, which is every sender's too: NCCL does what it
 is given in order, on both sides. A reader is told to receive the next bucket before it installs the one that came.
 
-The group is built directly on the TCPStore: the trainer's default process group stays untouched. Whoever meets an error drops its group;
-its closed connections then end the others' waiting at once, and the deadline bounds what a closed connection cannot tell.
+The group is built directly on the store of the push: the trainer's default process group stays untouched. Whoever meets an error drops its
+group; its closed connections then end the others' waiting at once, and the deadline bounds what a closed connection cannot tell.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ class NetworkReader:
         self, rendezvous: Rendezvous, offer: TransportOffer, buckets: Sequence[Bucket], *, device: torch.device, deadline: Deadline
     ):
         """`buckets`: those that this process reads. `device` of its model; buckets are there or on CPU, as the trainer's are."""
-        self._number, self._name = offer.reader, offer.server
+        self._rendezvous, self._number, self._name = rendezvous, offer.reader, offer.server
         self._ranks = {sender: rank for rank, sender in enumerate(offer.senders)}
         self._own = [bucket for bucket in buckets if bucket.readers[0] == self._number]
         self._positions = {(bucket.sender, bucket.index): position for position, bucket in enumerate(self._own)}
@@ -146,6 +146,7 @@ class NetworkReader:
             self._lender.close()
         for memory in self._slots:
             memory.close()
+        self._rendezvous.close()
 
     def _receive(self, position: int, deadline: Deadline) -> None:
         """Begin to receive that bucket, in memory that nobody reads any more."""
@@ -190,6 +191,7 @@ class GlooGroup:
         # The default device listens on what the host name resolves to, which on many systems is a loopback address.
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=deadline.left())
+        self._store = store  # C++ alone would not keep one that is written in Python
         self._only = ProcessGroupGloo(PrefixStore("moerl/weights", store), rank, world_size, options)
         self._begun: dict[int, Any] = {}
         self._numbers = count()

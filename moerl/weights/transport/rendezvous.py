@@ -1,21 +1,18 @@
-"""Where the sides of a push find each other: a TCPStore in the process of the first sender, whose address the driver tells to all."""
+"""Where the sides of a push find each other: a store in the process of the first sender. The driver tells all its address, and the secret
+without which nobody is heard there."""
 
-import secrets
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore
-
+from moerl.cluster.run_secret import RunSecret
+from moerl.cluster.secret_store import SecretStore
 from moerl.types.errors import WeightError
 
 JOIN_SECONDS = 120.0
 """Seconds for all sides of a push to meet, at most: one that is gone by then keeps the others from a new attempt for so long."""
-
-TOKEN_KEY = "moerl/token"
-"""Its value only those know who can reach the store."""
 
 
 class Deadline:
@@ -38,23 +35,25 @@ class Deadline:
 class Rendezvous:
     """Every value is told once. WeightError if the store cannot be reached, or a value was not told in time."""
 
-    def __init__(self, store: Store, address: str):
-        self.store, self.address = store, address
-        self.host = address.rpartition(":")[0]
+    def __init__(self, store: SecretStore):
+        self.store, self.secret, self.host = store, store.secret, store.host
+        self.address = f"{store.host}:{store.port}"
 
     @classmethod
-    def open(cls, host: str, deadline: Deadline) -> "Rendezvous":
-        """In this process, on a free port of `host`."""
+    def open(cls, host: str, secret: RunSecret, deadline: Deadline) -> "Rendezvous":
+        """In this process, on a free port of the address `host`, and on no other."""
         with explained(f"no store at {host}"):
-            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline.left()))
-            store.set(TOKEN_KEY, secrets.token_hex())
-        return cls(store, f"{host}:{store.port}")
+            return cls(SecretStore.open(host, secret, deadline.left()))
 
     @classmethod
-    def join(cls, address: str, deadline: Deadline) -> "Rendezvous":
+    def join(cls, address: str, secret: RunSecret, deadline: Deadline) -> "Rendezvous":
         host, _, port = address.rpartition(":")
         with explained(f"could not join the trainer at {address!r}"):
-            return cls(TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=deadline.left())), address)
+            return cls(SecretStore.join(host, int(port), secret, deadline.left()))
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self.store.close()
 
     def tell(self, key: str, value: str) -> None:
         with explained(f"the store at {self.address} takes nothing"):
@@ -79,10 +78,10 @@ class Rendezvous:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Errors of torch.distributed (RuntimeError) and of sockets as WeightError."""
+    """Errors of torch.distributed (RuntimeError) and of sockets, and addresses that are none, as WeightError."""
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         if isinstance(error, WeightError):
             raise
         raise WeightError(f"{what} ({error}); see that every rollout server is alive and reaches the trainer's host") from error
