@@ -15,6 +15,7 @@ import pytest
 import ray
 from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
@@ -29,6 +30,7 @@ from moerl.types.routes import RouteShape
 from moerl.types.stored import InStore
 
 PROMPT = (1, 2, 3)
+SECRET = RunSecret.new()
 INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS))
 
 
@@ -36,7 +38,7 @@ INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layer
 def collectors(run, shared_ray):
     path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # the actors import what this process can import
     ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", runtime_env=path)
-    collectors = RayCollectors(INTAKE, num_actors=1, max_in_flight=16)
+    collectors = RayCollectors(INTAKE, secret=SECRET, num_actors=1, max_in_flight=16)
     run(collectors.start())
     yield collectors
     run(collectors.close())
@@ -46,7 +48,7 @@ def collectors(run, shared_ray):
 @pytest.fixture
 def engine(run, tmp_path):
     command = [sys.executable, str(Path(canned_server.__file__))]
-    engine = HTTPEngine([NodeOfServer(command=command)], port=0, log_path=tmp_path / "log", start_seconds=60)
+    engine = HTTPEngine([NodeOfServer(command=command)], secret=SECRET, port=0, log_path=tmp_path / "log", start_seconds=60)
     run(engine.start())
     yield engine
     run(engine.close())
@@ -148,7 +150,7 @@ def test_a_failure_names_server_and_cause_as_without_collectors(run, collectors,
 
 
 def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, collectors):
-    other = RayCollectors(INTAKE, num_actors=1, max_in_flight=4)
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=1, max_in_flight=4)
 
     async def scenario():
         await other.start()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import PARTS
@@ -201,7 +202,9 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Garbage)
 print('{{"port": %d}}' % server.server_port, flush=True)
 server.serve_forever()
 """
-    engine = HTTPEngine([NodeOfServer(command=[sys.executable, "-c", code])], port=0, log_path=tmp_path / "log", start_seconds=60)
+    engine = HTTPEngine(
+        [NodeOfServer(command=[sys.executable, "-c", code])], secret=RunSecret.new(), port=0, log_path=tmp_path / "log", start_seconds=60
+    )
 
     async def scenario():
         await engine.start()

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import aiohttp
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
@@ -53,15 +54,18 @@ def _sent(
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.server.wire and reports like moerl.rollout.engines.hf."""
 
-    def __init__(self, nodes: Sequence[NodeOfServer], *, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0):
+    def __init__(
+        self, nodes: Sequence[NodeOfServer], *, secret: RunSecret, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0
+    ):  # fmt: skip
         """`nodes`: the first one answers. `port` 0: the server chooses, and `name` tells after start. `meeting_port`: SpreadProcess's."""
         first, *others = nodes
         self.host, self.hosts = first.host, tuple(node.host for node in nodes)
         self.name = f"{first.host}:{port}"
-        how: dict[str, Any] = {"label": self.name, "log_path": log_path, "start_seconds": start_seconds}
+        how: dict[str, Any] = {"secret": secret, "label": self.name, "log_path": log_path, "start_seconds": start_seconds}
         self._process: ServerProcess | RemoteProcess | SpreadProcess = (
             SpreadProcess(nodes, port=meeting_port, **how) if others else first.process(first.command, **how)
         )
+        self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -79,7 +83,7 @@ class HTTPEngine:
     async def start(self) -> None:
         port = await self._process.start()
         self.name = self._process.label = f"{self.host}:{port}"
-        self._session = new_session()
+        self._session = new_session(self._secret)
 
     async def ended(self) -> EngineUnavailable:
         return await self._process.death()
@@ -131,9 +135,10 @@ class HTTPEngine:
         return self._session
 
 
-def new_session() -> aiohttp.ClientSession:
+def new_session(secret: RunSecret) -> aiohttp.ClientSession:
     """One connection per running request, and no deadline here: that is the pool's."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=secret.headers)
 
 
 async def generate_at(
@@ -151,10 +156,15 @@ async def _exchange(
 ) -> bytes:
     """`about` follows the server's name where the answer makes no sense."""
     try:
-        async with session.request(method, url + path, data=data) as response:
+        async with session.request(method, url + path, data=data, allow_redirects=False) as response:
             content = await response.read()
     except aiohttp.ClientError as error:
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
+    if response.status == wire.STRANGER:
+        raise EngineError(
+            f"{name}{about}: whoever answers there does not know this run's secret; is it another run's server, or another program, on the "
+            "same port? Set rollout.port=0 to let the system choose, or choose a free one"
+        )
     if response.status != 200:
         reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content).error
         raise (EngineRefuses if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")

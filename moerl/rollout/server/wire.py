@@ -21,6 +21,10 @@ UNAVAILABLE = 503
 """Status of an answer that is EngineUnavailable on the driver."""
 
 
+STRANGER = 401
+"""Status of the answer to a request without the secret of the server's run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A completion to be made."""
@@ -49,7 +53,8 @@ class FinishBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """Reason that goes with every status but 200: 400 the request is wrong, 409 the server's state forbids it, 500 a bug."""
+    """Reason that goes with every status but 200: 400 the request is wrong, 401 it is not the run's, 409 the server's state forbids it,
+    500 a bug."""
 
     error: str
 
