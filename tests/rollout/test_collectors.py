@@ -23,7 +23,7 @@ from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams, VersionSpan
-from moerl.types.errors import EngineError, EngineUnavailable, StoreError
+from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
@@ -139,7 +139,7 @@ def test_a_request_past_its_deadline_is_dropped_by_the_server(run, collectors, e
     ("name", "kind", "said"),
     [
         ("refuse", EngineError, "refuse: is refused"),
-        ("garbage", EngineError, "garbage: the answer cannot be this request's: token 1000: must be in the model's vocabulary"),
+        ("garbage", EngineUnsound, "garbage: the answer cannot be this request's: token 1000: must be in the model's vocabulary"),
         ("die", EngineUnavailable, "the server ended with exit code 3"),
     ],
 )

@@ -60,7 +60,8 @@ class TimedConnection(H11Protocol):
             self.transport.abort()
 
     def _make_room(self) -> None:
-        silent: list[Any] = [connection for connection in self.connections if connection.cycle is None]
+        connections: set[Any] = self.connections  # all of this class
+        silent = [connection for connection in connections if connection.cycle is None]
         oldest = min(silent, key=lambda connection: connection._since)
         if self._since - oldest._since > GRACE_SECONDS:
             oldest.transport.abort()
