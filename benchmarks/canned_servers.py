@@ -15,8 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.server import wire
 from moerl.rollout.server.client import HTTPEngine, new_session
+
+SECRET = RunSecret.new()
+"""These servers ask nobody for it."""
 
 ID = "R"
 """Of the completion in the servers' content; every answer has its request's instead. Encoding is not measured."""
@@ -29,7 +33,7 @@ class Connected(HTTPEngine):
         self.name, self.host = f"127.0.0.1:{port}", "127.0.0.1"
 
     async def start(self) -> None:
-        self._session = new_session()
+        self._session = new_session(SECRET)
 
     async def ended(self) -> Any:
         await asyncio.Event().wait()

@@ -23,6 +23,7 @@ from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at
+from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.cluster.user_process import tell_cause
 from moerl.config.derive.gpu_map import num_shared
@@ -181,6 +182,7 @@ class _Assembly:
     """The parts of a run or an evaluation, all of them started."""
 
     model: _Model
+    secret: RunSecret
     stop: Stop
     pool: RolloutPool
     rewards: RewardPool
@@ -218,7 +220,8 @@ async def _assembled(
                 directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, placement.ranks, observe)
                 model = replace(model, directory=directory)
         hangs = HangReports(config.run_dir)
-        pool, rewards = _rollout_pool(config, model, placement, hangs), RewardPool(config.reward)
+        secret = RunSecret.new()
+        pool, rewards = _rollout_pool(config, model, secret, placement, hangs), RewardPool(config.reward)
         group = MegatronTrainGroup(
             config, model_dir=model.directory, checkpoint_dir=config.run_dir / "checkpoints", places=placement.ranks, hangs=hangs,
             trains=trained_on is not None,
@@ -238,16 +241,16 @@ async def _assembled(
                     await group.start()
                 else:
                     await _together(pool.start(), rewards.start(), group.start())
-            yield _Assembly(model=model, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency)
+            yield _Assembly(model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency)
 
 
-def _rollout_pool(config: RunConfig, model: _Model, placement: RunPlacement, hangs: HangReports) -> RolloutPool:
+def _rollout_pool(config: RunConfig, model: _Model, secret: RunSecret, placement: RunPlacement, hangs: HangReports) -> RolloutPool:
     rollout = config.rollout
     return RolloutPool(
-        build_engines(config, model.directory, config.run_dir / "logs", placement),
+        build_engines(config, model.directory, config.run_dir / "logs", secret, placement),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
-        collector=build_collector(config, model.directory, model.tokenizer),
+        collector=build_collector(config, model.directory, model.tokenizer, secret),
         request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,
         probe_seconds=config.deadlines.probe_seconds,

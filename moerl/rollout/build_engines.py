@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from moerl.cluster.placement import ProcessPlace, RunPlacement
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.schema.run_config import RunConfig
@@ -20,15 +21,18 @@ from moerl.rollout.server.spread_process import NewProcess, NodeOfServer
 from moerl.types.stored import keep
 
 
-def build_engines(config: RunConfig, model_dir: Path, log_dir: Path, placement: RunPlacement | None = None) -> list[RolloutEngine]:
+def build_engines(
+    config: RunConfig, model_dir: Path, log_dir: Path, secret: RunSecret, placement: RunPlacement | None = None
+) -> list[RolloutEngine]:
     """One engine per server, not yet started. `model_dir`: a Hugging Face checkpoint directory, of which the engines read the
     configuration only: weights come by a push. Servers log to log_dir/rollout-N.log. `placement` None: every
     node of each is this host."""
     build = ENGINES[config.rollout.engine]
-    return [build(config, model_dir, log_dir, index, _nodes(config, placement, index)) for index in range(config.rollout.num_servers)]
+    servers = [_nodes(config, placement, index) for index in range(config.rollout.num_servers)]
+    return [build(config, model_dir, log_dir, index, nodes, secret) for index, nodes in enumerate(servers)]
 
 
-def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Collector:
+def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder, secret: RunSecret) -> Collector:
     """Receiver of completions: this process those of engines inside it, Ray actors those of servers. Train ranks can fetch them."""
     rollout = config.rollout
     intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
@@ -38,7 +42,9 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder) -> Col
     from moerl.rollout.fleet.ray_collectors import RayCollectors
 
     in_flight = rollout.num_servers * (rollout.max_running + rollout.max_queued)
-    return RayCollectors(intake, num_actors=rollout.num_collectors, max_in_flight=in_flight, max_restarts=rollout.max_restarts)
+    return RayCollectors(
+        intake, secret=secret, num_actors=rollout.num_collectors, max_in_flight=in_flight, max_restarts=rollout.max_restarts
+    )
 
 
 def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> list[NodeOfServer]:
@@ -59,7 +65,9 @@ def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> No
     return NodeOfServer(host=host, process=process)
 
 
-def _build_server(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
+def _build_server(
+    config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer], secret: RunSecret
+) -> RolloutEngine:
     """A process on every node of the server."""
     model_dir, head = model_dir.absolute(), nodes[0].host
     started = [
@@ -68,6 +76,7 @@ def _build_server(config: RunConfig, model_dir: Path, log_dir: Path, index: int,
     ]
     return HTTPEngine(
         started,
+        secret=secret,
         port=port_of(config.rollout, index),
         log_path=log_dir.absolute() / f"rollout-{index}.log",
         start_seconds=config.deadlines.start_seconds,
@@ -75,7 +84,9 @@ def _build_server(config: RunConfig, model_dir: Path, log_dir: Path, index: int,
     )
 
 
-def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer]) -> RolloutEngine:
+def _build_fake(
+    config: RunConfig, model_dir: Path, log_dir: Path, index: int, nodes: list[NodeOfServer], secret: RunSecret
+) -> RolloutEngine:
     # torch and transformers are imported for this engine only.
     import torch
 
@@ -93,7 +104,7 @@ def _build_fake(config: RunConfig, model_dir: Path, log_dir: Path, index: int, n
     )
 
 
-ENGINES: dict[str, Callable[[RunConfig, Path, Path, int, list[NodeOfServer]], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[RunConfig, Path, Path, int, list[NodeOfServer], RunSecret], RolloutEngine]] = {
     "hf": _build_server,
     "vllm": _build_server,
     "sglang": _build_server,

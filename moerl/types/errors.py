@@ -114,6 +114,10 @@ class EngineUnavailable(EngineError):
     """The server is gone, or may not serve now; another one can take the request, or the same one later."""
 
 
+class EngineUnsound(EngineError):
+    """A rollout server answered what cannot be the answer to its request: it, not the request, is at fault."""
+
+
 class StoreError(MoerlError, RuntimeError):
     """Ray's object store cannot hold, or has lost, what samples consist of."""
 

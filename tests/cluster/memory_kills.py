@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ray
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.rollout.fleet.collect import Intake
@@ -40,7 +41,9 @@ async def failure(work):
 async def main():
     hangs = HangReports(Path(tempfile.mkdtemp()))
     ranks = RankCalls([ray.remote(num_cpus=0)(Rank).remote()], DeadlineConfig(settle_seconds=1), hangs)
-    collectors = RayCollectors(Intake(vocab_size=8, decoder=NoLetters(), routes=None), num_actors=1, max_in_flight=1)
+    collectors = RayCollectors(
+        Intake(vocab_size=8, decoder=NoLetters(), routes=None), secret=RunSecret.new(), num_actors=1, max_in_flight=1
+    )
     rank, collector = await asyncio.gather(failure(ranks.on_ranks("update", [0])), failure(collectors.start()))
     print(json.dumps({"rank": rank, "collector": collector}))
 

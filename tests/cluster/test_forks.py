@@ -160,17 +160,18 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path):
 
 def test_pipes_of_a_forked_child_are_those_of_asyncio(program, server, tmp_path):
     file = tmp_path / "program.py"
-    file.write_text(HEAD + "print('ready', flush=True); sys.stdin.read(); sys.exit(5)")
+    file.write_text(HEAD + "print('heard', sys.stdin.readline(), end='', flush=True); sys.stdin.read(); sys.exit(5)")
 
     async def use():
         with (tmp_path / "log").open("wb") as log:
-            child = await ForkedChild.start([sys.executable, str(file)], stderr=log.fileno(), environment=dict(os.environ))
+            how = {"stderr": log.fileno(), "environment": dict(os.environ), "stdin_begins": b"this\n"}
+            child = await ForkedChild.start([sys.executable, str(file)], **how)
         line = await child.stdout.readline()
         assert child.returncode is None
         child.terminate()
         return line, await child.wait(), child.returncode
 
-    assert asyncio.run(use()) == (b"ready\n", -signal.SIGTERM, -signal.SIGTERM)
+    assert asyncio.run(use()) == (b"heard this\n", -signal.SIGTERM, -signal.SIGTERM)
 
 
 @pytest.mark.parametrize("address", ["", "nobody-listens-here"])

@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from moerl.cluster.placement import Node, _nodes, find_placement
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.load import load
 from moerl.config.schema.run_config import PlacementConfig
 from moerl.rollout.build_engines import build_engines
@@ -60,7 +61,7 @@ def test_a_run_that_needs_more_than_the_node_has_runs_on_cpu(config):
 
 
 def test_a_server_process_sees_its_gpus_only(config, tmp_path):
-    (engine,) = build_engines(on(config), tmp_path, tmp_path, find_placement(on(config)))
+    (engine,) = build_engines(on(config), tmp_path, tmp_path, RunSecret.new(), find_placement(on(config)))
     assert (engine.host, engine._process._environment) == ("127.0.0.1", {"CUDA_VISIBLE_DEVICES": "6"})
 
 

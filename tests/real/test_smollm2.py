@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from moerl import run
 from moerl.check import load_checked
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.layout import Layout
 from moerl.convert.compare import compared
 from moerl.convert.conversion import Conversion, convert
@@ -161,7 +162,7 @@ def test_a_rollout_server_answers_a_question(which, dense, mixture, tmp_path):
     sampling = SamplingParams(max_tokens=24, seed=0, temperature=0.0, stop_token_ids=(stop,))
 
     async def answer():
-        (engine,) = build_engines(config, directory, tmp_path)
+        (engine,) = build_engines(config, directory, tmp_path, RunSecret.new())
         try:
             await engine.start()
             weights = load_file(directory / "model.safetensors")

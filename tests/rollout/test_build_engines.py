@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from tiny_servers import push
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
@@ -41,7 +42,7 @@ def test_there_is_a_builder_for_every_engine_of_the_configuration():
 def test_built_engines_serve_the_checkpoints_model_after_a_push(run, checkpoints, tmp_path, engine):
     checkpoint = checkpoints["moe"]
     built = config(engine=engine, num_servers=1, max_running=8, prefill_chunk=16, deterministic=True)
-    (server,) = build_engines(built, checkpoint.directory, tmp_path)
+    (server,) = build_engines(built, checkpoint.directory, tmp_path, RunSecret.new())
 
     async def scenario():
         await server.start()
@@ -59,7 +60,7 @@ def test_built_engines_serve_the_checkpoints_model_after_a_push(run, checkpoints
 
 
 def test_fixed_ports_count_up_and_port_zero_stays_zero(tmp_path):
-    fixed = build_engines(config(num_servers=3, port=8000), tmp_path, tmp_path)
-    free = build_engines(config(num_servers=3), tmp_path, tmp_path)
+    fixed = build_engines(config(num_servers=3, port=8000), tmp_path, tmp_path, RunSecret.new())
+    free = build_engines(config(num_servers=3), tmp_path, tmp_path, RunSecret.new())
     assert [engine.name for engine in fixed] == ["127.0.0.1:8000", "127.0.0.1:8001", "127.0.0.1:8002"]
     assert {engine.name for engine in free} == {"127.0.0.1:0"}

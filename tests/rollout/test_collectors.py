@@ -15,6 +15,7 @@ import pytest
 import ray
 from canned_server import EXPERTS, LAYERS, TOP_K, VOCAB, Letters, token_at
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Intake
 from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
@@ -22,13 +23,14 @@ from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams, VersionSpan
-from moerl.types.errors import EngineError, EngineUnavailable, StoreError
+from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
 from moerl.types.stored import InStore
 
 PROMPT = (1, 2, 3)
+SECRET = RunSecret.new()
 INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layers=LAYERS, top_k=TOP_K, num_experts=EXPERTS))
 
 
@@ -36,7 +38,7 @@ INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layer
 def collectors(run, shared_ray):
     path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # the actors import what this process can import
     ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", runtime_env=path)
-    collectors = RayCollectors(INTAKE, num_actors=1, max_in_flight=16)
+    collectors = RayCollectors(INTAKE, secret=SECRET, num_actors=1, max_in_flight=16)
     run(collectors.start())
     yield collectors
     run(collectors.close())
@@ -46,7 +48,7 @@ def collectors(run, shared_ray):
 @pytest.fixture
 def engine(run, tmp_path):
     command = [sys.executable, str(Path(canned_server.__file__))]
-    engine = HTTPEngine([NodeOfServer(command=command)], port=0, log_path=tmp_path / "log", start_seconds=60)
+    engine = HTTPEngine([NodeOfServer(command=command)], secret=SECRET, port=0, log_path=tmp_path / "log", start_seconds=60)
     run(engine.start())
     yield engine
     run(engine.close())
@@ -137,7 +139,7 @@ def test_a_request_past_its_deadline_is_dropped_by_the_server(run, collectors, e
     ("name", "kind", "said"),
     [
         ("refuse", EngineError, "refuse: is refused"),
-        ("garbage", EngineError, "garbage: the answer cannot be this request's: token 1000: must be in the model's vocabulary"),
+        ("garbage", EngineUnsound, "garbage: the answer cannot be this request's: token 1000: must be in the model's vocabulary"),
         ("die", EngineUnavailable, "the server ended with exit code 3"),
     ],
 )
@@ -148,7 +150,7 @@ def test_a_failure_names_server_and_cause_as_without_collectors(run, collectors,
 
 
 def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, collectors):
-    other = RayCollectors(INTAKE, num_actors=1, max_in_flight=4)
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=1, max_in_flight=4)
 
     async def scenario():
         await other.start()

@@ -12,6 +12,7 @@ import torch
 from tiny_servers import ROUTES, native_config, push
 from transformers import AutoModelForCausalLM
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.hf.forward import RouteRecorder
@@ -52,7 +53,7 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
     engine_name, name = kind.split("-")
     before = left_in_memory(engine_name)
     checkpoint, shape = checkpoints[name], ROUTES[name] if kind == "sglang-moe" else None
-    (engine,) = build_engines(native_config(kind, checkpoint, layout=layout), checkpoint.directory, tmp_path)
+    (engine,) = build_engines(native_config(kind, checkpoint, layout=layout), checkpoint.directory, tmp_path, RunSecret.new())
     asked = SamplingParams(max_tokens=20, seed=4, returns_routes=shape is not None)
     scaled = {name: tensor * 1.05 for name, tensor in checkpoint.tensors.items()}
 
@@ -96,7 +97,7 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
 def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_comes_back(run, checkpoints, tmp_path):
     """First moerl's process, which vLLM's worker there does not outlive, then the worker, whose end moerl's process reports."""
     checkpoint, layout = checkpoints["dense32"], ServerLayout(gpus=2, gpus_per_node=1)
-    (engine,) = build_engines(native_config("vllm-dense32", checkpoint, layout=layout), checkpoint.directory, tmp_path)
+    (engine,) = build_engines(native_config("vllm-dense32", checkpoint, layout=layout), checkpoint.directory, tmp_path, RunSecret.new())
 
     def family():
         return [[psutil.Process(pid), *psutil.Process(pid).children(recursive=True)] for pid in pids(engine)]

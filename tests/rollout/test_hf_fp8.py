@@ -10,6 +10,7 @@ from test_build_engines import config
 from test_contract import ask
 from tiny_servers import Served, hf_engine, push
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models import fp8_blocks
 from moerl.rollout.build_engines import build_engines
@@ -93,7 +94,7 @@ def test_a_model_that_does_not_keep_what_was_installed_is_refused():
 @pytest.mark.parametrize("engine", ["fake", "hf"])
 def test_servers_of_a_run_in_fp8_take_pairs(run, checkpoints, tmp_path, engine):
     checkpoint = checkpoints["moe"]
-    (server,) = build_engines(config(engine=engine, layout=ServerLayout(weights="fp8")), checkpoint.directory, tmp_path)
+    (server,) = build_engines(config(engine=engine, layout=ServerLayout(weights="fp8")), checkpoint.directory, tmp_path, RunSecret.new())
 
     async def scenario():
         await server.start()

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import PARTS
 from moerl.rollout.server.spread_process import NodeOfServer
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
-from moerl.types.errors import EngineError
+from moerl.types.errors import EngineError, EngineUnsound
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 PROMPT = (1, 2, 3)
@@ -151,9 +153,9 @@ class Answering:
 
 
 def ask_for(run, answer):
-    pool = RolloutPool([Answering(answer)], max_running=1, max_queued=0, collector=collector(), request_seconds=5)
-    pool.fleet.served(pool.fleet.members)
-    return whole(run(pool.generate(PROMPT, SamplingParams(max_tokens=3, seed=1, stop_token_ids=(6, 7)), "r")))
+    sampling = SamplingParams(max_tokens=3, seed=1, stop_token_ids=(6, 7))
+    request = GenerateRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling)
+    return whole(run(collector().ask(Answering(answer), request, None)))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,12 @@ def ask_for(run, answer):
             {"spans": (VersionSpan(version=1, num_tokens=4), VersionSpan(version=2, num_tokens=-1))},
             "spans of 3 tokens: must be of 3, none empty",
         ),
+        ({"spans": (VersionSpan(version=-1, num_tokens=3),)}, r"versions \[-1\] of its spans: must be in \[0, 2\^31\)"),
+        ({"spans": (VersionSpan(version=10**30, num_tokens=3),)}, "versions .* of its spans: must be in"),
+        (
+            {"spans": (VersionSpan(version=2, num_tokens=1), VersionSpan(version=1, num_tokens=2))},
+            r"versions \[2, 1\] of its spans: must be in \[0, 2\^31\), in the order of pushes",
+        ),
         ({"token_ids": (5, 5, 5, 7), "logprobs": (-1.0,) * 4}, "4 tokens: must be at most max_tokens = 3"),
         ({"token_ids": (5, 5, 5), "finish_reason": "stop"}, "finish_reason = 'stop' with 3 tokens: stop must end with a stop token"),
         ({"token_ids": (5, 5), "logprobs": (-1.0, -1.0)}, "finish_reason = 'length' with 2 tokens: .* length with token 3"),
@@ -178,7 +186,7 @@ def ask_for(run, answer):
 )
 def test_an_answer_that_cannot_be_the_requests_names_server_request_and_rule(run, changes, rule):
     sound = replace(SOUND, token_ids=(5, 5, 7))
-    with pytest.raises(EngineError, match=rf"server-0: r: the answer cannot be this request's: .*{rule}"):
+    with pytest.raises(EngineUnsound, match=rf"server-0: r: the answer cannot be this request's: .*{rule}"):
         ask_for(run, replace(sound, **changes))
     assert ask_for(run, replace(sound, finish_reason="stop")).token_ids == (5, 5, 7)
 
@@ -201,12 +209,14 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Garbage)
 print('{{"port": %d}}' % server.server_port, flush=True)
 server.serve_forever()
 """
-    engine = HTTPEngine([NodeOfServer(command=[sys.executable, "-c", code])], port=0, log_path=tmp_path / "log", start_seconds=60)
+    engine = HTTPEngine(
+        [NodeOfServer(command=[sys.executable, "-c", code])], secret=RunSecret.new(), port=0, log_path=tmp_path / "log", start_seconds=60
+    )
 
     async def scenario():
         await engine.start()
         try:
-            with pytest.raises(EngineError, match=rf"(?s){engine.name}: r: answered .*{answered}|{engine.name}: r: {answered}"):
+            with pytest.raises(EngineUnsound, match=rf"(?s){engine.name}: r: answered .*{answered}|{engine.name}: r: {answered}"):
                 await engine.generate(PROMPT, SAMPLING, "r")
         finally:
             await engine.close()

@@ -12,6 +12,7 @@ import sys
 import pytest
 from tiny_servers import hf_engine, server_command, until
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.server_process import ServerProcess
@@ -34,7 +35,7 @@ def is_alive(pid):
 
 def small_server(tmp_path, code, **options):
     """A child that runs `code` instead of a model: the same owner, in milliseconds."""
-    options = {"label": "server", "log_path": tmp_path / "log", "start_seconds": 20, **options}
+    options = {"secret": RunSecret.new(), "label": "server", "log_path": tmp_path / "log", "start_seconds": 20, **options}
     return ServerProcess([sys.executable, "-c", code], **options)
 
 
@@ -77,7 +78,9 @@ def test_a_server_that_is_never_ready_is_ended_at_the_deadline(run, tmp_path):
 
 
 def test_an_interpreter_that_does_not_exist_is_named(run, tmp_path):
-    engine = HTTPEngine([NodeOfServer(command=["/no/such/python"])], port=0, log_path=tmp_path / "log", start_seconds=5)
+    engine = HTTPEngine(
+        [NodeOfServer(command=["/no/such/python"])], secret=RunSecret.new(), port=0, log_path=tmp_path / "log", start_seconds=5
+    )
     with pytest.raises(EngineError, match=r"cannot run '/no/such/python'.*check rollout.python"):
         run(engine.start())
 
@@ -133,7 +136,9 @@ def test_a_server_heeds_sigterm_though_its_owner_is_kept_from_it(run, checkpoint
     """As Ray's processes in a Slurm job are, to which Slurm sends the signals that are meant for the driver."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        server = ServerProcess(server_command(checkpoints["dense"].directory), label="r", log_path=tmp_path / "log", start_seconds=120)
+        server = ServerProcess(
+            server_command(checkpoints["dense"].directory), secret=RunSecret.new(), label="r", log_path=tmp_path / "log", start_seconds=120
+        )
 
         async def scenario():
             await server.start()
@@ -172,12 +177,14 @@ def test_a_server_ends_when_its_owner_is_killed(checkpoints, tmp_path):
     code = f"""
 import asyncio, sys
 from pathlib import Path
+from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
 
 async def main():
-    engine = HTTPEngine([NodeOfServer(command=sys.argv[1:])], port=0, log_path=Path({str(tmp_path / "log")!r}), start_seconds=100)
+    nodes, log = [NodeOfServer(command=sys.argv[1:])], Path({str(tmp_path / "log")!r})
+    engine = HTTPEngine(nodes, secret=RunSecret.new(), port=0, log_path=log, start_seconds=100)
     await engine.start()
     print(engine._process.pid, flush=True)
     await asyncio.Event().wait()

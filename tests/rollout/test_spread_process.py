@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from moerl.cluster.placement import Node, ProcessPlace, RunPlacement
+from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.sockets import free_ports
 from moerl.config.load import load
 from moerl.config.schema.rollout_config import ServerLayout
@@ -28,7 +29,9 @@ STAY = "time.sleep(60)"
 def spread(tmp_path, *codes, start_seconds=20.0, port=0):
     """A server whose nodes run `codes`."""
     nodes = [NodeOfServer(host=f"host-{rank}", command=[sys.executable, "-c", code]) for rank, code in enumerate(codes)]
-    return SpreadProcess(nodes, label="server", log_path=tmp_path / "log.txt", start_seconds=start_seconds, port=port)
+    return SpreadProcess(
+        nodes, secret=RunSecret.new(), label="server", log_path=tmp_path / "log.txt", start_seconds=start_seconds, port=port
+    )
 
 
 def pids(process):
@@ -175,7 +178,7 @@ def test_a_server_of_two_places_has_a_process_on_both_nodes_which_meet_on_the_fi
     config = replace(config, rollout=rollout, placement=replace(config.placement, nodes=2, gpus_per_node=2))
     nodes = [Node(id=name, name=name, address=f"10.0.0.{number}", num_gpus=2, num_cpus=2) for number, name in enumerate("ab")]
     places = tuple(ProcessPlace(node=node, gpus=("4", "5")) for node in nodes)
-    (engine,) = build_engines(config, tmp_path, tmp_path, RunPlacement(ranks=(), servers=(places,), here="a"))
+    (engine,) = build_engines(config, tmp_path, tmp_path, RunSecret.new(), RunPlacement(ranks=(), servers=(places,), here="a"))
     assert engine.hosts == ("10.0.0.0", "10.0.0.1")
     assert [each.name for each in engine.watched] == ["server 10.0.0.0:0", "server 10.0.0.0:0 node 1"]
     near, far = engine._process._processes

@@ -13,6 +13,7 @@ from canned_server import Letters
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
@@ -154,11 +155,11 @@ def server_command(directory: Path, *options: object) -> list[str]:
 
 def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, start_seconds: float = 120) -> HTTPEngine:
     command = server_command(directory, "--port", port, *options)
-    return HTTPEngine([NodeOfServer(command=command)], port=port, log_path=log_path, start_seconds=start_seconds)
+    return HTTPEngine([NodeOfServer(command=command)], secret=RunSecret.new(), port=port, log_path=log_path, start_seconds=start_seconds)
 
 
 def native_engine(kind: str, checkpoint: Checkpoint, log_dir: Path, **rollout: Any) -> HTTPEngine:
-    (engine,) = build_engines(native_config(kind, checkpoint, **rollout), checkpoint.directory, log_dir)
+    (engine,) = build_engines(native_config(kind, checkpoint, **rollout), checkpoint.directory, log_dir, RunSecret.new())
     return engine
 
 

@@ -7,6 +7,7 @@ from whole_runs import DIGIT, SMALL, SYNC, rows
 
 from moerl import run
 from moerl.check import load_checked
+from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import EngineError
 
 pytestmark = pytest.mark.usefixtures("shared_ray")
@@ -23,6 +24,19 @@ def train(output_dir, *overrides):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def secrets(monkeypatch):
+    """The secrets of the runs that a test starts."""
+    made, new = [], RunSecret.new
+
+    def noted():
+        made.append(new())
+        return made[-1]
+
+    monkeypatch.setattr(RunSecret, "new", noted)
+    return made
 
 
 def without_restarts(rows):
@@ -45,13 +59,16 @@ slow = pytest.mark.matrix
         pytest.param("push", signal.SIGKILL, 1, "nccl", marks=slow),
     ],
 )
-def test_a_lost_server_comes_back_and_changes_no_bit(undisturbed, tmp_path, strike, when, number, num_servers, transport):
+def test_a_lost_server_comes_back_and_changes_no_bit(undisturbed, tmp_path, strike, secrets, when, number, num_servers, transport):
+    """And nothing of what the run writes has its secret, not even about the server that was lost."""
     struck = strike(when, number)
     found = train(tmp_path, f"rollout.num_servers={num_servers}", f"weights.transport={transport}")
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     assert without_restarts(found) == without_restarts(undisturbed)
     assert (found[-1]["fleet/restarts"], undisturbed[-1]["fleet/restarts"]) == (1.0, 0.0)
     assert struck.pools[0].fleet.members[0].num_starts == 2
+    (secret,) = secrets
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and secret.key.encode() in file.read_bytes()]
 
 
 @slow

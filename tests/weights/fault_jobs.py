@@ -11,6 +11,7 @@ import torch.distributed as dist
 from push_ranks import Ranks, Tensors, follow, new_worker
 
 from moerl.canary import run_canary
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
@@ -98,7 +99,8 @@ def faults_of_pushes(
 async def _push_all(
     ranks: Ranks, exported: dict[str, Fault], served: dict[str, str], hidden: str, command: Sequence[str], fault_file: Path
 ) -> dict[str, str]:
-    engine = HTTPEngine([NodeOfServer(command=command)], port=0, log_path=fault_file.with_suffix(".log"), start_seconds=60)
+    nodes, log = [NodeOfServer(command=command)], fault_file.with_suffix(".log")
+    engine = HTTPEngine(nodes, secret=RunSecret.new(), port=0, log_path=log, start_seconds=60)
     found = {}
     try:
         await engine.start()

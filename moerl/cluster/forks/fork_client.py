@@ -113,9 +113,10 @@ class ForkedChild:
         loop.add_reader(process, self._note_end)
 
     @classmethod
-    async def start(cls, argv: Sequence[str], *, stderr: int, environment: Mapping[str, str]) -> "ForkedChild":
-        """In a session of its own. CannotForkError as ForkedProcess."""
+    async def start(cls, argv: Sequence[str], *, stderr: int, environment: Mapping[str, str], stdin_begins: bytes = b"") -> "ForkedChild":
+        """In a session of its own. `stdin_begins`: at most what a pipe holds. CannotForkError as ForkedProcess."""
         (stdin, own_stdin), (own_stdout, stdout) = os.pipe(), os.pipe()
+        os.write(own_stdin, stdin_begins)
         try:
             process = ForkedProcess(argv, stdin=stdin, stdout=stdout, stderr=stderr, environment=environment, session=True)
         except CannotForkError:

@@ -1,7 +1,9 @@
 """How long anything in a run may take: `deadlines` of moerl/config/schema, the limits of every wait for another process."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from moerl.config.schema.strict import NotNegative, Seconds, Strict
 
@@ -32,7 +34,7 @@ class DeadlineConfig(Strict):
     logprobs_seconds: Seconds = 3600.0
     """Those of the policy, and those of the reference."""
     update_seconds: Seconds = 3600.0
-    push_seconds: Seconds = 300.0
+    push_seconds: Annotated[Seconds, Field(le=86_400)] = 300.0
     """All bytes of a push, to all servers; likewise each of the calls before and after. A server that misses it is ended and started
     again. Who waits for another in a push gives up at 0.9 of it."""
     save_seconds: Seconds = 3600.0

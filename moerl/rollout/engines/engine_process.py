@@ -36,7 +36,7 @@ def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], C
     if parsed.head_port is not None:
         parsed.layout = replace(parsed.layout, port=parsed.head_port)
     options = Options(**{name: getattr(parsed, name) for name in Options.__slots__})
-    with running(ready):
+    with running(ready) as secret:
         if problems := find_problems(options.engine_args, read_config(options.model)):
             raise EngineError("\n".join(map(str, problems)))
         if options.layout.nodes > 1:
@@ -44,7 +44,7 @@ def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], C
         if options.node_rank > 0:
             follow(options)
         else:
-            asyncio.run(serve(parsed, ready, partial(_start, options, start)))
+            asyncio.run(serve(parsed, ready, secret, partial(_start, options, start)))
 
 
 def _start(options: Options, start: Callable[[Options], Core]) -> tuple[Core, Limits]:

@@ -98,7 +98,7 @@ class Intake:
     async def ask(
         self, generate: Generate, request: GenerateRequest, so_far: tuple[StoredCompletion, Payload] | None, *, server: str, keep: Keep
     ) -> Answer:
-        """Answer with what is missing of `request`, from `server`. EngineError for an answer that cannot be right."""
+        """Answer with what is missing of `request`, from `server`. EngineUnsound for an answer that cannot be right."""
         before = None if so_far is None else so_far[0].whole(so_far[1])
         prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
         more = await generate(prompt_ids, sampling, request.request_id)
@@ -121,7 +121,7 @@ class Collector(Protocol):
     async def start(self) -> None: ...
 
     async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        """Answer from `engine`, a RolloutEngine; raises what its `generate` does, and EngineError for an answer that cannot be right."""
+        """Answer from `engine`, a RolloutEngine; raises what its `generate` does, and EngineUnsound for an answer that cannot be right."""
 
     async def close(self) -> None: ...
 

@@ -10,21 +10,22 @@ from itertools import combinations
 import numpy as np
 
 from moerl.types.completion import Completion, SamplingParams
-from moerl.types.errors import EngineError
+from moerl.types.errors import EngineUnsound
 from moerl.types.routes import RouteShape, is_unknown, unknown_route
 
+_MAX_VERSIONS = 2**31
 _ROUNDING = 1e-3
 """A log-prob of a certain token, in a narrow dtype, may come out above 0 by as much."""
 
 
 def check_completion(completion: Completion, sampling: SamplingParams, *, request_id: str, vocab_size: int, server: str) -> None:
-    """EngineError with every rule it breaks."""
+    """EngineUnsound with every rule it breaks."""
     broken = []
     if completion.request_id != request_id:
         broken.append(f"request_id = {completion.request_id!r}: must be the request's")
     broken += [*_tokens(completion, sampling, vocab_size), *_logprobs(completion), *_spans(completion), *_end(completion, sampling)]
     if broken:
-        raise EngineError(
+        raise EngineUnsound(
             f"{server}: {request_id}: the answer cannot be this request's: {'; '.join(broken)}. The server serves another model, "
             "or another version of moerl or of the engine; its log may say more"
         )
@@ -56,6 +57,9 @@ def _spans(completion: Completion) -> Iterator[str]:
     counts = [span.num_tokens for span in completion.spans]
     if sum(counts) != len(completion.token_ids) or min(counts, default=1) < 1:
         yield f"spans of {sum(counts)} tokens: must be of {len(completion.token_ids)}, none empty"
+    versions = [span.version for span in completion.spans]
+    if min(versions, default=0) < 0 or max(versions, default=0) >= _MAX_VERSIONS or sorted(versions) != versions:
+        yield f"versions {versions[:4]} of its spans: must be in [0, 2^31), in the order of pushes"
 
 
 def _end(completion: Completion, sampling: SamplingParams) -> Iterator[str]:
@@ -67,10 +71,10 @@ def _end(completion: Completion, sampling: SamplingParams) -> Iterator[str]:
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:
-    """EngineError with every fault. A token whose entries are all unknown has no route; the trainer's router chooses for it."""
+    """EngineUnsound with every fault. A token whose entries are all unknown has no route; the trainer's router chooses for it."""
     faults = list(_route_faults(completion.routes, num_prompt + len(completion.token_ids) - 1, shape))
     if faults:
-        raise EngineError(
+        raise EngineUnsound(
             f"completion {completion.request_id}: routes of {num_prompt} prompt and {len(completion.token_ids)} response tokens "
             + "; ".join(faults)
             + ". The engine serves another model, or its response is damaged; train.router_replay=off or trainer runs without its routes"

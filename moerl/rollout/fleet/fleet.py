@@ -4,8 +4,8 @@
        ^-----------'  it answers again                ^-- every server begins here
 
 healthy: requests go to it. suspect: it missed a probe, or broke off a request; it keeps its requests and gets no new ones. dead: it
-ended, or missed NUM_PROBES in a row and is ended. One that ends more often than rollout.max_restarts stays dead; the run goes on with the
-others, and ends, with what killed the last of them, when there are none.
+ended, or is ended because it missed NUM_PROBES in a row or answered what cannot be right. One that ends more often than
+rollout.max_restarts stays dead; the run goes on with the others, and ends, with what killed the last of them, when there are none.
 """
 
 import asyncio
@@ -47,6 +47,8 @@ class Member:
     is_lent: bool = False
     """Its GPUs are somebody else's for now: it gets no requests, and is not started."""
     is_starting: bool = False
+    falsehood: EngineError | None = None
+    """Answer for which it is being ended."""
     num_turns: int = 0
     """Times that it got weights, or its GPUs back."""
 
@@ -153,6 +155,13 @@ class Fleet:
         if member.state == "healthy":
             self._suspect(member)
 
+    def answered_falsely(self, member: Member, error: EngineError, *, starts: int) -> None:
+        """Its answer, as the process of that `num_starts`, cannot be right. It is ended and started again, as one that hangs."""
+        if member.num_starts == starts and member.state in _RUNNING and member.falsehood is None:
+            member.falsehood = error
+            self.broke_off(member)
+            member.engine.kill()
+
     def healthy(self) -> list[Member]:
         """Those that serve."""
         return [member for member in self.members if member.state == "healthy" and not member.is_lent]
@@ -228,7 +237,9 @@ class Fleet:
         ended, probed = asyncio.ensure_future(member.engine.ended()), asyncio.ensure_future(self._misses(member))
         try:
             done, _ = await asyncio.wait({ended, probed}, return_when=asyncio.FIRST_COMPLETED)
-            return (ended if ended in done else probed).result()
+            error, falsehood = (ended if ended in done else probed).result(), member.falsehood
+            member.falsehood = None
+            return error if falsehood is None else falsehood
         finally:
             ended.cancel()
             probed.cancel()

@@ -20,7 +20,7 @@ from moerl.rollout.fleet.request_queue import Claim, RequestQueue
 from moerl.rollout.server.contract import EngineHealth, EngineRefuses, MemoryPart, PauseMode, RolloutEngine
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams
-from moerl.types.errors import EngineError, EngineUnavailable, HangError
+from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, HangError
 from moerl.types.stored import StoredCompletion
 
 logger = logging.getLogger(__name__)
@@ -140,11 +140,11 @@ class RolloutPool:
             asked.clear()
             async with self._places.take(claim) as member:
                 asked.append(member)
-                turn = member.num_turns
+                turn, starts = member.num_turns, member.num_starts
                 try:
                     answer = await self._collector.ask(member.engine, request, so_far)
-                except EngineUnavailable as error:
-                    num_lost += self._counts(error, member, turn)
+                except (EngineUnavailable, EngineUnsound) as error:
+                    num_lost += self._counts(error, member, turn, starts)
                     if num_lost == MAX_ATTEMPTS:
                         raise
                     logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
@@ -158,8 +158,11 @@ class RolloutPool:
                 so_far = answer.completion
                 self.num_resumed += 1
 
-    def _counts(self, error: EngineUnavailable, member: Member, turn: int) -> bool:
+    def _counts(self, error: EngineError, member: Member, turn: int, starts: int) -> bool:
         """Tells the fleet. Whether the request, or the server, may be at fault, and not the moment."""
+        if isinstance(error, EngineUnsound):
+            self.fleet.answered_falsely(member, error, starts=starts)
+            return True
         if isinstance(error, EngineRefuses):
             return self.fleet.refused(member, turn=turn)
         self.fleet.broke_off(member)
@@ -170,6 +173,9 @@ class RolloutPool:
         asked = {member: member.num_starts for member in (self.fleet.running() if members is None else members)}
         outcomes = await asyncio.gather(*(call(member.engine) for member in asked), return_exceptions=True)
         failures = {member: outcome for member, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, BaseException)}
+        for member, failure in failures.items():
+            if isinstance(failure, EngineUnsound):
+                self.fleet.answered_falsely(member, failure, starts=asked[member])
         if failures:
             lines = [f"{action} failed on {len(failures)} of {len(asked)} servers"]
             lines += [f"* {e}" if isinstance(e, EngineError) else f"* {member.name}: {e!r}" for member, e in failures.items()]

@@ -6,6 +6,7 @@ import errno
 import faulthandler
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -17,8 +18,10 @@ from typing import Any
 
 import uvicorn
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.rollout.server import wire
+from moerl.rollout.server.admission import Admission, TimedConnection
 from moerl.rollout.server.app import build_app
 from moerl.rollout.server.contract import Core
 from moerl.rollout.server.gate import Gate
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 3
 """Time for answers that are being written at SIGTERM."""
 
+MAX_SECRET_BYTES = 1024
+"""Length of the first line of stdin, at most."""
+
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections (15 s), so that none is closed just as it is used again."""
 
@@ -37,10 +43,12 @@ KEEP_ALIVE_SECONDS = 75
 class _ChildServer(uvicorn.Server):
     """Reports readiness when it accepts requests, and does not wait for held requests when it is told to end."""
 
-    def __init__(self, gate: Gate, limits: Limits, ready: Any):
+    def __init__(self, gate: Gate, limits: Limits, secret: RunSecret, ready: Any):
         super().__init__(
             uvicorn.Config(
-                build_app(gate, limits),
+                Admission(build_app(gate, limits), secret),
+                http=TimedConnection,
+                ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -83,12 +91,13 @@ def add_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
 
 
 @contextmanager
-def running(ready: Any) -> Iterator[None]:
+def running(ready: Any) -> Iterator[RunSecret]:
     """The block is the process's work, and the process ends with it: an EngineError is reported to the owner."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    threading.Thread(target=_exit_with_owner, name="owner", daemon=True).start()
     try:
-        yield
+        secret = _read_secret()
+        threading.Thread(target=_exit_with_owner, name="owner", daemon=True).start()
+        yield secret
     except EngineError as error:
         ready.write(wire.READY.dump_json(wire.ReadyLine(error=str(error))) + b"\n")
         sys.exit(1)
@@ -96,12 +105,14 @@ def running(ready: Any) -> Iterator[None]:
     os._exit(0)  # everything is closed; the interpreter's teardown of torch would take another second
 
 
-async def serve(options: argparse.Namespace, ready: Any, start: Callable[[], tuple[Core, Limits]], *, version: int | None = None) -> None:
+async def serve(
+    options: argparse.Namespace, ready: Any, secret: RunSecret, start: Callable[[], tuple[Core, Limits]], *, version: int | None = None
+) -> None:
     """Until SIGTERM. `start` returns when the engine has loaded its model, whose weights have `version`."""
     listener = listen(options.host, options.port)
     core, limits = start()
     gate = Gate(core, max_running=options.max_running, version=version)
-    await _ChildServer(gate, limits, ready).serve(sockets=[listener])
+    await _ChildServer(gate, limits, secret, ready).serve(sockets=[listener])
 
 
 def private_stdout() -> Any:
@@ -113,6 +124,20 @@ def private_stdout() -> Any:
     ready = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     return ready
+
+
+def _read_secret() -> RunSecret:
+    """The first line of stdin."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_SECRET_BYTES and (byte := os.read(0, 1)):
+        line += byte
+    text = line.decode(errors="replace")
+    if not re.fullmatch(r"[0-9A-Za-z]{32,}\r?\n", text):
+        raise EngineError(
+            "stdin: must begin with a line of at least 32 letters and digits, the secret that every request must carry, and stay open; "
+            "whoever reaches the port could change the weights otherwise. By hand: (openssl rand -hex 32 | tee secret; cat) | python -m ..."
+        )
+    return RunSecret(key=text.strip())
 
 
 def _exit_with_owner() -> None:

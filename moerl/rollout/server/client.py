@@ -8,6 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import aiohttp
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
@@ -15,7 +16,7 @@ from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NodeOfServer, SpreadProcess
 from moerl.types.completion import Completion, SamplingParams
-from moerl.types.errors import EngineError, EngineUnavailable, WeightError
+from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, WeightError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,10 +40,11 @@ def _sent(
         given.apply_defaults()
         del given.arguments["self"]
         try:
-            content = await engine.call(verb.http, verb.path, verb.dump(given.arguments) if given.arguments else None)
+            data = verb.dump(given.arguments) if given.arguments else None
+            content = await engine.call(verb.http, verb.path, data, max_answer=verb.max_answer)
             answer: T = _parse(engine.name, verb.answer.validate_json, content)
         except EngineError as error:
-            if verb.path.startswith("/weights/"):
+            if verb.is_of_push:
                 raise WeightError(str(error)) from error
             raise
         return answer
@@ -53,15 +55,18 @@ def _sent(
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.server.wire and reports like moerl.rollout.engines.hf."""
 
-    def __init__(self, nodes: Sequence[NodeOfServer], *, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0):
+    def __init__(
+        self, nodes: Sequence[NodeOfServer], *, secret: RunSecret, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0
+    ):  # fmt: skip
         """`nodes`: the first one answers. `port` 0: the server chooses, and `name` tells after start. `meeting_port`: SpreadProcess's."""
         first, *others = nodes
         self.host, self.hosts = first.host, tuple(node.host for node in nodes)
         self.name = f"{first.host}:{port}"
-        how: dict[str, Any] = {"label": self.name, "log_path": log_path, "start_seconds": start_seconds}
+        how: dict[str, Any] = {"secret": secret, "label": self.name, "log_path": log_path, "start_seconds": start_seconds}
         self._process: ServerProcess | RemoteProcess | SpreadProcess = (
             SpreadProcess(nodes, port=meeting_port, **how) if others else first.process(first.command, **how)
         )
+        self._secret = secret
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -79,7 +84,7 @@ class HTTPEngine:
     async def start(self) -> None:
         port = await self._process.start()
         self.name = self._process.label = f"{self.host}:{port}"
-        self._session = new_session()
+        self._session = new_session(self._secret)
 
     async def ended(self) -> EngineUnavailable:
         return await self._process.death()
@@ -109,11 +114,11 @@ class HTTPEngine:
             await session.close()
         await self._process.close()
 
-    async def call(self, method: str, path: str, data: bytes | None = None) -> bytes:
+    async def call(self, method: str, path: str, data: bytes | None = None, *, max_answer: int = wire.MAX_ERROR) -> bytes:
         """The answer's body. EngineError with the server's reason for a refusal; EngineUnavailable with its last lines if it is gone."""
         session = self._running_session(path)
         try:
-            return await _exchange(session, method, self.url, path, data, name=self.name)
+            return await _exchange(session, method, self.url, path, data, name=self.name, max_answer=max_answer)
         except BrokenConnection as error:
             raise await self.explain(error) from error
 
@@ -131,41 +136,64 @@ class HTTPEngine:
         return self._session
 
 
-def new_session() -> aiohttp.ClientSession:
+def new_session(secret: RunSecret) -> aiohttp.ClientSession:
     """One connection per running request, and no deadline here: that is the pool's."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={**secret.headers, "Accept-Encoding": "identity"},
+        auto_decompress=False,  # a few bytes could become gigabytes
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
 
 
 async def generate_at(
     session: aiohttp.ClientSession, url: str, name: str, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str
 ) -> Completion:
-    """Completion from the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, BrokenConnection."""
+    """Completion from the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, EngineUnsound, BrokenConnection."""
     body = wire.GenerateRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
     data = wire.GENERATE.dump_json(body)
-    content = await _exchange(session, "POST", url, "/generate", data, name=name, about=f": {request_id}")
+    max_answer = wire.max_completion(len(body.prompt_ids), sampling)
+    content = await _exchange(session, "POST", url, "/generate", data, name=name, about=f": {request_id}", max_answer=max_answer)
     return _parse(f"{name}: {request_id}", wire.parse_completion, content)
 
 
 async def _exchange(
-    session: aiohttp.ClientSession, method: str, url: str, path: str, data: bytes | None, *, name: str, about: str = ""
+    session: aiohttp.ClientSession, method: str, url: str, path: str, data: bytes | None, *, name: str, about: str = "", max_answer: int
 ) -> bytes:
-    """`about` follows the server's name where the answer makes no sense."""
+    """`about` follows the server's name where the answer makes no sense. EngineUnsound also if it has more than `max_answer` bytes."""
     try:
-        async with session.request(method, url + path, data=data) as response:
-            content = await response.read()
+        async with session.request(method, url + path, data=data, allow_redirects=False) as response:
+            content = await _content(response, max_answer, f"{name}{about}")
     except aiohttp.ClientError as error:
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
+    if response.status == wire.STRANGER:
+        raise EngineError(
+            f"{name}{about}: whoever answers there does not know this run's secret; is it another run's server, or another program, on the "
+            "same port? Set rollout.port=0 to let the system choose, or choose a free one"
+        )
     if response.status != 200:
-        reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content).error
+        reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content, status=response.status).error
         raise (EngineRefuses if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
     return content
 
 
-def _parse(name: str, parse: Callable[[bytes], T], content: bytes) -> T:
+async def _content(response: aiohttp.ClientResponse, max_bytes: int, name: str) -> bytes:
+    content = bytearray()
+    async for chunk in response.content.iter_any():
+        content += chunk
+        if len(content) > max_bytes:
+            response.close()
+            raise EngineUnsound(f"{name}: answered with more than {max_bytes} bytes, which no answer to this request has")
+    return bytes(content)
+
+
+def _parse(name: str, parse: Callable[[bytes], T], content: bytes, *, status: int = 200) -> T:
     try:
         return parse(content)
     except ValueError as error:
-        raise EngineError(f"{name}: answered {content[:200]!r}; is rollout.python of the same moerl?\n{error}") from error
+        told = "" if status == 200 else f" with status {status}"
+        raise EngineUnsound(f"{name}: answered {content[:200]!r}{told}; is rollout.python of the same moerl?\n{error}") from error
 
 
 def _bracketed(host: str) -> str:

@@ -1,9 +1,23 @@
-"""Limits of a request, whichever engine serves it."""
+"""Limits of what a server takes, whichever engine serves it: sizes and numbers that no run asks for, some of which no engine survives."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moerl.types.completion import SamplingParams
+from moerl.types.push import Manifest, TransportOffer
 from moerl.types.routes import RouteShape
+
+MAX_STOP_TOKENS = 1024
+"""Models name a dozen."""
+
+PUSH_BYTES = 2**30
+"""Size of a body of a push's verbs, at most: a manifest has some 300 bytes for each piece of a tensor."""
+
+_INT_LIMIT = 2**31
+"""Engines keep numbers in 32 bits, some of them in the memory of a GPU."""
+
+_MAX_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,23 +27,63 @@ class Limits:
     routes: RouteShape | None = None
     """None: the model has no experts."""
 
+    @property
+    def body_bytes(self) -> int:
+        """Size of a body, at most: every token of a full context in 16 characters, and a MiB for all else."""
+        return 2**20 + 16 * self.max_context
+
     def violation(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> str:
         """The first rule the request breaks, with what to do; empty if none."""
-        num_prompt, num_total = len(prompt_ids), len(prompt_ids) + sampling.max_tokens
-        outside = [token for token in (*prompt_ids, *sampling.stop_token_ids) if not 0 <= token < self.vocab_size]
-        rules = {
-            "the prompt must have at least one token": num_prompt > 0,
-            f"token {outside[0] if outside else ''} is outside the model's vocabulary [0, {self.vocab_size})": not outside,
-            f"prompt of {num_prompt} tokens + max_tokens = {sampling.max_tokens}: must be at most model.max_context = {self.max_context}; "
-            "shorten the prompt or rollout.max_response_tokens, or raise model.max_context": num_total <= self.max_context,
-            f"max_tokens = {sampling.max_tokens}: must be at least 1": sampling.max_tokens >= 1,
-            f"num_drawn = {sampling.num_drawn}: must be in [0, {num_prompt}), the prompt's tokens": 0
-            <= sampling.num_drawn
-            < max(num_prompt, 1),
-            f"seed = {sampling.seed}: must be in [0, 2^128)": 0 <= sampling.seed < 2**128,
-            f"temperature = {sampling.temperature}: must be at least 0": sampling.temperature >= 0,
-            f"top_p = {sampling.top_p}: must be in (0, 1]": 0 < sampling.top_p <= 1,
-            f"top_k = {sampling.top_k}: must be at least 0": sampling.top_k >= 0,
-            "returns_routes: needs a model with experts; this one is dense": self.routes is not None or not sampling.returns_routes,
-        }
-        return next((rule for rule, holds in rules.items() if not holds), "")
+        return next(self._violations(prompt_ids, sampling), "")
+
+    def _violations(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> Iterator[str]:
+        """Sizes first: what is too long is not looked at."""
+        num_prompt, num_stops = len(prompt_ids), len(sampling.stop_token_ids)
+        if not num_prompt:
+            yield "the prompt must have at least one token"
+        if num_prompt + sampling.max_tokens > self.max_context:
+            rule = f"must be at most model.max_context = {self.max_context}"
+            fix = "shorten the prompt or rollout.max_response_tokens, or raise model.max_context"
+            yield f"prompt of {num_prompt} tokens + max_tokens = {sampling.max_tokens}: {rule}; {fix}"
+        if num_stops > MAX_STOP_TOKENS:
+            yield f"{num_stops} stop tokens: must be at most {MAX_STOP_TOKENS}"
+        tokens = (*prompt_ids, *sampling.stop_token_ids)
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.vocab_size:
+            yield f"token {low if low < 0 else high} is outside the model's vocabulary [0, {self.vocab_size})"
+        yield from self._numbers(num_prompt, sampling)
+
+    def _numbers(self, num_prompt: int, sampling: SamplingParams) -> Iterator[str]:
+        if sampling.max_tokens < 1:
+            yield f"max_tokens = {sampling.max_tokens}: must be at least 1"
+        if not 0 <= sampling.num_drawn < num_prompt:
+            yield f"num_drawn = {sampling.num_drawn}: must be in [0, {num_prompt}), the prompt's tokens"
+        if not 0 <= sampling.seed < 2**128:
+            yield f"seed = {sampling.seed}: must be in [0, 2^128)"
+        if not 0 <= sampling.temperature < float("inf"):
+            yield f"temperature = {sampling.temperature}: must be a number and at least 0"
+        if not 0 < sampling.top_p <= 1:
+            yield f"top_p = {sampling.top_p}: must be in (0, 1]"
+        if not 0 <= sampling.top_k < _INT_LIMIT:
+            yield f"top_k = {sampling.top_k}: must be in [0, 2^31)"
+        if self.routes is None and sampling.returns_routes:
+            yield "returns_routes: needs a model with experts; this one is dense"
+
+
+def push_violation(arguments: Mapping[str, Any]) -> str:
+    """The first rule that arguments of a push's verb break, by name; empty if none."""
+    return next(_push_violations(**{name: arguments[name] for name in ("offer", "manifest", "version") if name in arguments}), "")
+
+
+def _push_violations(*, offer: TransportOffer | None = None, manifest: Manifest | None = None, version: int = 0) -> Iterator[str]:
+    version = version if manifest is None else manifest.version
+    if not 0 <= version < _INT_LIMIT:
+        yield f"version = {version}: must be in [0, 2^31)"
+    if offer is None:
+        return
+    host, _, port = offer.address.rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
+    if not is_port or not 0 < len(host) <= 255:
+        yield f"address = {offer.address[:300]!r}: must be host:port"
+    if not 0 < offer.seconds <= _MAX_SECONDS:
+        yield f"seconds = {offer.seconds}: must be above 0 and at most {_MAX_SECONDS:g}, a day"

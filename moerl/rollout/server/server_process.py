@@ -1,7 +1,8 @@
 """A rollout server as a child process: started, watched, ended.
 
-The child reports readiness by one line on its stdout and logs to a file. Its stdin is a pipe nobody writes to: the pipe ends with this
-process, however that ends, and the child with the pipe.
+The child reports readiness by one line on its stdout and logs to a file. Its stdin is a pipe that begins with the run's secret, which is
+seen neither in its arguments nor in its environment; nothing follows. The pipe ends with this process, however that ends, and the child
+with the pipe.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import psutil
 from pydantic import ValidationError
 
 from moerl.cluster.forks.fork_client import CannotForkError, ForkedChild, can_fork
+from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.sockets import free_ports
 from moerl.hangs.watched import ProcessId, WatchedProcess
 from moerl.rollout.server import wire
@@ -35,13 +37,13 @@ class ServerProcess:
     """One child at a time: `start`, `close`, and so on; close is safe at any time."""
 
     def __init__(
-        self, command: Sequence[str], *, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
+        self, command: Sequence[str], *, secret: RunSecret, label: str, log_path: Path, start_seconds: float, close_seconds: float = 10.0,
         environment: Mapping[str, str] = _NOTHING_MORE, has_log: bool = False,
     ):  # fmt: skip
         """`label` names the server in errors. `close_seconds`: between SIGTERM and SIGKILL. `environment`: beside this process's own.
         `has_log`: of an earlier child of this run, whose owner is gone."""
         self.label = label
-        self._command, self._environment = list(command), environment
+        self._command, self._environment, self._secret = list(command), environment, secret
         self._log_path, self._has_log = log_path, has_log
         self._start_seconds = start_seconds
         self._close_seconds = close_seconds
@@ -129,7 +131,8 @@ class ServerProcess:
         with self._log_path.open("ab" if self._has_log else "wb") as log:
             self._has_log = True
             try:
-                self._process = await _start([*self._command, *arguments], {**os.environ, **self._environment}, log.fileno())
+                environment = {**os.environ, **self._environment}
+                self._process = await _start([*self._command, *arguments], environment, log.fileno(), f"{self._secret.key}\n".encode())
             except OSError as error:
                 raise EngineError(f"{self.label}: cannot run {self._command[0]!r}: {error}; check rollout.python") from error
 
@@ -151,15 +154,20 @@ class ServerProcess:
         return f"last lines of {self._log_path}:\n" + "".join(f"    {line}" for line in lines)
 
 
-async def _start(command: Sequence[str], environment: Mapping[str, str], log: int) -> asyncio.subprocess.Process | ForkedChild:
+async def _start(
+    command: Sequence[str], environment: Mapping[str, str], log: int, stdin_begins: bytes
+) -> asyncio.subprocess.Process | ForkedChild:
     """A process in a session of its own: Ctrl-C in the terminal goes to the driver, which ends its servers in order."""
     if can_fork(command):
         try:
-            return await ForkedChild.start(command, stderr=log, environment=environment)
+            return await ForkedChild.start(command, stderr=log, environment=environment, stdin_begins=stdin_begins)
         except CannotForkError as error:
             logger.info("the server is executed: %s", error)
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, env=environment)
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=log, start_new_session=True, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(stdin_begins)
+    return process
 
 
 def _describe_exit(code: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import NUM_PORTS
 from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server.remote_process import RemoteProcess
@@ -32,12 +33,14 @@ class NodeOfServer:
 class SpreadProcess:
     """The same calls as ServerProcess."""
 
-    def __init__(self, nodes: Sequence[NodeOfServer], *, label: str, log_path: Path, start_seconds: float, port: int):
+    def __init__(
+        self, nodes: Sequence[NodeOfServer], *, secret: RunSecret, label: str, log_path: Path, start_seconds: float, port: int
+    ):  # fmt: skip
         """`port`: where the nodes meet on the first one; 0: chosen there at every start. Nodes after it log beside log_path."""
         self._hosts = [node.host for node in nodes]
         self._logs = [log_path if rank == 0 else log_path.with_stem(f"{log_path.stem}-node{rank}") for rank in range(len(nodes))]
         self._processes = [
-            node.process(node.command, label=_label_of(label, rank), log_path=log, start_seconds=start_seconds)
+            node.process(node.command, secret=secret, label=_label_of(label, rank), log_path=log, start_seconds=start_seconds)
             for rank, (node, log) in enumerate(zip(nodes, self._logs, strict=True))
         ]
         self._start_seconds, self._port = start_seconds, port

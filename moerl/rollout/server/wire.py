@@ -8,10 +8,10 @@ log-probs (float32), and its routes, if it has any (tokens * layers * top_k of u
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
-from pydantic import BaseModel, NonNegativeInt, TypeAdapter, create_model
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, create_model
 
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
@@ -21,13 +21,26 @@ UNAVAILABLE = 503
 """Status of an answer that is EngineUnavailable on the driver."""
 
 
+MAX_ID = 256
+"""Characters of a request's name."""
+
+_MAX_ROUTE_BYTES = 2**13
+"""Size of a token's routes: 128 layers with experts, 32 of them for a token, two bytes each."""
+
+STRANGER = 401
+"""Status of the answer to a request without the secret of the server's run."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A completion to be made."""
 
-    request_id: str
+    request_id: Annotated[str, Field(max_length=MAX_ID)]
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+
+
+_Size = Annotated[NonNegativeInt, Field(lt=2**31)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +51,7 @@ class CompletionHead:
     num_tokens: NonNegativeInt
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
-    routes_shape: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt] | None = None
+    routes_shape: tuple[_Size, _Size, _Size] | None = None
     routes_dtype: Literal["uint8", "uint16"] = "uint8"
 
 
@@ -47,9 +60,14 @@ class FinishBody:
     version: int
 
 
+MAX_ERROR = 2**20
+"""Bytes of the longest error: a push's, which names tensors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """Reason that goes with every status but 200: 400 the request is wrong, 409 the server's state forbids it, 500 a bug."""
+    """Reason that goes with every status but 200: 400 the request is wrong, 401 it is not the run's, 409 the server's state forbids it,
+    500 a bug."""
 
     error: str
 
@@ -85,6 +103,15 @@ class Verb:
         self._body: type[BaseModel] = create_model(self.name, **{name: (kind, ...) for name, kind in fields.items()})  # type: ignore[call-overload]
         self._bodies = TypeAdapter(self._body)
 
+    @property
+    def is_of_push(self) -> bool:
+        return self.path.startswith("/weights/")
+
+    @property
+    def max_answer(self) -> int:
+        """Bytes of an answer, or of an error. The names of every tensor, once for each process, are the longest."""
+        return 2**28 if self.name == "needs" else MAX_ERROR
+
     def dump(self, arguments: Mapping[str, Any]) -> bytes:
         return self._bodies.dump_json(self._body.model_construct(**arguments))
 
@@ -108,6 +135,12 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 VERBS = {method.__name__: Verb(path, method) for path, method in _METHODS.items()}
 """Verbs by name; the gate's method of that name answers."""
+
+
+def max_completion(num_prompt: int, sampling: SamplingParams) -> int:
+    """Bytes that the answer to such a request has at most: for each token id, log-prob and a span of its own; its routes; the rest."""
+    routes = _MAX_ROUTE_BYTES * (num_prompt + sampling.max_tokens) if sampling.returns_routes else 0
+    return MAX_ERROR + 264 * sampling.max_tokens + routes
 
 
 def dump_completion(completion: Completion) -> bytes:

@@ -1,7 +1,11 @@
 """The server process: `python -m moerl.rollout.engines.hf --model DIR ...`.
 
-It writes one line of JSON to stdout when it serves (wire.ReadyLine), logs to stderr, and ends with SIGTERM or when its stdin ends:
-whoever started it holds the other end, so it cannot outlive its owner.
+The first line of its stdin is the secret that every request must carry. It writes one line of JSON to stdout when it serves
+(wire.ReadyLine), logs to stderr, and ends with SIGTERM or when its stdin ends: whoever started it holds the other end, so it cannot outlive
+its owner. By hand:
+
+    (openssl rand -hex 32 | tee secret; cat) | python -m moerl.rollout.engines.hf --model DIR ... --port 8000
+    curl -H "Authorization: Bearer $(cat secret)" http://127.0.0.1:8000/health
 """
 
 import argparse
@@ -27,8 +31,8 @@ def main() -> None:
     ready = private_stdout()
     disable_progress_bar()
     torch.set_num_threads(1)
-    with running(ready):
-        asyncio.run(serve(options, ready, partial(_start, options), version=_version(options)))
+    with running(ready) as secret:
+        asyncio.run(serve(options, ready, secret, partial(_start, options), version=_version(options)))
 
 
 def _parse_options() -> argparse.Namespace:

@@ -43,7 +43,7 @@ class HFCore(Core):
         self._scheduler, self._session, self._version = scheduler, session, version
         self._loop = asyncio.get_running_loop()
         self._arrivals: list[SlotRequest] = []
-        self._ended: list[tuple[asyncio.Future[Completion], Completion]] = []
+        self._ended: list[tuple[asyncio.Future[Completion], Completion | Exception]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_held = self._closing = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
@@ -53,8 +53,8 @@ class HFCore(Core):
         """Nothing that one push left is used after the next: only requests that have not begun share a prompt."""
         outcome: asyncio.Future[Completion] = self._loop.create_future()
 
-        def done(completion: Completion) -> None:
-            self._ended.append((outcome, completion))
+        def done(result: Completion | Exception) -> None:
+            self._ended.append((outcome, result))
 
         if not self._arrivals:
             self._loop.call_soon(self._hand_over)
@@ -150,7 +150,11 @@ class HFCore(Core):
         self._session.close()
 
 
-def _deliver(ended: list[tuple["asyncio.Future[Completion]", Completion]]) -> None:
-    for outcome, completion in ended:
-        if not outcome.done():
-            outcome.set_result(completion)
+def _deliver(ended: list[tuple["asyncio.Future[Completion]", Completion | Exception]]) -> None:
+    for outcome, result in ended:
+        if outcome.done():
+            continue
+        if isinstance(result, Exception):
+            outcome.set_exception(result)
+        else:
+            outcome.set_result(result)

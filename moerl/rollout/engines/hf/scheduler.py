@@ -104,8 +104,8 @@ class SlotRequest:
     key: str
     prompt_ids: np.ndarray  # int64 [prompt length]
     sampling: SamplingParams
-    done: Callable[[Completion], None]
-    """Called once, from the generation thread."""
+    done: Callable[[Completion | Exception], None]
+    """Called once, from the generation thread; an exception is the request's own."""
     slot: int = -1
     prefill: "Prefill | None" = None
     """Until its prompt is computed."""
@@ -169,13 +169,18 @@ class Scheduler:
         for request in list(islice(self._waiting.values(), len(self._free))):
             del self._waiting[request.key]
             request.slot = heapq.heappop(self._free)
-            self._table.take(request.slot, len(request.prompt_ids), request.sampling)
+            try:
+                self._table.take(request.slot, len(request.prompt_ids), request.sampling)
+            except Exception as error:  # numbers that no limit has foreseen end the request, not the process and all others
+                self._remove(request)
+                request.done(error)
+                continue
             request.prefill = joinable.setdefault(request.prompt_ids.tobytes(), Prefill(prompt_ids=request.prompt_ids))
             if not request.prefill.requests:
                 self._prefills.append(request.prefill)
             request.prefill.requests.append(request)
             admitted.append(request.slot)
-        self._forward.cache.clear(torch.tensor(admitted))
+        self._forward.cache.clear(torch.tensor(admitted, dtype=torch.int64))
 
     def _prefill(self, version: int) -> None:
         """The next chunk of the oldest prompts; the requests of those that end here get their first token."""
