@@ -3,7 +3,7 @@
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -342,10 +342,10 @@ def main() -> None:
     finally:
         if (driver := sys.modules.get("moerl.cluster.user_process")) is not None:  # a command that has forked one
             driver.tell_end(code)
-    sys.exit(code)  # type: ignore[arg-type]
+    sys.exit(code)
 
 
-_USAGE_ERROR = typer.BadParameter.__bases__[0]
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 """Its class is in Click, or in Typer's own copy of it."""
 _OF_PATHS = (
     errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS,
@@ -353,7 +353,7 @@ _OF_PATHS = (
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _explained(error: Exception) -> Exception:
+def _explained(error: Any) -> Exception:
     """The same as an error for people, where what the command was given, or a disk, is at fault."""
     from moerl.types.errors import CommandError, MoerlError, problem
 

@@ -76,7 +76,7 @@ def _answer(driver: int, reading: int) -> NoReturn:
 
 def _wait(driver: int) -> tuple[int, set[int]]:
     """Its status, and the signals that it was handed."""
-    handed_on = set()
+    handed_on: set[int] = set()
     while True:
         number = signal.sigwait(_WAITED_FOR)
         if number == signal.SIGCHLD:

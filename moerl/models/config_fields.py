@@ -4,7 +4,7 @@ Bounds are far above every published model, and low enough that products of size
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from moerl.models.families.family import BrokenRule
 
@@ -81,7 +81,7 @@ def _heads(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         yield _broken("num_attention_heads", heads, f"at most hidden_size={_shown(hidden)}, which heads share without head_dim")
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and value > 0
 
 
