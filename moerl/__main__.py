@@ -3,7 +3,7 @@
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -326,7 +326,7 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else ExitCode.DONE)
 
 
-_USAGE_ERROR = typer.BadParameter.__bases__[0]
+_USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 """Its class is in Click, or in Typer's own copy of it."""
 _OF_PATHS = (
     errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS,
@@ -334,7 +334,7 @@ _OF_PATHS = (
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
-def _explained(error: Exception) -> Exception:
+def _explained(error: Any) -> Exception:
     """The same as an error for people, where what the command was given, or a disk, is at fault."""
     from moerl.types.errors import CommandError, MoerlError, problem
 
@@ -348,6 +348,7 @@ def _explained(error: Exception) -> Exception:
         return CommandError([problem("command", " ".join(["moerl", *sys.argv[1:]])[:200], rule, reason, fix)])
     if isinstance(error, OSError) and error.errno in (*_OF_PATHS, *_OF_DISKS):
         described = MoerlError(f"{error.filename or 'a file'}: {error.strerror}")
+        described.__notes__ = getattr(error, "__notes__", [])
         described.exit_code = ExitCode.UNUSABLE if error.errno in _OF_PATHS and error.filename else ExitCode.FAILED
         return described if error.filename or error.errno in _OF_DISKS else error
     return error
