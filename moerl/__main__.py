@@ -367,6 +367,7 @@ def _explained(error: Any) -> Exception:
         return CommandError([problem("command", " ".join(["moerl", *sys.argv[1:]])[:200], rule, reason, fix)])
     if isinstance(error, OSError) and error.errno in (*_OF_PATHS, *_OF_DISKS):
         described = MoerlError(f"{error.filename or 'a file'}: {error.strerror}")
+        described.__notes__ = getattr(error, "__notes__", [])
         described.exit_code = ExitCode.UNUSABLE if error.errno in _OF_PATHS and error.filename else ExitCode.FAILED
         return described if error.filename or error.errno in _OF_DISKS else error
     return error

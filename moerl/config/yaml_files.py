@@ -62,6 +62,7 @@ def unreadable_files(config_dir: Path, names: Sequence[str]) -> Iterator[Problem
             except OSError as error:
                 text, fault = b"", str(error)
             if fault is not None:
-                yield problem(str(file), "its text", "must be YAML that can be read", fault, "mend the file there, or save it as UTF-8")
+                reason = fault.replace("<unicode string>", str(file))
+                yield problem(str(file), "its text", "must be YAML that can be read", reason, "mend the file there, or save it as UTF-8")
             else:
                 wanted |= {name for name in files.values() if name.encode(errors="replace") in text}

@@ -22,5 +22,12 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a file that names others may name this one: beside it, in no other folder, and no longer than file systems take."""
-    return isinstance(name, str) and 0 < len(name.encode(errors="replace")) <= 255 and name not in (".", "..") and not {*"/\0"} & {*name}
+    """Whether a file that names others may name this one: beside it, in no other folder, of text, and no longer
+    than file systems take."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and 0 < len(name.encode()) <= 255
+        and name not in (".", "..")
+        and not {*"/\0"} & {*name}
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moerl.models.config_fields import broken_fields
+from moerl.models.families.config_fields import broken_fields
 from moerl.models.families.family import Family, Rule, Sizes
 from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.unknown import explain_unknown

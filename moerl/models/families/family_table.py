@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moerl.models.config_fields import broken_fields
+from moerl.models.families.config_fields import broken_fields
 from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
 from moerl.models.families.family import BrokenRule, Family
 from moerl.models.families.glm4_moe import GLM4_MOE

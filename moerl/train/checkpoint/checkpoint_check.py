@@ -56,6 +56,8 @@ def faults_of_part(directory: Path, *, part: int, num_parts: int) -> list[str]:
 
 def content_faults(directory: Path, names: Sequence[str]) -> list[str]:
     files = read_manifest(directory).files
+    if unlisted := [f"* {MANIFEST}: does not list {name}" for name in names if name not in files]:
+        return unlisted
     return [fault for name in names if (fault := _fault(directory, name, files, with_contents=True))]
 
 
@@ -86,8 +88,9 @@ def _manifest(directory: Path) -> CheckpointManifest | str:
         if contents_digest(contents) != entries["digest"]:
             return f"* {MANIFEST}: contents differ from what was written"
         files = {name: (size, digest) for name, (size, digest) in contents["files"].items()}
-        if not isinstance(contents["model"], dict) or not all(is_file_name(name) for name in files):
-            raise ValueError("needs the model's config.json, and names of files beside it")
+        listed = all(is_file_name(name) and isinstance(size, int) and isinstance(digest, str) for name, (size, digest) in files.items())
+        if not isinstance(contents["model"], dict) or not listed:
+            raise ValueError("needs the model's config.json, and files beside it with size and digest")
         return CheckpointManifest(model=contents["model"], files=files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"* {MANIFEST}: cannot be read: {error!r}"

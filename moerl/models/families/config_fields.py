@@ -74,7 +74,9 @@ def _all_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 
 
 def _heads(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    heads, groups, hidden = (hf.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    heads: Any = hf.get("num_attention_heads")
+    groups: Any = hf.get("num_key_value_heads")
+    hidden: Any = hf.get("hidden_size")
     if _is_size(heads) and _is_size(groups) and heads % groups:
         yield _broken("num_attention_heads", heads, f"a multiple of num_key_value_heads={_shown(groups)}")
     if _is_size(heads) and _is_size(hidden) and hf.get("head_dim") is None and heads > hidden:
