@@ -47,6 +47,17 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def in_this_process() -> Iterator[None]:
+    """A command that a test calls as a function forks no driver: the process in front of it, which is pytest's, would end with it."""
+    from moerl.cluster import user_process
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(user_process, "fork_driver", lambda: None)
+    yield
+    patch.undo()
+
+
 @pytest.fixture
 def moerl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """moerl(words): what the command prints and exits with, in this process, which has imported what it needs."""

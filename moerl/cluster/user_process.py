@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from typing import NoReturn
 
 from moerl.cluster.descendants import end_with_parent
@@ -23,8 +24,13 @@ _told: int | None = None
 
 def fork_driver() -> None:
     """Returns in the driver, a fork of this process, which itself ends when the driver does, and as it did. The driver has a process group
-    of its own: what a terminal sends to the user's process reaches it once. It is killed if that process is."""
+    of its own: what a terminal sends to the user's process reaches it once. It is killed if that process is.
+
+    Where this process has threads it returns without a fork, which would copy their locks and not them: somebody's program calls the command.
+    """
     global _told
+    if threading.active_count() > 1:
+        return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     reading, writing = os.pipe()
