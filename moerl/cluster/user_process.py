@@ -26,7 +26,7 @@ def fork_driver() -> None:
     """Returns in the driver, a fork of this process, which itself ends when the driver does, and as it did. The driver has a process group
     of its own: what a terminal sends to the user's process reaches it once. It is killed if that process is.
 
-    Where this process has threads it returns without a fork, which would copy their locks and not them: somebody's program calls the command.
+    Where this process has threads it returns without a fork, which would copy their locks and not them: a program has called the command.
     """
     global _told
     if threading.active_count() > 1:
