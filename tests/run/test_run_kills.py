@@ -10,6 +10,7 @@ import psutil
 import pytest
 from whole_runs import (
     DIGIT,
+    PROCESSES,
     SMALL,
     SYNC,
     assert_all_end,
@@ -78,24 +79,6 @@ def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version,
     tensors, expected = checkpoint_tensors(tmp_path / SYNC), checkpoint_tensors(never_killed / SYNC)
     assert tensors == expected
     assert not list(checkpoints.glob("*.tmp"))
-
-
-PROCESSES = {
-    "driver": r" -m moerl train ",
-    "rank": r"^ray::TrainWorker",
-    "rollout server": r" -m moerl\.rollout\.engines\.hf ",
-    "collector": r"^ray::CollectorActor",
-    "reward worker": r"moerl\.rewards\.reward_worker",
-    "gcs_server": r"/gcs_server ",
-    "raylet": r"/raylet/raylet ",
-    "dashboard": r"/dashboard/dashboard\.py ",
-    "dashboard agent": r"^ray::DashboardAgent",
-    "runtime env agent": r"^ray::RuntimeEnvAgent",
-    "reaper": r" -m moerl\.cluster\.ray_reaper ",
-    "fork server": r"^moerl\.cluster\.forks",
-    "fork server of ranks": r"^moerl\.cluster\.forks",
-}
-"""Every process of a run but the one that the user started, by its command line; the two fork servers in the order of their start."""
 
 
 @pytest.mark.parametrize("name", PROCESSES)

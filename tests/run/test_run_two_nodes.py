@@ -2,8 +2,9 @@
 
 import signal
 
+import psutil
 import pytest
-from whole_runs import DIGIT, SYNC, assert_all_end, below, find, rows, start, wait_for_step
+from whole_runs import DIGIT, SYNC, assert_all_end, below, find, listened, ports_of, rows, start, wait_for_step
 
 TWO_NODES = (
     DIGIT, "placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "train.offload=all", "rollout.num_servers=2",
@@ -20,10 +21,12 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
     assert len(far) == 1 and not below(raylets[0], "moerl.rollout.engines.hf")
     assert "--host 127.0.0.3" in " ".join(far[0].cmdline())
     near = find(family, "moerl.rollout.engines.hf")
-    assert near.ppid() == process.pid and "--host 127.0.0.2" in " ".join(near.cmdline())
+    assert psutil.Process(near.ppid()).ppid() == process.pid and "--host 127.0.0.2" in " ".join(near.cmdline())
     assert [server.environ()["NCCL_DEBUG"] for server in (near, *far)] == ["WARN", "WARN"]
     far[0].send_signal(signal.SIGKILL)
-    assert process.wait(timeout=180) == 0, process.stderr.read()[-3000:]
+    found = listened(process, *raylets)
+    assert process.returncode == 0, process.stderr.read()[-3000:]
+    assert found - ports_of("one node") == ports_of("several nodes") - ports_of("one node")
     metrics = rows(tmp_path)
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[-1]["fleet/restarts"] == 1

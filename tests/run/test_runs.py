@@ -172,7 +172,7 @@ def test_a_stopped_run_ends_with_each_step_once_and_the_same_weights_and_optimiz
 @every_stop
 def test_no_process_and_no_shared_memory_is_left(stopped, how):
     ended = stopped[1][how]
-    for part in ("ray::TrainWorker", "moerl.rollout.engines.hf", "moerl.rewards.reward_worker", "raylet", "gcs_server"):
+    for part in ("ray::TrainWorker", "moerl.rollout.engines.hf", "moerl.rewards.reward_supervisor", "raylet", "gcs_server"):
         assert any(part in line for line in ended.family), part
     assert ended.alive == []
     assert ended.shared_memory == set()

@@ -21,6 +21,22 @@ SMALL = (
 )  # fmt: skip
 DIGIT = 'reward.terms.repeat={kind: format, pattern: ".*[0-9].*"}'
 """Random completions score 0 and 1 about equally often, so that every step has a gradient."""
+PROCESSES = {
+    "driver": r" -m moerl train ",
+    "rank": r"^ray::TrainWorker",
+    "rollout server": r" -m moerl\.rollout\.engines\.hf ",
+    "collector": r"^ray::CollectorActor",
+    "reward worker": r"moerl\.rewards\.reward_supervisor",
+    "gcs_server": r"/gcs_server ",
+    "raylet": r"/raylet/raylet ",
+    "dashboard": r"/dashboard/dashboard\.py ",
+    "dashboard agent": r"^ray::DashboardAgent",
+    "runtime env agent": r"^ray::RuntimeEnvAgent",
+    "reaper": r" -m moerl\.cluster\.ray_reaper ",
+    "fork server": r"^moerl\.cluster\.forks",
+    "fork server of ranks": r"^moerl\.cluster\.forks",
+}
+"""Every process of a run but the one that the user started, by its command line; the two fork servers in the order of their start."""
 SYNC, ASYNC, ADD = "grpo-tiny-moe-1n2g-sync", "dapo-tiny-moe-1n2g-async", "grpo-tiny-add-1n2g-sync"
 
 
@@ -47,6 +63,47 @@ def wait_for_step(process: "subprocess.Popen[str]", step: int) -> list[psutil.Pr
         if line.strip().startswith(f"{step}/"):
             return psutil.Process(process.pid).children(recursive=True)
     raise AssertionError(f"the run ended before step {step}: {process.stderr.read()[-3000:]}")
+
+
+_OTHERS = {"idle worker": "^ray::IDLE", "server owner": "^ray::ProcessOwner"}
+"""Processes of a run that are there for a moment, or on other nodes than the driver's."""
+
+
+def listening(processes: list[psutil.Process]) -> set[tuple[str, str]]:
+    """(kind of PROCESSES, "loopback", "node" or "all") for every TCP port that one of them listens on."""
+    found = set()
+    for process in processes:
+        try:
+            words = words_of(process)
+            kind = next((kind for kind, known in (PROCESSES | _OTHERS).items() if re.search(known, words)), words.strip())
+            addresses = [each.laddr.ip for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        except psutil.Error:  # it has ended meanwhile
+            continue
+        found |= {(kind, _reach(address)) for address in addresses}
+    return found
+
+
+def listened(process: "subprocess.Popen[str]", *others: psutil.Process) -> set[tuple[str, str]]:
+    """The same until the run has ended, of it and of what is below `others`, also for a moment."""
+    found: set[tuple[str, str]] = set()
+    while process.poll() is None:
+        family = [psutil.Process(process.pid), *others]
+        found |= listening([*family, *(child for each in family for child in each.children(recursive=True))])
+        time.sleep(0.05)
+    return found
+
+
+def ports_of(name: str) -> set[tuple[str, str]]:
+    """(process, reach) of every row of docs/security.md below that comment."""
+    text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    of_name = text.split(f"<!-- {name} -->")[1].split("<!--")[0]
+    return set(re.findall(r"^\| ([a-z_ ]+) \| (loopback|node|all) \|", of_name, flags=re.MULTILINE))
+
+
+def _reach(address: str) -> str:
+    if address in ("0.0.0.0", "::"):
+        return "all"
+    return "loopback" if address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") else "node"
 
 
 def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:

@@ -30,20 +30,24 @@ _DROP_THREAD = "drop"
 class CollectorActor:
     """One of them. `ask` runs for as long as the server decodes, beside many others."""
 
-    def __init__(self, intake: Intake, secret: RunSecret):
-        self._intake, self._secret = intake, secret
+    def __init__(self, secret: RunSecret):
+        self._secret = secret
+        self._intake: Intake | None = None
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._asking: dict[int, asyncio.Task[Answer]] = {}
         self._dropped: set[int] = set()
 
-    async def process_id(self) -> int:
-        """Answers when everything is imported."""
+    async def process_id(self, stored_intake: list[Any]) -> int:
+        """Answers when everything is there."""
+        await self._received(stored_intake)
         return os.getpid()
 
-    async def ask(self, asked: bytes, so_far: StoredCompletion | None = None) -> Answer:
-        """`asked`: a number of its own, url and name of the server, and the request, pickled. MoerlErrors as they are; BrokenConnection for
-        what only the driver, which watches the server, can explain."""
+    async def ask(self, stored_intake: list[Any], asked: bytes, so_far: StoredCompletion | None = None) -> Answer:
+        """`stored_intake`: a reference, in every call, since an actor that Ray has made again has none, and of one among the arguments that
+        it is made of Ray warns. `asked`: a number of its own, url and name of the server, and the request, pickled. MoerlErrors as they
+        are; BrokenConnection for what only the driver, which watches the server, can explain."""
+        await self._received(stored_intake)
         number, url, server, request = pickle.loads(asked)
         self._loop = asyncio.get_running_loop()
         self._asking[number] = task = asyncio.create_task(self._answer(url, server, request, so_far))
@@ -60,7 +64,12 @@ class CollectorActor:
     async def _answer(self, url: str, server: str, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
         session = self._session = new_session(self._secret) if self._session is None else self._session
         before = None if so_far is None else (so_far, await asyncio.to_thread(so_far.payload.get))
+        assert self._intake is not None
         return await self._intake.ask(partial(generate_at, session, url, server), request, before, server=server, keep=keep)
+
+    async def _received(self, stored_intake: list[Any]) -> None:
+        if self._intake is None:
+            self._intake = await stored_intake[0]
 
     @ray.method(concurrency_group=_DROP_THREAD)
     async def drop(self, number: int) -> None:
@@ -83,7 +92,7 @@ class RayCollectors:
         self._intake, self._secret = intake, secret
         self._num_actors, self._max_in_flight, self._max_restarts = num_actors, max_in_flight, max_restarts
         self._actors: list[Any] = []
-        self._stored_intake: Any = None
+        self._stored_intake: list[Any] = []
         self._homes: dict[HTTPEngine, Any] = {}
         self._numbers = count()
 
@@ -93,10 +102,10 @@ class RayCollectors:
         # Of one that ends Ray makes another, and asks it what it was asked. What it had received is lost: see moerl.types.stored.
         options |= dict(max_restarts=self._max_restarts, max_task_retries=self._max_restarts)
         actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
-        self._stored_intake = ray.put(self._intake)  # as long as an actor may be made again
-        self._actors = [actor.remote(self._stored_intake, self._secret) for _ in range(self._num_actors)]
+        self._stored_intake = [ray.put(self._intake)]  # as long as an actor may be made again
+        self._actors = [actor.remote(self._secret) for _ in range(self._num_actors)]
         try:
-            await asyncio.gather(*(actor.process_id.remote() for actor in self._actors))
+            await asyncio.gather(*(actor.process_id.remote(self._stored_intake) for actor in self._actors))
         except LOST as error:
             raise _lost(error) from error
 
@@ -104,9 +113,9 @@ class RayCollectors:
         actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
         # Ray serializes argument by argument with cloudpickle: four of them cost the driver 0.1 ms more.
         number = next(self._numbers)
-        asked = pickle.dumps((number, engine.url, engine.name, request))
+        stored, asked = self._stored_intake, pickle.dumps((number, engine.url, engine.name, request))
         try:
-            answer: Answer = await (actor.ask.remote(asked) if so_far is None else actor.ask.remote(asked, so_far))
+            answer: Answer = await (actor.ask.remote(stored, asked) if so_far is None else actor.ask.remote(stored, asked, so_far))
         except asyncio.CancelledError:
             actor.drop.remote(number)
             raise
@@ -123,7 +132,7 @@ class RayCollectors:
     async def close(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._homes, self._stored_intake = [], {}, None
+        self._actors, self._homes, self._stored_intake = [], {}, []
 
 
 def _lost(error: ray.exceptions.RayError) -> StoreError:
