@@ -4,8 +4,9 @@ A push is verified byte by byte; this finds what bytes cannot show: a wrong forw
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from moerl.rollout.fleet.completion_check import check_completion
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import Completion, SamplingParams
-from moerl.types.errors import EngineError, WeightError
+from moerl.types.errors import EngineError, EngineUnsound, WeightError
 
 _CAUSES = (
     "  every installed byte has the trainer's digest, so the engine has the weights; one engine only: it computes with other memory than "
@@ -40,46 +41,83 @@ class CanaryResult:
     engines: dict[str, EngineCanary]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Answers of engines to the fixed prompts, to be compared."""
+
+    names: tuple[str, ...]
+    """Engines, in the order of their sequences."""
+    batch: TrainBatch
+    version: int
+
+
 async def run_canary(
     engines: Sequence[RolloutEngine],
     trainer_logprobs: Callable[[TrainBatch], Awaitable[np.ndarray]],
     prompts: Sequence[tuple[int, ...]],
     *,
-    max_tokens: int,
     limit: float,
+    **sampling: Any,
+) -> CanaryResult:
+    """`ask_canary`, which takes `sampling`, and `compare_canary`: while the trainer has the weights that the engines serve."""
+    asked = await ask_canary(engines, prompts, **sampling)
+    return compare_canary(asked, np.asarray(await trainer_logprobs(asked.batch)), limit=limit)
+
+
+async def ask_canary(
+    engines: Sequence[RolloutEngine],
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    max_tokens: int,
     version: int,
     vocab_size: int,
     temperature: float = 1.0,
     seed: int = 0,
-) -> CanaryResult:
-    """Raises WeightError if an engine's mean difference exceeds `limit`, or if it sampled with other weights than `version`.
+) -> Asked:
+    """Raises WeightError, which names them, if engines sampled with other weights than `version` or answered what cannot be right.
 
-    `trainer_logprobs` returns float32 [T] aligned with token_ids_T, at the same temperature. Prompt i is sampled with seed `seed` + i.
+    Prompt i is sampled with seed `seed` + i.
     """
     if not engines or not prompts:
         raise WeightError(f"canary of {len(engines)} engines and {len(prompts)} prompts: needs at least one of each")
-    sampling = [SamplingParams(max_tokens=max_tokens, seed=seed + i, temperature=temperature) for i in range(len(prompts))]
-    answers = await asyncio.gather(*(_ask(engine, prompts, sampling, version, vocab_size) for engine in engines))
+    sampling = [SamplingParams(max_tokens=max_tokens, seed=seed + i, temperature=temperature, goes_first=True) for i in range(len(prompts))]
+    outcomes = await asyncio.gather(*(_ask(engine, prompts, sampling, version, vocab_size) for engine in engines), return_exceptions=True)
+    faults = {engine.name: outcome for engine, outcome in zip(engines, outcomes, strict=True) if isinstance(outcome, BaseException)}
+    for fault in faults.values():
+        if not isinstance(fault, WeightError):
+            raise fault
+    if faults:
+        raise _named(WeightError("\n".join(map(str, faults.values()))), faults)
+    answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
     sequences = [(prompt, completion) for answer in answers for prompt, completion in zip(prompts, answer, strict=True)]
-    batch = canary_batch(sequences)
-    trainer_T = np.asarray(await trainer_logprobs(batch))
+    return Asked(names=tuple(engine.name for engine in engines), batch=canary_batch(sequences), version=version)
+
+
+def compare_canary(asked: Asked, trainer_T: np.ndarray, *, limit: float) -> CanaryResult:
+    """Raises WeightError, which names them, for engines whose mean difference exceeds `limit`. `trainer_T`: float32 [T] aligned with
+    token_ids_T, at the same temperature."""
+    batch = asked.batch
     if trainer_T.shape != batch.token_ids_T.shape:
         raise WeightError(
             f"canary: trainer_logprobs returned shape {trainer_T.shape}, must be [T] = {batch.token_ids_T.shape} as the tokens"
         )
     difference_T = np.abs(trainer_T.astype(np.float64) - batch.rollout_logprobs_T)
-    results, faults = {}, []
-    for number, engine in enumerate(engines):
-        mine_T = _tokens_of(batch, first=number * len(prompts), count=len(prompts))
-        results[engine.name] = result = _summary(difference_T[mine_T])
+    num_prompts = batch.num_sequences // len(asked.names)
+    results, faults = {}, {}
+    for number, name in enumerate(asked.names):
+        mine_T = _tokens_of(batch, first=number * num_prompts, count=num_prompts)
+        results[name] = result = _summary(difference_T[mine_T])
         if not result.mean <= limit:  # also when it is not a number
-            faults.append(_describe(engine.name, result, mine_T[_worst(difference_T[mine_T])], batch, trainer_T, len(prompts)))
+            faults[name] = _describe(name, result, mine_T[_worst(difference_T[mine_T])], batch, trainer_T, num_prompts)
     if faults:
-        error = WeightError(_explain(faults, version=version, limit=limit))
-        error.names = tuple(name for name, result in results.items() if not result.mean <= limit)
-        raise error
+        raise _named(WeightError(_explain(tuple(faults.values()), version=asked.version, limit=limit)), faults)
     everything = _summary(difference_T[batch.response_mask_T])
     return CanaryResult(mean=everything.mean, max=everything.max, engines=results)
+
+
+def _named(error: WeightError, names: Iterable[str]) -> WeightError:
+    error.names = tuple(names)
+    return error
 
 
 def canary_batch(sequences: Sequence[tuple[tuple[int, ...], Completion]]) -> TrainBatch:
@@ -100,7 +138,10 @@ async def _ask(
     engine: RolloutEngine, prompts: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams], version: int, vocab_size: int
 ) -> list[Completion]:
     names = [f"canary-{version}-{i}" for i in range(len(prompts))]
-    completions = await asyncio.gather(*map(engine.generate, prompts, sampling, names))
+    try:
+        completions = await asyncio.gather(*map(engine.generate, prompts, sampling, names))
+    except EngineUnsound as error:
+        raise WeightError(str(error)) from error
     for name, params, completion in zip(names, sampling, completions, strict=True):
         _check(engine.name, completion, version)
         try:

@@ -64,10 +64,11 @@ async def run(
                     await residency.train()
                     await _save(step, cursor, prompts, train, observe)
                 raise
-            batch = build_batch(groups, algorithm, routes, weights.servers)
+            batch = build_batch(groups, algorithm, routes, weights.servers, recomputes=config.rollout.partial)
             with observe.phase("switch"):
-                await weights.compare(groups, batch)
+                asked = await weights.ask(groups, batch)
                 await residency.train()
+                await weights.compare(asked)
             batch = await _with_logprobs(config, batch, train, observe)
             with observe.phase("update"):
                 stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from moerl.canary import CanaryResult, run_canary
+from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, run_canary
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import mismatch_message
@@ -50,6 +50,7 @@ class WeightPublisher:
         self._transport: Transport | None = None
         self._pushing = asyncio.Lock()
         self._last_push: PushStats | None = None
+        self._compared: set[Member] = set()
 
     def step_metrics(self) -> dict[str, float]:
         """Counts of servers that were restarted and of completions that went on after a push, so far; and the newest push of this
@@ -64,7 +65,7 @@ class WeightPublisher:
     async def push(self, version: int) -> CanaryResult | None:
         """Requests in flight stop, or come back with what they have (rollout.partial), and go on with the new weights. Afterwards the
         servers have their GPUs back. The canary's result, when it ran."""
-        self._version, self._num_pushes, self._last_push = version, self._num_pushes + 1, None
+        self._version, self._num_pushes, self._last_push, self._compared = version, self._num_pushes + 1, None, set()
         return await self._bring(self._fleet.running, with_canary=self._canary_is_due())
 
     @property
@@ -72,24 +73,46 @@ class WeightPublisher:
         """Numbers of the servers that have the present version, by the nonces of the pushes that brought it."""
         return self._fleet.servers_of(self._version)
 
-    async def compare(self, groups: Sequence[Group], batch: StoredBatch) -> None:
-        """Canary of servers that sampled in `groups` but of which the update compares no token, as in asynchronous runs: tokens of older
-        versions differ rightly. Before the trainer changes its weights."""
+    async def ask(self, groups: Sequence[Group], batch: StoredBatch) -> Asked | None:
+        """Canary's answers, for `compare`, of servers that sampled in `groups` but of which the update compares no token, as in
+        asynchronous runs: tokens of older versions differ rightly. Servers that the canary of this version has compared are left out."""
         first = split_mini_batches(batch.num_sequences, self._config.train.updates_per_step)[0]
         fresh = batch.select(first).fresh
         compared = set() if fresh is None else {self._fleet.members[number] for number in fresh[:, 0] if number >= 0}
         spans = (span for group in groups for sample in group.samples for span in sample.completion.spans)
-        sources = self._fleet.owners(spans) & set(self._fleet.healthy()) - compared
+        sources = self._fleet.owners(spans) & set(self._fleet.healthy()) - compared - self._compared
         members = [member for member in self._fleet.members if member in sources]
-        if members:
-            await self._unless_lost(members, self._canary(members))
+        if not members:
+            return None
+        before, seconds = {member: member.num_starts for member in members}, self._config.deadlines.completion_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await ask_canary([member.engine for member in members], self._prompts, **self._sampling())
+        except TimeoutError as error:
+            deadline = f"{seconds:g} s (deadlines.completion_seconds)"
+            hang = await self._pool.hang(deadline, members)
+            raise (hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")) from error
+        except (EngineError, WeightError) as error:
+            if not self._retired(members, error) and not await self._fleet.lost(before):
+                raise
+            return None
+
+    async def compare(self, asked: Asked | None) -> None:
+        """The answers with the trainer, which is awake and has not changed its weights since."""
+        if asked is None:
+            return
+        try:
+            compare_canary(asked, (await self._train.logprobs(asked.batch)).get(), limit=self._config.weights.mismatch_limit)
+        except WeightError as error:
+            if not self._retired(self._fleet.members, error):
+                raise
 
     def refuses(self, stats: StepStats, *, step: int) -> bool:
         """Whether the update was not applied because servers had other weights than they said: they are retired. GuardError if it is all
         that serve: the trainer may be what is wrong."""
         limit = self._config.weights.mismatch_limit
         members = {self._fleet.members[number]: stats.server_mismatch[number] for number in disagreeing(stats.server_mismatch, limit)}
-        if members and not set(self._fleet.healthy()) - set(members):
+        if members and not self._fleet.trusted() - set(members):
             raise GuardError(mismatch_message(stats, limit, f"update of step {step}"))
         for member, found in members.items():
             said = f"mean |log-prob(trainer) - log-prob(rollout)| = {found.mean:.3g} over {found.num_tokens} tokens of one version"
@@ -151,19 +174,11 @@ class WeightPublisher:
         """Whether the canary found some of the servers at fault, and not all: these end. At the first push it is the run's settings."""
         names = error.names if isinstance(error, WeightError) else ()
         liars = [member for member in members if member.name in names]
-        if not liars or self._num_pushes == 1 or not set(self._fleet.healthy()) - set(liars):
+        if not liars or self._num_pushes == 1 or not self._fleet.trusted() - set(liars):
             return False
         for member in liars:
             self._fleet.retire(member, EngineError(str(error)))
         return True
-
-    async def _unless_lost(self, members: Collection[Member], work: Awaitable[Any]) -> None:
-        before = {member: member.num_starts for member in members}
-        try:
-            await work
-        except (EngineError, WeightError) as error:
-            if not self._retired(members, error) and not await self._fleet.lost(before):
-                raise
 
     async def _push(self, members: list[Member], *, with_canary: bool) -> CanaryResult | None:
         await self._residency.share()
@@ -174,7 +189,11 @@ class WeightPublisher:
         self._fleet.forget_pushes(before=self._version - self._config.max_staleness)
         await self._pool.resume([member for member in members if not member.is_lent])
         await self._residency.serve()
-        return await self._canary(members) if with_canary else None
+        if not with_canary:
+            return None
+        result = await self._canary(members)
+        self._compared |= set(members)
+        return result
 
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
@@ -217,17 +236,18 @@ class WeightPublisher:
         return self._num_pushes == 1 or (every > 0 and self._num_pushes % every == 0)
 
     async def _canary(self, members: list[Member]) -> CanaryResult:
-        return await run_canary(
-            [member.engine for member in members],
-            self._scored,
-            self._prompts,
-            max_tokens=min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
-            limit=self._config.weights.mismatch_limit,
-            version=self._version,
-            vocab_size=self._vocab_size,
-            temperature=self._config.rollout.temperature,
-            seed=self._config.seed,
-        )
+        engines, limit = [member.engine for member in members], self._config.weights.mismatch_limit
+        return await run_canary(engines, self._scored, self._prompts, limit=limit, **self._sampling())
+
+    def _sampling(self) -> dict[str, Any]:
+        """How a canary is drawn."""
+        return {
+            "max_tokens": min(_CANARY_TOKENS, self._config.rollout.max_response_tokens),
+            "version": self._version,
+            "vocab_size": self._vocab_size,
+            "temperature": self._config.rollout.temperature,
+            "seed": self._config.seed,
+        }
 
     async def _scored(self, batch: TrainBatch) -> np.ndarray:
         await self._residency.share()

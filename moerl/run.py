@@ -368,6 +368,7 @@ def _heed_ends(daemons: Sequence[Daemon], stop: Stop, observe: Observer) -> None
     """Ray ends this process soon after one of them has ended, without a word: what is to be said is written before anything is ended."""
 
     def lose(daemon: Daemon) -> None:
+        asyncio.get_running_loop().remove_reader(daemon.end)
         if stop.failed is None:
             error = daemon.lost()
             stop.fail(error)

@@ -35,6 +35,7 @@ def fork_driver() -> None:
         stream.flush()
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some shells hand it on, it would not tell of the driver's end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     parent, driver = os.getpid(), os.fork()
     if driver:
@@ -44,6 +45,8 @@ def fork_driver() -> None:
     if os.getppid() != parent:
         os._exit(ExitCode.FAILED)
     os.setpgid(0, 0)
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # a terminal stops other groups than its own: who reads it gets an error instead
+        signal.signal(number, signal.SIG_IGN)
     os.close(reading)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _told = writing

@@ -11,6 +11,7 @@ _LIBRARY = "libseccomp.so.2"
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 _NE, _EQ, _GT, _MASKED_EQ = 1, 4, 6, 7
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
+_SOCK_DGRAM, _SOCK_RAW = 2, 3
 _NAMESPACES = (0x80, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 """CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
 
@@ -21,12 +22,17 @@ _REFUSED = (
     "bpf perf_event_open userfaultfd keyctl add_key request_key "
     "kexec_load kexec_file_load init_module finit_module delete_module reboot swapon swapoff acct quotactl quotactl_fd syslog "
     "settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname iopl ioperm vhangup fanotify_init "
-    "name_to_handle_at open_by_handle_at lookup_dcookie move_pages migrate_pages "
+    "name_to_handle_at open_by_handle_at lookup_dcookie move_pages migrate_pages setpriority ioprio_set "
     "shmget shmat shmctl semget semctl semop semtimedop msgget msgsnd msgrcv msgctl mq_open mq_unlink "
     "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat "
     "setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat file_setattr "
 )
 """EPERM. The last two lines change files that Landlock lets nobody write: it does not know modes, owners, times, attributes."""
+
+_OF_ANYBODY = "prlimit64 sched_setaffinity sched_setscheduler sched_setparam sched_setattr"
+"""Calls that change another process of the same user where their first argument is not 0, which is the caller."""
+_NUMBERS = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "open_tree_attr": 467, "file_setattr": 469}
+"""Calls that are newer than libseccomp may be: the kernel numbers new ones alike on all architectures."""
 
 
 class _Comparison(ctypes.Structure):
@@ -48,6 +54,8 @@ def load_filter(*, allows_network: bool) -> None:
     context = library.seccomp_init(_ALLOW)
     for name in _REFUSED.split():
         _refuse(library, context, name)
+    for name in _OF_ANYBODY.split():
+        _refuse(library, context, name, _Comparison(0, _NE, 0))
     _refuse(library, context, "clone3", errno=errno.ENOSYS)  # its flags are in memory; callers fall back to clone
     for flag in _NAMESPACES:
         _refuse(library, context, "clone", _Comparison(0, _MASKED_EQ, flag, flag))
@@ -57,8 +65,10 @@ def load_filter(*, allows_network: bool) -> None:
 
 
 def _sockets(library: ctypes.CDLL, context: int, allows_network: bool) -> None:
-    """Pairs of sockets always. With a network IPv4 and IPv6, not local sockets, at which Ray and others listen."""
+    """Pairs of connected sockets always. With a network IPv4 and IPv6, not local sockets, at which Ray and others listen."""
     _refuse(library, context, "socketpair", _Comparison(0, _NE, _AF_UNIX))
+    for kind in (_SOCK_DGRAM, _SOCK_RAW):  # they may send to any name; the kind's other bits are flags
+        _refuse(library, context, "socketpair", _Comparison(1, _MASKED_EQ, 0xF, kind))
     if not allows_network:
         _refuse(library, context, "socket")
         return
@@ -75,7 +85,9 @@ def _refuse(library: ctypes.CDLL, context: int, name: str, *comparisons: _Compar
 def _rule(library: ctypes.CDLL, context: int, action: int, name: str, *comparisons: _Comparison) -> None:
     number = library.seccomp_syscall_resolve_name(name.encode())
     if number < 0:
-        return  # a call that this architecture, or this release of the library, does not know
+        number = _NUMBERS.get(name, -1)
+    if number < 0:
+        return  # a call that this architecture does not know
     array = (_Comparison * len(comparisons))(*comparisons)
     _checked(library.seccomp_rule_add_array(context, action, number, len(comparisons), array))
 

@@ -17,7 +17,7 @@ from moerl.rewards import landlock, seccomp_filter
 
 MAX_FILE_BYTES = 2**30
 MAX_OPEN_FILES = 1024
-_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
+_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 4, 24, 38
 _CAPABILITY_VERSION = 0x20080522
 
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/nix/store", "/gnu/store")
@@ -63,6 +63,7 @@ def enter(*, own: Path, code: Iterable[Path], allows_network: bool) -> None:
     os.open("/proc/self", os.O_PATH)  # stays open: a right belongs to the entry that the kernel has now, and it forgets unused ones
     landlock.restrict(allowed, writable=own, allows_tcp=allows_network, version=landlock.abi())
     seccomp_filter.load_filter(allows_network=allows_network)
+    _prctl(_PR_SET_DUMPABLE, 0)  # programs that a check starts cannot read this process's memory, its ground truths among them
 
 
 def _readable(code: Iterable[Path]) -> Iterator[tuple[Path, int]]:

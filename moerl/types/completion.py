@@ -25,6 +25,8 @@ class SamplingParams:
     """How many tokens at the end of the prompt this completion drew before it was ended: the random numbers that follow are used."""
     returns_routes: bool = False
     """The completion brings the experts its tokens went to."""
+    goes_first: bool = False
+    """Before others that wait for a slot of the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

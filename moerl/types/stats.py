@@ -1,5 +1,6 @@
 """Numbers that a trainer reports: of an update, of memory, of routes, of a checkpoint."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,8 +59,13 @@ class ServerMismatch:
 
 
 def disagreeing(mismatches: Sequence[ServerMismatch], limit: float) -> tuple[int, ...]:
-    """Numbers of the servers whose mean is above `limit` (or no number), of those with enough tokens."""
-    return tuple(number for number, each in enumerate(mismatches) if each.num_tokens >= MIN_COMPARED and not each.mean <= limit)
+    """Numbers of the servers whose mean is above `limit` (or no number), of those with enough tokens. A mean of n tokens may exceed it by
+    8 / sqrt(n) of it: thousands of servers and steps are judged, and those of low precision have tails."""
+    return tuple(
+        number
+        for number, each in enumerate(mismatches)
+        if each.num_tokens >= MIN_COMPARED and not each.mean <= limit * (1 + 8 / math.sqrt(each.num_tokens))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

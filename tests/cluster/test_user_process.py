@@ -97,3 +97,21 @@ def test_a_command_that_is_stopped_and_continued_stops_and_continues_the_driver(
     assert comes(psutil.STATUS_STOPPED)
     process.send_signal(signal.SIGCONT)
     assert comes(psutil.STATUS_SLEEPING)
+
+
+def test_a_command_that_was_started_with_sigchld_ignored_ends_with_its_driver():
+    program = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); " + BEFORE + "u.tell_end(0)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=20).returncode == 0
+
+
+def test_a_driver_that_reads_the_terminal_is_not_stopped():
+    """Its group is not the terminal's, which stops whoever of another one reads it."""
+    program = (
+        "import os, pty, sys\n"
+        "pid, terminal = pty.fork()\n"
+        "if pid == 0:\n"
+        f"    os.execv(sys.executable, [sys.executable, '-c', {BEFORE + 'u.tell_end(7); os.read(0, 1)'!r}])\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert done.stdout.strip() == "7", done.stderr

@@ -11,6 +11,7 @@ from moerl import loop
 from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
+from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.types.errors import DynamicSamplingError
 from moerl.types.groups import Score
 
@@ -89,6 +90,21 @@ def test_a_completion_in_flight_goes_on_with_the_pushed_weights(tmp_path, partia
     versions = [tuple(span.version for span in of_one) for of_one in spans]
     assert any(len(of_one) == 2 for of_one in versions)
     assert all(of_one == tuple(range(of_one[0], of_one[0] + len(of_one))) for of_one in versions)
+
+
+class OldKeys(FakeEngine):
+    """What goes on after a push does so on keys and values of the old weights: a mixture, as engines compute it in mode keep."""
+
+    async def generate(self, prompt_ids, sampling, request_id):
+        completion = await super().generate(prompt_ids, sampling, request_id)
+        of_old = completion.spans[0].num_tokens if len(completion.spans) > 1 else len(completion.token_ids)
+        return replace(completion, logprobs=tuple(value - 0.5 * (at >= of_old) for at, value in enumerate(completion.logprobs)))
+
+
+def test_what_a_push_left_on_old_keys_and_values_is_not_compared(tmp_path):
+    run = overlapping(make_config(tmp_path, num_steps=6, max_staleness=1), engines=[new_engine("mixed", OldKeys)])
+    assert any(len(sample.completion.spans) > 1 for groups in run.groups.values() for group in groups for sample in group.samples)
+    assert run.metrics()[-1]["fleet/retired"] == 0
 
 
 def test_every_server_takes_part_and_gets_every_version(tmp_path):

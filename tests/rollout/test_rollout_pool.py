@@ -8,6 +8,7 @@ import pytest
 from tiny_servers import MAX_RUNNING, VOCAB, collector, new_fake, push, whole
 
 from moerl.cluster.run_secret import RunSecret
+from moerl.rollout.fleet.collect import Answer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.contract import PARTS
@@ -15,6 +16,7 @@ from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, EngineUnsound
+from moerl.types.stored import Here, Payload, StoredCompletion
 
 SAMPLING = SamplingParams(max_tokens=8, seed=3)
 PROMPT = (1, 2, 3)
@@ -227,3 +229,49 @@ server.serve_forever()
 def test_a_pool_needs_a_server():
     with pytest.raises(EngineError, match="num_servers = 0"):
         RolloutPool([], max_running=MAX_RUNNING, max_queued=2, collector=collector(), request_seconds=1)
+
+
+class Scripted:
+    """A collector whose answers are given: (finish reason, nonce of each part so far, tokens of each)."""
+
+    def __init__(self, answers):
+        self._answers, self.asked = iter(answers), []
+
+    async def start(self): ...
+
+    async def close(self): ...
+
+    async def ask(self, engine, request, so_far):
+        self.asked.append(engine.name)
+        reason, *parts = next(self._answers)
+        spans = tuple(VersionSpan(version=1, num_tokens=count, push_id=push_id) for push_id, count in parts)
+        completion = Completion(
+            request_id=request.request_id, token_ids=(5,) * sum(span.num_tokens for span in spans), spans=spans, finish_reason=reason,
+            logprobs=(-1.0,) * sum(span.num_tokens for span in spans),
+        )  # fmt: skip
+        payload = Payload.of(request.prompt_ids, completion, "")
+        return Answer(completion=StoredCompletion.of(completion, payload, Here(payload)), text="")
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_retired"),
+    [
+        ([("abort", ("fake-0", 3)), ("abort", ("fake-0", 3)), ("length", ("fake-0", 3), ("fake-0", 5))], 0),
+        ([("abort", ("fake-0", 3)), ("length", ("fake-0", 3), ("fake-1", 5)), ("length", ("fake-0", 3), ("fake-0", 5))], 1),
+        ([("length", ("nobody", 8)), ("length", ("fake-1", 8))], 1),
+    ],
+)
+def test_a_server_is_retired_for_its_own_part_of_a_completion_alone(run, engines, checkpoints, answers, num_retired):
+    """Nonces are the names of the servers. A request goes to fake-0 while it lives; one that adds nothing is not blamed."""
+    pool = RolloutPool(engines, max_running=1, max_queued=0, collector=Scripted(answers), request_seconds=30)
+
+    async def scenario():
+        await pool.start()
+        for engine in engines:
+            await push(engine, checkpoints["dense"].tensors, 1)
+        pool.fleet.served(pool.fleet.members, version=1, push_ids={engine.name: engine.name for engine in engines})
+        await pool.generate(PROMPT, SAMPLING, "r")
+        return [member.verdict is not None for member in pool.fleet.members]
+
+    assert sum(run(scenario())) == num_retired
+    run(pool.close())

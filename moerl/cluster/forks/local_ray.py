@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +58,13 @@ def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
     others = [child.pid for child in psutil.Process().children()]
     _start(start_seconds, others)
     with reaping_ray(others), ExitStack() as files:
-        daemons = [Daemon(name=name, pid=pid, end=os.pidfd_open(pid)) for name, pid in _daemons(others)]
-        for daemon in daemons:
-            files.callback(os.close, daemon.end)
-        try:
-            yield daemons
-        finally:
-            ray.shutdown()
+        files.callback(ray.shutdown)
+        daemons = []
+        for name, pid in _daemons(others):
+            with suppress(ProcessLookupError):  # it has ended: whoever needs it says so
+                daemons.append(Daemon(name=name, pid=pid, end=os.pidfd_open(pid)))
+                files.callback(os.close, daemons[-1].end)
+        yield daemons
 
 
 def _start(seconds: float, others: Collection[int]) -> None:
@@ -98,8 +98,23 @@ def _did_not_start(seconds: float, number: int, error: Exception) -> MoerlError:
 def _daemons(others: Collection[int]) -> Iterator[tuple[str, int]]:
     children = [child for child in psutil.Process().children() if child.pid not in others]
     for child in children:
-        if (name := Path(child.cmdline()[0]).name) in _DAEMONS:
+        if (name := Path(_first_word(child)).name) in _DAEMONS:
             yield name, child.pid
-        for agent in child.children():
-            if (title := agent.cmdline()[0]) in _AGENTS:
+        for agent in _children(child):
+            if (title := _first_word(agent)) in _AGENTS:
                 yield _AGENTS[title], agent.pid
+
+
+def _first_word(process: psutil.Process) -> str:
+    """Empty for one that has ended."""
+    try:
+        return next(iter(process.cmdline()), "")
+    except psutil.Error:
+        return ""
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children()
+    except psutil.Error:
+        return []

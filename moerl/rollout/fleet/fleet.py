@@ -119,19 +119,24 @@ class Fleet:
         """Servers that sampled them, as far as they name pushes."""
         return {self._pushed[span.push_id][1] for span in spans if span.push_id in self._pushed}
 
+    def trusted(self) -> set[Member]:
+        """Those that serve, or will again."""
+        return {member for member in self.members if member.gone is None and member.verdict is None}
+
     def forget_pushes(self, *, before: int) -> None:
         """Pushes of older versions, of which nothing is in flight."""
         self._pushed = {push_id: pushed for push_id, pushed in self._pushed.items() if pushed[0] >= before}
 
-    def false_span(self, spans: Sequence[VersionSpan], member: Member) -> str:
-        """Fault of the spans of a completion, whose last part comes from `member`; empty if each names a push of its version."""
+    def false_span(self, spans: Sequence[VersionSpan], member: Member | None) -> str:
+        """Fault of the spans of a completion; empty if each names a push of its version. `member`: whom the last comes from; None: from one
+        that was asked before."""
         if not spans or not self._pushed:
             return ""
         for span in spans:
-            if self._pushed.get(span.push_id, (None, member))[0] != span.version:
+            if span.push_id not in self._pushed or self._pushed[span.push_id][0] != span.version:
                 return f"{span.num_tokens} tokens are said to be of weights of version {span.version}, which no push of this run brought so"
         owner = self._pushed[spans[-1].push_id][1]
-        return "" if owner is member else f"its last tokens are said to be of weights that were pushed to {owner.name}"
+        return "" if member in (owner, None) else f"its last tokens are said to be of weights that were pushed to {owner.name}"
 
     def retire(self, member: Member, error: EngineError) -> None:
         """End it for good: what it answers cannot be trusted, and a new start would not change that. The run goes on with the others."""

@@ -149,7 +149,8 @@ class RolloutPool:
                         raise
                     logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
                     continue
-            if lie := self.fleet.false_span(answer.completion.spans, member):
+            has_more = so_far is None or answer.completion.num_tokens > so_far.num_tokens
+            if lie := self.fleet.false_span(answer.completion.spans, member if has_more else None):
                 self.fleet.retire(member, EngineError(f"{member.name}: {request.request_id}: {lie}; its weights are not the trainer's"))
                 continue
             if answer.completion.finish_reason != "abort":

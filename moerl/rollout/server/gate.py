@@ -186,6 +186,7 @@ class Gate:
         if self._paused or self._stale or self._asleep:
             return
         waiting = [held for held in self._requests.values() if held.task is None]
+        waiting.sort(key=lambda held: not held.sampling.goes_first)
         for held in waiting[: max(self._max_running - len(self._running()), 0)]:
             held.task = self._spawn(self._run(held))
 

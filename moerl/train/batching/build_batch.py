@@ -18,10 +18,16 @@ _NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 def build_batch(
-    groups: Sequence[Group], algorithm: Algorithm, routes: RouteShape | None = None, servers: Mapping[str, int] = _NOBODY
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    routes: RouteShape | None = None,
+    servers: Mapping[str, int] = _NOBODY,
+    *,
+    recomputes: bool = True,
 ) -> StoredBatch:
     """One sequence per sample, groups and samples in order. `routes`: of the model, if every sample brings its own. `servers`: numbers of
-    those that have the weights from which the update starts, by the nonces of the pushes that brought them.
+    those that have the weights from which the update starts, by the nonces of the pushes that brought them. `recomputes`: a completion that
+    goes on after a push does so on keys and values of the new weights (rollout.partial); else of a mixture, which nobody can compare.
 
     Left out: samples with an error, outside the algorithm's mask, or without a token. Raises DataError for an advantage that is
     not a number, for an empty prompt, and for a batch in which nothing is left.
@@ -40,14 +46,15 @@ def build_batch(
         response_lengths=responses,
         advantages=np.array([advantage for _, advantage in kept], dtype=np.float32),
         starts=np.concatenate([[0], np.cumsum(prompts + responses)[:-1]]).astype(np.int64),
-        fresh=np.array([_fresh(completion.spans[-1], servers) for completion in completions], dtype=np.int64),
+        fresh=np.array([_fresh(completion.spans, servers, recomputes=recomputes) for completion in completions], dtype=np.int64),
         routes=routes,
     )
 
 
-def _fresh(last: VersionSpan, servers: Mapping[str, int]) -> tuple[int, int]:
+def _fresh(spans: Sequence[VersionSpan], servers: Mapping[str, int], *, recomputes: bool) -> tuple[int, int]:
     """Number of the server and tokens of the last span; those before are of older weights, or of another server with the same."""
-    return (servers[last.push_id], last.num_tokens) if last.push_id in servers else (-1, 0)
+    is_fresh = spans[-1].push_id in servers and (recomputes or len(spans) == 1)
+    return (servers[spans[-1].push_id], spans[-1].num_tokens) if is_fresh else (-1, 0)
 
 
 def sft_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:

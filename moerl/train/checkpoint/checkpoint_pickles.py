@@ -89,9 +89,9 @@ def _of_index(module: str, name: str) -> Any:
         found = getattr(torch, name, None) if name.isidentifier() else None
         return found if found is torch.Size or isinstance(found, torch.dtype) else None
     if (module, name) == ("torch.serialization", "_get_layout"):
-        return torch.serialization._get_layout
+        return lambda name: torch.serialization._get_layout(name)  # one of its own: a pickle may set attributes of what it names
     if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
-        return pathlib.PurePosixPath  # the folder it was written into, which nobody asks for
+        return type("Folder", (pathlib.PurePosixPath,), {})  # it was written into, which nobody asks for
     return next((each for each in _INDEX_CLASSES if (each.__module__, each.__qualname__) == (module, name)), None)
 
 
@@ -168,15 +168,26 @@ def check_extra_state(name: str, state: Any) -> None:
     """State that Transformer Engine would unpickle into a module. Raises CheckpointError if it names anything but data."""
     if not isinstance(state, Tensor) or state.numel() == 0:
         return
+    before: dict[type, dict[str, Any]] = {}
+
+    def noted(module: str, name: str) -> Any:
+        found = _of_extra_state(module, name)
+        if isinstance(found, type):
+            before.setdefault(found, dict(vars(found)))
+        return found
+
     try:
-        _Unpickler(io.BytesIO(state.detach().cpu().numpy().tobytes()), _of_extra_state).load()
+        _Unpickler(io.BytesIO(state.detach().cpu().numpy().tobytes()), noted).load()
     except (Exception, RecursionError) as error:
         raise CheckpointError(f"{name} cannot be read: {why_refused(error)}") from error
+    finally:
+        for each, attributes in before.items():
+            _undo(each, attributes)
 
 
 def _of_extra_state(module: str, name: str) -> Any:
     known: dict[tuple[str, str], Any] = {
-        ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+        ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: torch._utils._rebuild_tensor_v2(*parts),
         ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True),
         ("collections", "OrderedDict"): collections.OrderedDict,
     }
