@@ -30,7 +30,7 @@ class Connected(HTTPEngine):
     """To a server that runs already."""
 
     def __init__(self, port: int):
-        self.name, self.host = f"127.0.0.1:{port}", "127.0.0.1"
+        self.name, self.host, self.authority = f"127.0.0.1:{port}", "127.0.0.1", None
 
     async def start(self) -> None:
         self._session = new_session(SECRET)

@@ -58,6 +58,18 @@ def in_this_process() -> Iterator[None]:
     patch.undo()
 
 
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder: server.pem and server.key for IP:127.0.0.1, signed by authority.pem, and another.pem, which signed nothing."""
+    from certificates import make_authority, make_certificate
+
+    directory = tmp_path_factory.mktemp("certificates")
+    for name in ("authority", "another"):
+        make_authority(directory, name)
+    make_certificate(directory, "server", "IP:127.0.0.1")
+    return directory
+
+
 @pytest.fixture
 def moerl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """moerl(words): what the command prints and exits with, in this process, which has imported what it needs."""

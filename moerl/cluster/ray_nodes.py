@@ -36,7 +36,9 @@ def alive_nodes() -> list[Node]:
 
 
 def reached_at() -> str | None:
-    """This node's address for the other nodes of the cluster; None when it is the only one. Ray must be initialised."""
+    """This node's address for the other nodes of the cluster; None when it is the only one, or this process is in no cluster."""
+    if not ray.is_initialized():
+        return None
     alive = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return ray.util.get_node_ip_address() if len(alive) > 1 else None
 

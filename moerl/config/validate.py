@@ -1,6 +1,6 @@
 """Rules across fields: what the schema cannot say. Each broken one is a `Problem` with its reason and what to write."""
 
-from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems
+from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems, tls_problems
 from moerl.config.rules.eval_rules import eval_problems
 from moerl.config.rules.facts import Facts, Rule
 from moerl.config.rules.fp8_rules import fp8_problems
@@ -36,6 +36,7 @@ _RULES: tuple[Rule, ...] = (
     overlong_problems,
     eval_problems,
     server_problems,
+    tls_problems,
     layout_problems,
     engine_problems,
     delta_problems,

@@ -9,6 +9,7 @@ from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
+from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.rollout.commands import port_of, server_command
 from moerl.rollout.fleet.collect import Collector, Decoder, Intake, LocalCollector
@@ -43,7 +44,12 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder, secret
 
     in_flight = rollout.num_servers * (rollout.max_running + rollout.max_queued)
     return RayCollectors(
-        intake, secret=secret, num_actors=rollout.num_collectors, max_in_flight=in_flight, max_restarts=rollout.max_restarts
+        intake,
+        secret=secret,
+        num_actors=rollout.num_collectors,
+        max_in_flight=in_flight,
+        max_restarts=rollout.max_restarts,
+        authority=_authority(rollout),
     )
 
 
@@ -81,7 +87,12 @@ def _build_server(
         log_path=log_dir.absolute() / f"rollout-{index}.log",
         start_seconds=config.deadlines.start_seconds,
         meeting_port=config.rollout.layout.port,
+        authority=_authority(config.rollout),
     )
+
+
+def _authority(rollout: RolloutConfig) -> Path | None:
+    return None if rollout.tls is None else Path(rollout.tls.authority)
 
 
 def _build_fake(

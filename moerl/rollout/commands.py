@@ -41,7 +41,8 @@ def server_command(
         module = "moerl.rollout.engines.hf"
         flags = {"--deterministic": config.deterministic, "--fp8-weights": rollout.layout.weights == "fp8"}
         own = [flag for flag, is_set in flags.items() if is_set]
-    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *own]
+    tls = [] if rollout.tls is None else ["--tls", rollout.tls.certificate, rollout.tls.key]
+    return [interpreter(rollout), "-m", module, *(str(part) for option in options.items() for part in option), *tls, *own]
 
 
 def _native_options(config: RunConfig, index: int, *, node_rank: int, head: str) -> list[str]:

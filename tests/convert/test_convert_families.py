@@ -119,18 +119,16 @@ def test_a_folder_of_every_family_becomes_a_folder_with_the_same_tensors(name, d
     assert_same(tmp_path / "out", load_file(directories[name] / "model.safetensors"))
 
 
-def test_a_folder_that_becomes_a_folder_must_hold_its_model_but_may_hold_more(directories, tmp_path):
+def test_a_folder_that_becomes_a_folder_must_hold_its_model_and_nothing_else(directories, tmp_path):
     directory = shutil.copytree(directories["qwen3"], tmp_path / "qwen3")
-    tensors = load_file(directory / "model.safetensors")
-    save_file(tensors | {"v_head.weight": torch.ones(3)}, directory / "model.safetensors")
-    convert(Conversion(source=directory, target=tmp_path / "more"), dry_run=False)
+    tensors = load_file(directory / "model.safetensors") | {"v_head.weight": torch.ones(3)}
     for layer in range(4):
         tensors.pop(f"model.layers.{layer}.self_attn.q_norm.weight")
         tensors[f"model.layers.{layer}.mlp.up_proj.weight"] = torch.ones(3, 4)
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ConvertError) as caught:
         convert(Conversion(source=directory, target=tmp_path / "less"), dry_run=False)
-    assert [each.rule for each in caught.value.problems] == ["is missing"] * 4 + ["must have shape (24, 32)"] * 4
+    assert [each.rule for each in caught.value.problems] == ["is missing"] * 4 + ["must have shape (24, 32)"] * 4 + ["is no tensor of this model"]
 
 
 def test_a_setting_that_config_json_lacks_is_named(directories, tmp_path):

@@ -93,12 +93,12 @@ class Ready(asyncio.Event):
 
 @pytest.fixture
 def beside_server(run, checkpoints):
-    """beside_server(use) is use(secret, port) beside a rollout server in this process."""
+    """beside_server(use) is use(secret, port) beside a rollout server in this process, which speaks TLS if it gets a context."""
 
-    async def serving(use):
+    async def serving(use, tls):
         gate, secret, ready = new_fake(checkpoints["dense"]), RunSecret.new(), Ready()
         await gate.start()
-        server = _ChildServer(gate, gate._limits, secret, ready)
+        server = _ChildServer(gate, gate._limits, secret, ready, tls)
         served = asyncio.create_task(server._serve([listener := listen("127.0.0.1", 0)]))
         await ready.wait()
         try:
@@ -107,7 +107,7 @@ def beside_server(run, checkpoints):
             server.should_exit = True
             await served
 
-    return lambda use: run(serving(use))
+    return lambda use, tls=None: run(serving(use, tls))
 
 
 async def connect(port, text=b""):

@@ -18,7 +18,7 @@ BOTH = GRADS | {"overlap_param_gather": True}
 
 @pytest.fixture(scope="module")
 def one_process(checkpoints):
-    return run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout(), uses_reference=True), random_batch())
+    return run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout(), uses_reference=True), random_batch(with_servers=True))
 
 
 @pytest.mark.parametrize("overlap", [GRADS, BOTH], ids=["gradients", "both"])

@@ -1,7 +1,10 @@
-"""Rules of rollout.engine: environments and arguments of vllm and sglang, the models each serves, and the routes it returns."""
+"""Rules of rollout.engine: environments and arguments of vllm and sglang, the models each serves, the routes it returns, and the files
+with which servers encrypt."""
 
 import functools
 import json
+import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_rules import replay_problems_of
-from moerl.config.schema.rollout_config import RolloutConfig
+from moerl.config.schema.rollout_config import RolloutConfig, TLSConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem
 
@@ -122,6 +125,74 @@ def server_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()):
         reason = "the servers are started with it"
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
+
+
+def tls_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Faults of the files of rollout.tls. Whether the certificate has a server's host is found when that is connected to."""
+    tls = config.rollout.tls
+    if tls is None:
+        return
+    if config.rollout.engine == "fake":
+        reason = "rollout.engine=fake answers inside the driver, over no network"
+        yield problem("rollout.tls", vars(tls), "has no effect", reason, "rollout.tls=null, or another engine")
+        return
+    files = {f"rollout.tls.{name}": value for name, value in vars(tls).items()}
+    faults = [fault for path, value in files.items() for fault in _file_problems(path, value)]
+    yield from faults if faults else _pem_problems(tls)
+
+
+def _file_problems(path: str, value: str) -> Iterator[Problem]:
+    file = Path(value)
+    if not file.is_absolute():
+        reason = "servers and collectors read it too, from other directories and on other nodes"
+        yield problem(path, value, "must be an absolute path", reason, f"{path}=/ABSOLUTE/PATH")
+    elif not can_be(file) or not file.is_file():
+        fix = "the path of a file, or rollout.tls=null for HTTP that is not encrypted"
+        yield problem(path, value, "is not a file", "TLS needs all three", fix)
+    elif not os.access(file, os.R_OK):
+        yield problem(path, value, "cannot be read", "the run's processes read it as this user", "a file that this user may read")
+
+
+def _pem_problems(tls: TLSConfig) -> Iterator[Problem]:
+    """Faults of what is in files that can be read."""
+    faults = [fault for name in ("certificate", "authority") for fault in _certificate_problems(f"rollout.tls.{name}", getattr(tls, name))]
+    if faults:
+        yield from faults
+        return
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        server.load_cert_chain(tls.certificate, tls.key, password=lambda: "")  # without, OpenSSL asks the terminal for a passphrase
+    except ssl.SSLError as error:
+        rule = "must be the private key of rollout.tls.certificate, in PEM and without a passphrase"
+        yield problem("rollout.tls.key", tls.key, rule, f"OpenSSL says: {error}", "the key that the certificate was made with")
+        return
+    refusal = _refusal(server, ssl.create_default_context(cafile=tls.authority))
+    if refusal is not None:
+        rule = f"is refused by who trusts rollout.tls.authority = {tls.authority!r}"
+        fix = "a certificate that this authority has signed, and that is in date"
+        yield problem("rollout.tls.certificate", tls.certificate, rule, f"OpenSSL says: {refusal}", fix)
+
+
+def _certificate_problems(path: str, file: str) -> Iterator[Problem]:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+    except ssl.SSLError as error:
+        yield problem(path, file, "must hold certificates in PEM", f"OpenSSL says: {error}", "a file that has -----BEGIN CERTIFICATE-----")
+
+
+def _refusal(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
+    """Reason for which the client takes no connection to the server, whatever its host; None if it does. In memory."""
+    client.check_hostname = False
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    for side in sides * 2:  # the client's hello, what the server shows, the client's judgement
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError as error:
+            return getattr(error, "verify_message", str(error))
+    return None
 
 
 def delta_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:

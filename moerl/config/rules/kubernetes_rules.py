@@ -64,5 +64,7 @@ def _places(config: RunConfig, config_dir: str | None) -> Iterator[tuple[str, st
         yield from ((f"data.files.{index}", str(file), False) for index, file in enumerate(config.data.files))
     if config.placement.topology is not None:
         yield "placement.topology", config.placement.topology, False
+    if config.rollout.tls is not None:
+        yield from ((f"rollout.tls.{name}", file, False) for name, file in vars(config.rollout.tls).items())
     if config_dir is not None:
         yield "--config-dir", config_dir, False

@@ -66,6 +66,20 @@ class ServerLayout(Strict):
         return self.all_to_all != "gather"
 
 
+@dataclass(frozen=True, kw_only=True)
+class TLSConfig(Strict):
+    """Files of TLS between a run's processes and its rollout servers, in PEM, by absolute paths that every node has. They are read when a
+    server or a collector starts; renewed ones count from its next start."""
+
+    certificate: str
+    """Certificate that every server shows, and those between it and the authority after it. Its subjectAltName must have the hosts of all
+    servers: of a run on one node IP:127.0.0.1 (or rollout.host), of several the nodes' addresses as Ray has them."""
+    key: str
+    """Private key of the certificate, without a passphrase. Servers alone read it."""
+    authority: str
+    """Certificates of the authorities that the driver and the collectors trust; they trust no others, and check the host's name."""
+
+
 # -- rollout, weights -----------------------------------------------------------------------------------
 
 
@@ -83,6 +97,8 @@ class RolloutConfig(Strict):
     """Address that servers listen on, for a run on one node. None: 127.0.0.1; for several nodes the address of each server's."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first server, the next ones count up; 0 lets the system choose."""
+    tls: TLSConfig | None = None
+    """HTTP between the driver, collectors and servers over TLS. None: not encrypted. The tensors of a push go other ways."""
     python: str | None = None
     """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
     .venv-sglang in the checkout."""

@@ -10,6 +10,7 @@ import pickle
 import socket
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Answer, Intake
 from moerl.rollout.server.client import BrokenConnection, HTTPEngine, generate_at, new_session
+from moerl.rollout.server.tls import client_context
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.errors import EngineError, MoerlError, Origin, StoreError
 from moerl.types.exit_codes import ExitCode
@@ -30,8 +32,8 @@ _DROP_THREAD = "drop"
 class CollectorActor:
     """One of them. `ask` runs for as long as the server decodes, beside many others."""
 
-    def __init__(self, secret: RunSecret):
-        self._secret = secret
+    def __init__(self, secret: RunSecret, authority: Path | None):
+        self._secret, self._authority = secret, authority
         self._intake: Intake | None = None
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,7 +64,9 @@ class CollectorActor:
             self._dropped.discard(number)
 
     async def _answer(self, url: str, server: str, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        session = self._session = new_session(self._secret) if self._session is None else self._session
+        if self._session is None:
+            self._session = new_session(self._secret, client_context(self._authority))
+        session = self._session
         before = None if so_far is None else (so_far, await asyncio.to_thread(so_far.payload.get))
         assert self._intake is not None
         return await self._intake.ask(partial(generate_at, session, url, server), request, before, server=server, keep=keep)
@@ -87,9 +91,13 @@ class CollectorActor:
 class RayCollectors:
     """Implements Collector for HTTPEngines. Ray must be initialised."""
 
-    def __init__(self, intake: Intake, *, secret: RunSecret, num_actors: int, max_in_flight: int, max_restarts: int = 0):
-        """`max_in_flight`: requests of all servers together. `max_restarts`: of each actor whose process ends."""
-        self._intake, self._secret = intake, secret
+    def __init__(
+        self, intake: Intake, *, secret: RunSecret, num_actors: int, max_in_flight: int, max_restarts: int = 0,
+        authority: Path | None = None,
+    ):  # fmt: skip
+        """`max_in_flight`: requests of all servers together. `max_restarts`: of each actor whose process ends. `authority`:
+        HTTPEngine's."""
+        self._intake, self._secret, self._authority = intake, secret, authority
         self._num_actors, self._max_in_flight, self._max_restarts = num_actors, max_in_flight, max_restarts
         self._actors: list[Any] = []
         self._stored_intake: list[Any] = []
@@ -103,7 +111,7 @@ class RayCollectors:
         options |= dict(max_restarts=self._max_restarts, max_task_retries=self._max_restarts)
         actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
         self._stored_intake = [ray.put(self._intake)]  # as long as an actor may be made again
-        self._actors = [actor.remote(self._secret) for _ in range(self._num_actors)]
+        self._actors = [actor.remote(self._secret, self._authority) for _ in range(self._num_actors)]
         try:
             await asyncio.gather(*(actor.process_id.remote(self._stored_intake) for actor in self._actors))
         except LOST as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import ssl
 import time
 from typing import Any
 
@@ -17,6 +18,9 @@ REQUEST_SECONDS = 10.0
 
 GRACE_SECONDS = 1.0
 """Time that every connection has for it, however many wait."""
+
+CLOSE_SECONDS = 1.0
+"""Time for the other side of TLS to say that it closes too; it is cut off then."""
 
 _REFUSAL = Response(
     wire.ERROR.dump_json(wire.ErrorBody(error="the request does not carry the secret of this server's run")),
@@ -65,3 +69,42 @@ class TimedConnection(H11Protocol):
         oldest = min(silent, key=lambda connection: connection._since)
         if self._since - oldest._since > GRACE_SECONDS:
             oldest.transport.abort()
+
+
+class TLSConnection(TimedConnection):
+    """A timed connection that speaks HTTP as soon as TLS is agreed, and counts from its first packet. uvicorn's own TLS would show a
+    connection after the handshake alone, before which a stranger may be silent for a minute, and as many of them as there are files."""
+
+    def __init__(self, context: ssl.SSLContext, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._context, self._early = context, b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.pause_reading()  # what comes is the handshake's
+        self._handshake = self.loop.create_task(self._agree(transport))
+
+    def data_received(self, data: bytes) -> None:
+        if self.scheme == "https":
+            super().data_received(data)
+        else:  # came with the last packet of the handshake
+            self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """asyncio tells some ends of a handshake and not others: this is called once or twice."""
+        if self in self.connections:
+            super().connection_lost(exc)
+
+    async def _agree(self, transport: asyncio.Transport) -> None:
+        limits: dict[str, float] = {"ssl_handshake_timeout": REQUEST_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS}
+        try:
+            secured = await self.loop.start_tls(transport, self, self._context, server_side=True, **limits)
+        except OSError as error:  # not TLS, or no trust in the certificate
+            self.connection_lost(error)
+            return
+        if secured is None or secured.is_closing():  # ended meanwhile
+            self.connection_lost(None)
+            return
+        H11Protocol.connection_made(self, secured)
+        if self._early:
+            super().data_received(self._early)

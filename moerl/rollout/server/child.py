@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ import uvicorn
 from moerl.cluster.run_secret import RunSecret
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.rollout.server import wire
-from moerl.rollout.server.admission import Admission, TimedConnection
+from moerl.rollout.server.admission import Admission, TimedConnection, TLSConnection
 from moerl.rollout.server.app import build_app
 from moerl.rollout.server.contract import Core
 from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.tls import server_context
 from moerl.types.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -43,11 +46,11 @@ KEEP_ALIVE_SECONDS = 75
 class _ChildServer(uvicorn.Server):
     """Reports readiness when it accepts requests, and does not wait for held requests when it is told to end."""
 
-    def __init__(self, gate: Gate, limits: Limits, secret: RunSecret, ready: Any):
+    def __init__(self, gate: Gate, limits: Limits, secret: RunSecret, ready: Any, tls: ssl.SSLContext | None = None):
         super().__init__(
             uvicorn.Config(
                 Admission(build_app(gate, limits), secret),
-                http=TimedConnection,
+                http=TimedConnection if tls is None else partial(TLSConnection, tls),  # type: ignore[arg-type]
                 ws="none",
                 log_config=None,
                 log_level="warning",
@@ -88,6 +91,7 @@ def add_options(parser: argparse.ArgumentParser, *, is_required: bool) -> None:
     parser.add_argument("--prefill-chunk", type=int, required=is_required, help="prompt tokens computed per iteration")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
+    parser.add_argument("--tls", type=Path, nargs=2, metavar=("CERTIFICATE", "KEY"), help="files in PEM; without: HTTP, not encrypted")
 
 
 @contextmanager
@@ -109,10 +113,11 @@ async def serve(
     options: argparse.Namespace, ready: Any, secret: RunSecret, start: Callable[[], tuple[Core, Limits]], *, version: int | None = None
 ) -> None:
     """Until SIGTERM. `start` returns when the engine has loaded its model, whose weights have `version`."""
+    tls = None if options.tls is None else server_context(*options.tls)
     listener = listen(options.host, options.port)
     core, limits = start()
     gate = Gate(core, max_running=options.max_running, version=version)
-    await _ChildServer(gate, limits, secret, ready).serve(sockets=[listener])
+    await _ChildServer(gate, limits, secret, ready, tls).serve(sockets=[listener])
 
 
 def private_stdout() -> Any:

@@ -1,6 +1,7 @@
 """A rollout server in a process of its own, driven over HTTP."""
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from inspect import signature
 from pathlib import Path
@@ -15,6 +16,7 @@ from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
 from moerl.rollout.server.spread_process import NodeOfServer, SpreadProcess
+from moerl.rollout.server.tls import client_context
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, WeightError
 
@@ -56,9 +58,11 @@ class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.server.wire and reports like moerl.rollout.engines.hf."""
 
     def __init__(
-        self, nodes: Sequence[NodeOfServer], *, secret: RunSecret, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0
+        self, nodes: Sequence[NodeOfServer], *, secret: RunSecret, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0,
+        authority: Path | None = None,
     ):  # fmt: skip
-        """`nodes`: the first one answers. `port` 0: the server chooses, and `name` tells after start. `meeting_port`: SpreadProcess's."""
+        """`nodes`: the first one answers. `port` 0: the server chooses, and `name` tells after start. `meeting_port`: SpreadProcess's.
+        `authority`: file of the certificates that the server's is held against; None: it speaks plain HTTP."""
         first, *others = nodes
         self.host, self.hosts = first.host, tuple(node.host for node in nodes)
         self.name = f"{first.host}:{port}"
@@ -66,13 +70,14 @@ class HTTPEngine:
         self._process: ServerProcess | RemoteProcess | SpreadProcess = (
             SpreadProcess(nodes, port=meeting_port, **how) if others else first.process(first.command, **how)
         )
-        self._secret = secret
+        self._secret, self.authority = secret, authority
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def url(self) -> str:
         """Address of a server that was started."""
-        return f"http://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
+        scheme = "http" if self.authority is None else "https"
+        return f"{scheme}://{_bracketed(self.host)}:{self.name.rpartition(':')[2]}"
 
     @property
     def watched(self) -> tuple[WatchedProcess, ...]:
@@ -82,9 +87,10 @@ class HTTPEngine:
         self._process.kill()
 
     async def start(self) -> None:
+        tls = client_context(self.authority)
         port = await self._process.start()
         self.name = self._process.label = f"{self.host}:{port}"
-        self._session = new_session(self._secret)
+        self._session = new_session(self._secret, tls)
 
     async def ended(self) -> EngineUnavailable:
         return await self._process.death()
@@ -136,10 +142,10 @@ class HTTPEngine:
         return self._session
 
 
-def new_session(secret: RunSecret) -> aiohttp.ClientSession:
-    """One connection per running request, and no deadline here: that is the pool's."""
+def new_session(secret: RunSecret, tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+    """One connection per running request, and no deadline here: that is the pool's. `tls`: for https."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=True if tls is None else tls),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={**secret.headers, "Accept-Encoding": "identity"},
         auto_decompress=False,  # a few bytes could become gigabytes
@@ -165,6 +171,11 @@ async def _exchange(
     try:
         async with session.request(method, url + path, data=data, allow_redirects=False) as response:
             content = await _content(response, max_answer, f"{name}{about}")
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise EngineError(
+            f"{name}{about}: the certificate that is shown there is not trusted ({error.certificate_error}). rollout.tls.certificate must "
+            f"be signed by rollout.tls.authority, be in date, and have {error.host} in its subjectAltName (an address as IP, a name as DNS)"
+        ) from error
     except aiohttp.ClientError as error:
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
     if response.status == wire.STRANGER:
