@@ -12,7 +12,8 @@ import pytest
 from moerl.types.exit_codes import ExitCode
 
 # A shell may have started the tests with signals ignored.
-BEFORE = "import os, signal, sys, time; [signal.signal(n, signal.SIG_DFL) for n in (1, 2)]; from moerl.cluster import user_process as u; u.fork_driver(); print(os.getpid(), flush=True); "
+HEEDS = "import os, signal, sys, time; [signal.signal(n, signal.SIG_DFL) for n in (1, 2)]; "
+BEFORE = HEEDS + "from moerl.cluster import user_process as u; u.fork_driver(); print(os.getpid(), flush=True); "
 
 
 @pytest.fixture

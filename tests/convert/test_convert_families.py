@@ -128,7 +128,8 @@ def test_a_folder_that_becomes_a_folder_must_hold_its_model_and_nothing_else(dir
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ConvertError) as caught:
         convert(Conversion(source=directory, target=tmp_path / "less"), dry_run=False)
-    assert [each.rule for each in caught.value.problems] == ["is missing"] * 4 + ["must have shape (24, 32)"] * 4 + ["is no tensor of this model"]
+    rules = ["is missing"] * 4 + ["must have shape (24, 32)"] * 4 + ["is no tensor of this model"]
+    assert [each.rule for each in caught.value.problems] == rules
 
 
 def test_a_setting_that_config_json_lacks_is_named(directories, tmp_path):

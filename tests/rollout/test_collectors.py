@@ -157,7 +157,7 @@ def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, c
         answer = await other.ask(engine, request("whole"), None)
         held = asyncio.create_task(other.ask(engine, request("held"), None))
         await asyncio.sleep(0)
-        pid = await other._actors[0].process_id.remote()
+        pid = await other._actors[0].process_id.remote(other._stored_intake)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(StoreError, match="(?s)a process that receives completions ended.*the same command resumes") as in_flight:
             await held

@@ -113,7 +113,8 @@ ADDRESSES = ("nowhere", "", "h:", ":1", "h:0", "h:65536", "h:1e3", "h:²")
     ],
 )  # fmt: skip
 def test_a_push_that_could_wait_for_ever_or_for_nobody_is_refused(server, change, said):
-    offer = dict(transport="ipc", address="127.0.0.1:1", server="s", senders=[0], num_readers=1, reader=0, buckets=[], seconds=1.0, secret="s" * 64)
+    offer = dict(transport="ipc", address="127.0.0.1:1", server="s", senders=[0], num_readers=1, reader=0, buckets=[], seconds=1.0)
+    offer["secret"] = "0" * 64
     status, answer, _ = server.ask("/weights/connect", json.dumps({"offer": offer | change}).encode())
     assert status == 400 and said in json.loads(answer)["error"]
     assert_serves(server)

@@ -257,7 +257,7 @@ class Scripted:
     ("answers", "num_retired"),
     [
         ([("abort", ("fake-0", 3)), ("abort", ("fake-0", 3)), ("length", ("fake-0", 3), ("fake-0", 5))], 0),
-        ([("abort", ("fake-0", 3)), ("length", ("fake-0", 3), ("fake-1", 5)), ("length", ("fake-0", 3), ("fake-0", 5))], 1),
+        ([("abort", ("fake-0", 3)), ("length", ("fake-0", 3), ("fake-1", 5)), ("length", ("fake-0", 3), ("fake-1", 5))], 1),
         ([("length", ("nobody", 8)), ("length", ("fake-1", 8))], 1),
     ],
 )

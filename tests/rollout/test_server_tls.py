@@ -50,8 +50,9 @@ def test_a_server_over_tls_answers_those_that_trust_its_authority_and_have_the_s
             await asked(url, secret, context)
 
     async def collected():
-        collector = ray_collectors.CollectorActor(Intake(vocab_size=VOCAB, decoder=Letters(), routes=None), secret, server.authority)
+        collector = ray_collectors.CollectorActor(secret, server.authority)
         request = GenerateRequest(request_id="r", prompt_ids=(4, 9), sampling=SAMPLING)
+        collector._intake = Intake(vocab_size=VOCAB, decoder=Letters(), routes=None)
         answer = await collector._answer(server.url, server.name, request, None)
         await collector._session.close()
         return answer.completion.payload.get()

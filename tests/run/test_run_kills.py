@@ -3,7 +3,6 @@ ends with 76 and the same run goes on; with the same bits."""
 
 import re
 import signal
-import subprocess
 import time
 
 import psutil
@@ -15,11 +14,11 @@ from whole_runs import (
     SYNC,
     assert_all_end,
     checkpoint_tensors,
-    command,
     find,
     left_in_shared_memory,
     rows,
     shared_memory,
+    start,
     users_environment,
     wait_for_step,
     words_of,
@@ -58,8 +57,7 @@ KILLS = {
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version, never_killed, tmp_path):
     before = shared_memory()
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command(tmp_path, *OVERRIDES), **pipes, env=users_environment())
+    process = start(tmp_path, *OVERRIDES, env=users_environment())
     checkpoints = tmp_path / SYNC / "checkpoints"
     temporary = checkpoints / f"step-{version:06d}.tmp"
     while not temporary.exists() and process.poll() is None:
@@ -83,8 +81,7 @@ def test_a_run_killed_while_it_saves_continues_with_the_same_bits(name, version,
 
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_run_that_loses_a_process_survives_or_ends_with_76_and_goes_on(name, never_killed, tmp_path):
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command(tmp_path, *OVERRIDES), **pipes, env=users_environment())
+    process = start(tmp_path, *OVERRIDES, env=users_environment())
     family = wait_for_step(process, 2)
     unknown = [words_of(each) for each in family if not any(re.search(words, words_of(each)) for words in PROCESSES.values())]
     matching = sorted((each for each in family if re.search(PROCESSES[name], words_of(each))), key=lambda each: each.create_time())

@@ -53,8 +53,8 @@ def run(output_dir: Path, *overrides: str, recipe: str = SYNC, seconds: float = 
     return subprocess.run(command(output_dir, *overrides, recipe=recipe), capture_output=True, text=True, timeout=seconds)
 
 
-def start(output_dir: Path, *overrides: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(command(output_dir, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(output_dir: Path, *overrides: str, env: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command(output_dir, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
 def wait_for_step(process: "subprocess.Popen[str]", step: int) -> list[psutil.Process]:
