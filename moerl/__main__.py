@@ -2,6 +2,7 @@
 
 import errno
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -369,8 +370,26 @@ def _explained(error: Any) -> Exception:
         described = MoerlError(f"{error.filename or 'a file'}: {error.strerror}")
         described.__notes__ = getattr(error, "__notes__", [])
         described.exit_code = ExitCode.UNUSABLE if error.errno in _OF_PATHS and error.filename else ExitCode.FAILED
-        return described if error.filename or error.errno in _OF_DISKS else error
-    return error
+        if error.filename or error.errno in _OF_DISKS:
+            return described
+    refused = error.__context__ if isinstance(error, ImportError) else error  # modules tell of some as they like
+    return _refused(error) if isinstance(refused, OSError | MemoryError) else error
+
+
+def _refused(error: Exception) -> Exception:
+    """The same for what the machine refused: memory, another file or process, a connection."""
+    from moerl.types.errors import MoerlError
+
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((each for each in reversed(frames) if Path(__file__).parent in Path(each.filename).parents), frames[-1])
+    described = MoerlError(
+        f"{type(error).__name__}: {error}\n  at {place.filename}:{place.lineno} in {place.name}\n"
+        "    why: the operating system refused what this process asked for: its memory, files, processes or connections may be at a limit\n"
+        "    fix: the same command goes on; `moerl doctor` says what this machine limits"
+    )
+    described.__notes__ = getattr(error, "__notes__", [])
+    described.exit_code = ExitCode.KILLED
+    return described
 
 
 if __name__ == "__main__":

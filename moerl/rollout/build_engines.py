@@ -48,6 +48,7 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder, secret
         secret=secret,
         num_actors=rollout.num_collectors,
         max_in_flight=in_flight,
+        start_seconds=config.deadlines.start_seconds,
         max_restarts=rollout.max_restarts,
         authority=_authority(rollout),
     )

@@ -12,7 +12,8 @@ class ExitCode(IntEnum):
     CONTINUE = 75
     """The run was asked to end, or hung with deadlines.on_hang=requeue: start the same command again. EX_TEMPFAIL of sysexits.h."""
     KILLED = 76
-    """One of the run's processes was killed or crashed, or Ray's did not come up: the same command goes on from the newest checkpoint."""
+    """One of the run's processes was killed or crashed, Ray's did not come up, or the machine refused memory, files or connections: the
+    same command goes on from the newest checkpoint."""
     INTERRUPTED = 130
     """Ctrl-C: 128 + SIGINT."""
     TERMINATED = 143

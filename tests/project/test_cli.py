@@ -77,6 +77,30 @@ def test_a_report_of_a_directory_that_is_no_run_is_an_error_without_a_traceback(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_machine_that_refuses_memory_or_files_is_told_in_one_message_with_exit_code_76(is_wrapped):
+    """Where an import fails by it too, as numpy wraps what its modules raise."""
+    program = (
+        "import resource, sys\n"
+        "import moerl.__main__ as command\n"
+        f"wraps = {is_wrapped}\n"
+        "def verb(**_):\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "    try:\n"
+        "        import socket; socket.socketpair()\n"
+        "    except OSError as error:\n"
+        "        if not wraps: raise\n"
+        "        raise ImportError('a module of C') from error\n"
+        "import traceback, socket; from moerl.types import errors\n"  # no file can be opened afterwards
+        "command.app = verb\n"
+        "command.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 76
+    assert done.stderr.startswith("moerl: ImportError: a module" if is_wrapped else "moerl: OSError: [Errno 24] Too many open files\n  at ")
+    assert "Traceback" not in done.stderr
+
+
 def test_check_loads_neither_torch_nor_megatron_nor_ray():
     """Neither of a model from scratch nor of a published one, whose family's rules are checked too."""
     code = (

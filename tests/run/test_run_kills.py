@@ -21,6 +21,7 @@ from whole_runs import (
     start,
     users_environment,
     wait_for_step,
+    without_restarts,
     words_of,
 )
 
@@ -96,7 +97,3 @@ def test_a_run_that_loses_a_process_survives_or_ends_with_76_and_goes_on(name, n
         go(tmp_path)
     assert [without_restarts(row) for row in rows(tmp_path)] == [without_restarts(row) for row in rows(never_killed)]
     assert checkpoint_tensors(tmp_path / SYNC) == checkpoint_tensors(never_killed / SYNC)
-
-
-def without_restarts(row):
-    return {name: value for name, value in row.items() if name != "fleet/restarts"}

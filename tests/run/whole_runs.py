@@ -49,8 +49,10 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
 
 
-def run(output_dir: Path, *overrides: str, recipe: str = SYNC, seconds: float = 180) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command(output_dir, *overrides, recipe=recipe), capture_output=True, text=True, timeout=seconds)
+def run(
+    output_dir: Path, *overrides: str, recipe: str = SYNC, seconds: float = 180, env: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command(output_dir, *overrides, recipe=recipe), capture_output=True, text=True, timeout=seconds, env=env)
 
 
 def start(output_dir: Path, *overrides: str, env: dict[str, str] | None = None) -> "subprocess.Popen[str]":
@@ -118,6 +120,10 @@ def rows(output_dir: Path, recipe: str = SYNC) -> list[dict[str, float]]:
         }
         for line in lines
     ]
+
+
+def without_restarts(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name != "fleet/restarts"}
 
 
 def shared_memory() -> set[str]:

@@ -92,13 +92,14 @@ class RayCollectors:
     """Implements Collector for HTTPEngines. Ray must be initialised."""
 
     def __init__(
-        self, intake: Intake, *, secret: RunSecret, num_actors: int, max_in_flight: int, max_restarts: int = 0,
-        authority: Path | None = None,
+        self, intake: Intake, *, secret: RunSecret, num_actors: int, max_in_flight: int, start_seconds: float,
+        max_restarts: int = 0, authority: Path | None = None,
     ):  # fmt: skip
-        """`max_in_flight`: requests of all servers together. `max_restarts`: of each actor whose process ends. `authority`:
-        HTTPEngine's."""
+        """`max_in_flight`: requests of all servers together. `start_seconds`: for all actors to come. `max_restarts`: of each actor whose
+        process ends. `authority`: HTTPEngine's."""
         self._intake, self._secret, self._authority = intake, secret, authority
         self._num_actors, self._max_in_flight, self._max_restarts = num_actors, max_in_flight, max_restarts
+        self._start_seconds = start_seconds
         self._actors: list[Any] = []
         self._stored_intake: list[Any] = []
         self._homes: dict[HTTPEngine, Any] = {}
@@ -113,7 +114,10 @@ class RayCollectors:
         self._stored_intake = [ray.put(self._intake)]  # as long as an actor may be made again
         self._actors = [actor.remote(self._secret, self._authority) for _ in range(self._num_actors)]
         try:
-            await asyncio.gather(*(actor.process_id.remote(self._stored_intake) for actor in self._actors))
+            async with asyncio.timeout(self._start_seconds):
+                await asyncio.gather(*(actor.process_id.remote(self._stored_intake) for actor in self._actors))
+        except TimeoutError as error:
+            raise _late(self._start_seconds, self._num_actors) from error
         except LOST as error:
             raise _lost(error) from error
 
@@ -141,6 +145,16 @@ class RayCollectors:
         for actor in self._actors:
             ray.kill(actor)
         self._actors, self._homes, self._stored_intake = [], {}, []
+
+
+def _late(seconds: float, num_actors: int) -> StoreError:
+    late = StoreError(
+        f"deadlines.start_seconds = {seconds:g}: not all of rollout.num_collectors = {num_actors} processes that receive completions have "
+        "started\n    why: Ray has not made them, or one of them hangs; their logs are in /tmp/ray/session_latest/logs\n"
+        "    fix: the same command goes on; a larger deadlines.start_seconds if they were only slow"
+    )
+    late.exit_code = ExitCode.KILLED
+    return late
 
 
 def _lost(error: ray.exceptions.RayError) -> StoreError:
