@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -50,6 +51,14 @@ def test_an_index_that_names_a_command_is_refused_and_runs_nothing(tmp_path, pro
 def _sets_attributes_of_a_class() -> bytes:
     """BUILD on the class itself, not on an object of it: afterwards every index of the process would be another."""
     return b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}(\x8c\x0bplanner_dataK\x07u\x86b."
+
+
+def test_an_index_that_writes_into_a_class_of_python_leaves_it_as_it_was(tmp_path):
+    """BUILD on pathlib's class, which old checkpoints name."""
+    evil = b"\x80\x02cpathlib\nPurePosixPath\nN}X\x06\x00\x00\x00parentX\x04\x00\x00\x00evils\x86b."
+    with pytest.raises(CheckpointError):
+        read_index(written(tmp_path, evil))
+    assert PurePosixPath("/a/b").parent == PurePosixPath("/a")
 
 
 @pytest.mark.parametrize(

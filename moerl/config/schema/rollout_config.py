@@ -139,5 +139,6 @@ class WeightsConfig(Strict):
     canary_every: NotNegative = 10
     """Compare log-probs of fixed prompts after the first push and every k-th; 0: only after the first."""
     mismatch_limit: Annotated[float, Field(gt=0)] = 1e-4
-    """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of each server in every step. 1e-4 suits float32;
-    bfloat16 mixture-of-experts models differ by about 3e-2, training in FP8 by several times as much."""
+    """Largest mean |log-prob(trainer) - log-prob(rollout)| of a canary and of each server in every step, there with room for the
+    few tokens of one (docs/design/weights.md). 1e-4 suits float32; bfloat16 mixture-of-experts models differ by about 3e-2, training in FP8
+    by several times as much."""
