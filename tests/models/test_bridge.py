@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from moerl.config.schema.layout import Layout
 from moerl.models.hf_checkpoint import INDEX, HFCheckpoint
 
-CASES = [
+_ALL = [
     *(("qwen3_moe", layout) for layout in ("one", *LAYOUTS)),
     *(("untied-qwen3_moe", layout) for layout in ("one", "ep2", "tp2-ep2-etp2-dp2")),
     *((name, layout) for name in ("qwen3", "untied-qwen3") for layout in ("one", *DENSE_LAYOUTS)),
+]
+CASES = [
+    pytest.param(name, layout, marks=[pytest.mark.matrix] if layout != "one" and LAYOUTS[layout].ranks > 2 else []) for name, layout in _ALL
 ]
 
 
