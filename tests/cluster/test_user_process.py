@@ -69,8 +69,8 @@ def test_a_signal_that_the_driver_does_not_heed_ends_the_command_by_it(start, nu
 
 
 def test_a_terminals_ctrl_c_reaches_the_driver_once(start):
-    heeds = "n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); print('heeds', flush=True); signal.pause()"
-    process, driver = start(f"{heeds}; time.sleep(0.3); print(n); u.tell_end(130); sys.exit(130)")
+    heeds = "n = []; signal.signal(signal.SIGINT, lambda *_: n.append(1)); print('heeds', flush=True)\nwhile not n: time.sleep(0.01)"
+    process, driver = start(f"{heeds}\ntime.sleep(0.3); print(n); u.tell_end(130); sys.exit(130)")
     process.stdout.readline()
     assert os.getpgid(driver) != os.getpgid(process.pid)  # a terminal sends it to the whole group of the latter
     process.send_signal(signal.SIGINT)
