@@ -1,5 +1,6 @@
 """Imports: a package imports only packages below it, validation reads declarations of models alone, and what is imported is declared."""
 
+import ast
 import re
 import sys
 import tomllib
@@ -136,3 +137,23 @@ def distribution(requirement: str) -> str:
 
 def canonical(name: str) -> str:
     return str(canonicalize_name(name))
+
+
+WALL_CLOCK = {
+    "moerl/cluster/stop.py": 1,  # when the machine is taken away is given in it, and it is read once
+    "moerl/doctor/head.py": 2,  # the nodes' wall clocks are what is compared
+    "moerl/doctor/on_each_node.py": 1,
+    "moerl/hangs/hang_reports.py": 1,  # the name of a file
+    "moerl/observe/writers.py": 2,  # TensorBoard shows it
+}
+
+
+def test_nothing_waits_by_the_wall_clock():
+    """Whoever sets it would end a wait early, or never: these read it, and nobody else."""
+    found: dict[str, int] = {}
+    for file in sorted(file for folder in ("moerl", "megatron_patches", "slurm") for file in (ROOT / folder).rglob("*.py")):
+        names = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now", "datetime.utcnow", "datetime.today"}
+        calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        if count := sum(call in names for call in calls):
+            found[str(file.relative_to(ROOT))] = count
+    assert found == WALL_CLOCK

@@ -4,9 +4,12 @@ A cluster of one host is lost without its control store (gcs_server), its raylet
 them, and Ray ends the driver.
 """
 
+import atexit
 import logging
 import os
+import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -67,8 +70,28 @@ def local_ray(start_seconds: float) -> Iterator[list[Daemon]]:
         yield daemons
 
 
+def _make_token() -> None:
+    """Ray writes a token of its own into ~/.ray. Where there is no home, or none that can be written, it gets one of this process's."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    try:
+        directory = Path.home() / ".ray"
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK) or os.access(directory / "auth_token", os.R_OK):
+            return
+    except (OSError, RuntimeError):  # also a user whom nobody has listed
+        pass
+    opened, file = tempfile.mkstemp(prefix="moerl-ray-token-")  # 0600
+    with open(opened, "w") as token:
+        token.write(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = file  # for good: the first token that a process has stays its token
+    atexit.register(Path(file).unlink, missing_ok=True)
+
+
 def _start(seconds: float, others: Collection[int]) -> None:
     address, deadline = os.environ.get("RAY_ADDRESS"), time.monotonic() + seconds
+    if address is None:
+        _make_token()
     for number in range(1, _NUM_TRIES + 1):
         try:
             with own_ray(deadline):

@@ -4,6 +4,7 @@ import asyncio
 import resource
 import ssl
 import time
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -96,9 +97,9 @@ class TLSConnection(TimedConnection):
             super().connection_lost(exc)
 
     async def _agree(self, transport: asyncio.Transport) -> None:
-        limits: dict[str, float] = {"ssl_handshake_timeout": REQUEST_SECONDS, "ssl_shutdown_timeout": CLOSE_SECONDS}
+        start = partial(self.loop.start_tls, ssl_handshake_timeout=REQUEST_SECONDS, ssl_shutdown_timeout=CLOSE_SECONDS)
         try:
-            secured = await self.loop.start_tls(transport, self, self._context, server_side=True, **limits)
+            secured = await start(transport, self, self._context, server_side=True)
         except OSError as error:  # not TLS, or no trust in the certificate
             self.connection_lost(error)
             return
