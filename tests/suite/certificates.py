@@ -1,23 +1,14 @@
-"""Certificates for tests, made by the commands that docs/rollout-servers.md gives."""
+"""Certificates for tests, made by the commands that docs/rollout-servers.md shows."""
 
+import re
 import subprocess
 from pathlib import Path
 
-NEW = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
+_PAGE = Path(__file__).parents[2] / "docs" / "rollout-servers.md"
 
 
-def make_authority(directory: Path, name: str) -> None:
-    """name.pem and name.key."""
-    files = ["-keyout", f"{name}.key", "-out", f"{name}.pem"]
-    _run(directory, *NEW, "-days", "365", "-subj", f"/CN={name}", "-addext", "keyUsage=critical,keyCertSign", *files)
-
-
-def make_certificate(directory: Path, name: str, host: str) -> None:
-    """name.pem and name.key, signed by authority.pem. `host`: IP:127.0.0.1 and so on."""
-    signed = ["-CA", "authority.pem", "-CAkey", "authority.key", "-days", "365", "-subj", "/CN=rollout"]
-    extensions = ["-addext", "basicConstraints=critical,CA:FALSE", "-addext", f"subjectAltName={host}"]
-    _run(directory, *NEW, *signed, *extensions, "-keyout", f"{name}.key", "-out", f"{name}.pem")
-
-
-def _run(directory: Path, *command: str) -> None:
-    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+def make_certificates(directory: Path) -> None:
+    """authority.pem, authority.key; server.pem and server.key, which the authority has signed for IP:127.0.0.1."""
+    found = re.search(r"<!-- certificates -->\n\n((?:    .*\n)+)", _PAGE.read_text())
+    assert found is not None, f"{_PAGE} shows no commands"
+    subprocess.run(["sh", "-ec", found[1]], cwd=directory, check=True, capture_output=True)
