@@ -373,7 +373,8 @@ def _explained(error: Any) -> Exception:
         if error.filename or error.errno in _OF_DISKS:
             return described
     refused = error.__context__ if isinstance(error, ImportError) else error  # modules tell of some as they like
-    return _refused(error) if isinstance(refused, OSError | MemoryError) else error
+    # SystemError: the interpreter lost an error of its own, as it does of memory in some places.
+    return _refused(error) if isinstance(refused, OSError | MemoryError | SystemError) else error
 
 
 def _refused(error: Exception) -> Exception:
