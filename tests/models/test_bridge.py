@@ -85,6 +85,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("change", [-2, 2])
 def test_a_tensor_with_more_or_fewer_rows_is_refused_with_its_name_and_both_shapes(name, change, changed):

@@ -35,7 +35,7 @@ ALL = {"offload": "all", "destroy_groups": True}
         (None, "bfloat16", {"offload": "optimizer"}),
         ("dp2", "float32", {"offload": "all"}),
         ("tp2-ep2", "bfloat16", ALL),
-        ("pp2-vpp2", "float32", ALL),
+        pytest.param("pp2-vpp2", "float32", ALL, marks=pytest.mark.matrix),
         pytest.param("tp2-ep2-dp2", "bfloat16", ALL, marks=pytest.mark.matrix),
         pytest.param("tp2-cp2", "float32", ALL, marks=pytest.mark.matrix),
         ("dp2", "bfloat16", ALL | {"overlap_grad_reduce": True, "overlap_param_gather": True, "overlap_bucket_size": 3000}),
