@@ -372,9 +372,20 @@ def _explained(error: Any) -> Exception:
         described.exit_code = ExitCode.UNUSABLE if error.errno in _OF_PATHS and error.filename else ExitCode.FAILED
         if error.filename or error.errno in _OF_DISKS:
             return described
+    return _refused(error) if _is_of_machine(error) else error
+
+
+_OF_MACHINES = (
+    errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EPIPE, errno.ECONNREFUSED,
+    errno.ECONNRESET, errno.ECONNABORTED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH,
+)  # fmt: skip
+
+
+def _is_of_machine(error: Any) -> bool:
     refused = error.__context__ if isinstance(error, ImportError) else error  # modules tell of some as they like
-    # SystemError: the interpreter lost an error of its own, as it does of memory in some places.
-    return _refused(error) if isinstance(refused, OSError | MemoryError | SystemError) else error
+    if isinstance(refused, OSError):
+        return refused.errno in _OF_MACHINES
+    return isinstance(refused, MemoryError | SystemError)  # SystemError: the interpreter lost one of its own, as it does of memory
 
 
 def _refused(error: Exception) -> Exception:

@@ -4,8 +4,8 @@ A push is verified byte by byte; this finds what bytes cannot show: a wrong forw
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,22 @@ class CanaryResult:
 class Asked:
     """Answers of engines to the fixed prompts, to be compared."""
 
-    names: tuple[str, ...]
-    """Engines, in the order of their sequences."""
-    batch: TrainBatch
+    answers: Mapping[str, Sequence[Completion]]
+    """Of each engine, by its name, in the order of the prompts."""
+    prompts: Sequence[tuple[int, ...]]
     version: int
+
+    @property
+    def batch(self) -> TrainBatch:
+        """Those of one engine after those of another."""
+        pairs = (zip(self.prompts, answer, strict=True) for answer in self.answers.values())
+        return canary_batch([pair for each in pairs for pair in each])
+
+
+def merged(asked: Iterable[Asked]) -> Asked:
+    """One with the answers of all, of the same prompts and version."""
+    first, *others = asked
+    return replace(first, answers={**first.answers, **{name: answer for each in others for name, answer in each.answers.items()}})
 
 
 async def run_canary(
@@ -89,8 +101,7 @@ async def ask_canary(
     if faults:
         raise _named(WeightError("\n".join(map(str, faults.values()))), faults)
     answers = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-    sequences = [(prompt, completion) for answer in answers for prompt, completion in zip(prompts, answer, strict=True)]
-    return Asked(names=tuple(engine.name for engine in engines), batch=canary_batch(sequences), version=version)
+    return Asked(answers={engine.name: answer for engine, answer in zip(engines, answers, strict=True)}, prompts=prompts, version=version)
 
 
 def compare_canary(asked: Asked, trainer_T: np.ndarray, *, limit: float) -> CanaryResult:
@@ -102,9 +113,9 @@ def compare_canary(asked: Asked, trainer_T: np.ndarray, *, limit: float) -> Cana
             f"canary: trainer_logprobs returned shape {trainer_T.shape}, must be [T] = {batch.token_ids_T.shape} as the tokens"
         )
     difference_T = np.abs(trainer_T.astype(np.float64) - batch.rollout_logprobs_T)
-    num_prompts = batch.num_sequences // len(asked.names)
+    num_prompts = len(asked.prompts)
     results, faults = {}, {}
-    for number, name in enumerate(asked.names):
+    for number, name in enumerate(asked.answers):
         mine_T = _tokens_of(batch, first=number * num_prompts, count=num_prompts)
         results[name] = result = _summary(difference_T[mine_T])
         if not result.mean <= limit:  # also when it is not a number

@@ -5,13 +5,13 @@ A server that ends in a push does not end the push: it is brought to the others,
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, run_canary
+from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import mismatch_message
@@ -25,7 +25,7 @@ from moerl.types.batch import TrainBatch
 from moerl.types.errors import EngineError, GuardError, HangError, MoerlError, WeightError
 from moerl.types.groups import Group, Prompt
 from moerl.types.push import PushStats, Transport
-from moerl.types.stats import StepStats, disagreeing
+from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.types.stored_batch import StoredBatch
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 
@@ -73,38 +73,52 @@ class WeightPublisher:
         """Numbers of the servers that have the present version, by the nonces of the pushes that brought it."""
         return self._fleet.servers_of(self._version)
 
-    async def ask(self, groups: Sequence[Group], batch: StoredBatch) -> Asked | None:
-        """Canary's answers, for `compare`, of servers that sampled in `groups` but of which the update compares no token, as in
+    async def ask(self, groups: Sequence[Group], batch: StoredBatch) -> dict[Member, Asked]:
+        """Canary's answers, for `compare`, of servers that sampled in `groups` but of which the update compares too few tokens, as in
         asynchronous runs: tokens of older versions differ rightly. Servers that the canary of this version has compared are left out."""
-        first = split_mini_batches(batch.num_sequences, self._config.train.updates_per_step)[0]
-        fresh = batch.select(first).fresh
-        compared = set() if fresh is None else {self._fleet.members[number] for number in fresh[:, 0] if number >= 0}
         spans = (span for group in groups for sample in group.samples for span in sample.completion.spans)
-        sources = self._fleet.owners(spans) & set(self._fleet.healthy()) - compared - self._compared
-        members = [member for member in self._fleet.members if member in sources]
-        if not members:
-            return None
-        before, seconds = {member: member.num_starts for member in members}, self._config.deadlines.completion_seconds
+        sources = self._fleet.owners(spans) - self._compared_in(batch) - self._compared
+        members = [member for member in self._fleet.serving() if member in sources]
+        found = await asyncio.gather(*map(self._asked, members), return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return {member: each for member, each in zip(members, found, strict=True) if isinstance(each, Asked)}
+
+    def _compared_in(self, batch: StoredBatch) -> set[Member]:
+        """Servers of which the update of `batch` compares enough tokens, in its first mini-batch."""
+        fresh = batch.select(split_mini_batches(batch.num_sequences, self._config.train.updates_per_step)[0]).fresh
+        if fresh is None:
+            return set()
+        numbers, num_tokens = fresh[fresh[:, 0] >= 0].T
+        counts = np.bincount(numbers, num_tokens)
+        return {self._fleet.members[number] for number in np.flatnonzero(counts >= MIN_COMPARED)}
+
+    async def _asked(self, member: Member) -> Asked | None:
+        """None of one that ends meanwhile, or is retired for what it answers."""
+        before, seconds = {member: member.num_starts}, self._config.deadlines.completion_seconds
         try:
             async with asyncio.timeout(seconds):
-                return await ask_canary([member.engine for member in members], self._prompts, **self._sampling())
+                return await ask_canary([member.engine], self._prompts, **self._sampling())
         except TimeoutError as error:
             deadline = f"{seconds:g} s (deadlines.completion_seconds)"
-            hang = await self._pool.hang(deadline, members)
+            hang = await self._pool.hang(deadline, [member])
             raise (hang if hang is not None else EngineError(f"a canary was not answered within {deadline}")) from error
         except (EngineError, WeightError) as error:
-            if not self._retired(members, error) and not await self._fleet.lost(before):
+            if not (isinstance(error, WeightError) and self._retired([member], error)) and not await self._fleet.lost(before):
                 raise
             return None
 
-    async def compare(self, asked: Asked | None) -> None:
+    async def compare(self, asked: Mapping[Member, Asked]) -> None:
         """The answers with the trainer, which is awake and has not changed its weights since."""
-        if asked is None:
+        if not asked:
             return
+        by_name = {name: member for member, each in asked.items() for name in each.answers}  # one that came back may have another by now
+        together = merged(asked.values())
         try:
-            compare_canary(asked, (await self._train.logprobs(asked.batch)).get(), limit=self._config.weights.mismatch_limit)
+            compare_canary(together, (await self._train.logprobs(together.batch)).get(), limit=self._config.weights.mismatch_limit)
         except WeightError as error:
-            if not self._retired(self._fleet.members, error):
+            if not self._retired([by_name[name] for name in error.names], error):
                 raise
 
     def refuses(self, stats: StepStats, *, step: int) -> bool:
@@ -163,17 +177,18 @@ class WeightPublisher:
             try:
                 return await self._push(members, with_canary=with_canary)
             except (EngineError, WeightError) as error:
-                if not self._retired(members, error) and not await self._fleet.lost(before):
+                names = error.names if isinstance(error, WeightError) else ()
+                liars = [member for member in members if member.name in names]
+                if not self._retired(liars, error) and not await self._fleet.lost(before):
                     raise
                 logger.warning("the push of version %d begins anew, without a server that ended: %s", self._version, error)
         await self._residency.share()
         await self._residency.serve()  # those that come back start then
         return None
 
-    def _retired(self, members: Collection[Member], error: Exception) -> bool:
-        """Whether the canary found some of the servers at fault, and not all: these end. At the first push it is the run's settings."""
-        names = error.names if isinstance(error, WeightError) else ()
-        liars = [member for member in members if member.name in names]
+    def _retired(self, liars: Collection[Member], error: Exception) -> bool:
+        """Whether the canary found some of the servers at fault, `liars`, and not all: these end. At the first push it is the run's
+        settings."""
         if not liars or self._num_pushes == 1 or not self._fleet.trusted() - set(liars):
             return False
         for member in liars:

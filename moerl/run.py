@@ -355,13 +355,25 @@ def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     """Tokens of generation_config.json where there is one: chat models list more than the tokenizer's eos there."""
     eos = tokenizer.eos_token_id
     if (model_dir / "generation_config.json").exists():
-        listed = GenerationConfig.from_pretrained(model_dir).eos_token_id
+        listed = _listed_stop_tokens(model_dir)
         eos = eos if listed is None else listed
     if eos is None:
         reason = "a response would never end"
         fix = "eos_token_id in generation_config.json"
         raise ConfigError([Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason=reason, fix=fix)])
     return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _listed_stop_tokens(model_dir: Path) -> int | list[int] | None:
+    try:
+        found = GenerationConfig.from_pretrained(model_dir).eos_token_id
+    except (OSError, TypeError, ValueError) as error:  # transformers' own, of a file that it cannot read
+        rule, fix = "must have a generation_config.json that can be read", "fetch that file again, or remove it"
+        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=str(error), fix=fix)]) from error
+    if not all(isinstance(each, int) for each in (found if isinstance(found, list) else [found or 0])):
+        rule, reason = "must name tokens by their numbers in generation_config.json", f"eos_token_id is {found!r}"
+        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=reason, fix="eos_token_id: NUMBER")])
+    return found
 
 
 def _heed_ends(daemons: Sequence[Daemon], stop: Stop, observe: Observer) -> None:

@@ -6,17 +6,23 @@ pipe how it is about to end. If it ended without that word, it was killed, or Ra
 """
 
 import json
+import math
 import os
 import signal
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
-from moerl.cluster.descendants import end_with_parent
+from moerl.cluster.descendants import end_with_parent, no_descendant_outlives
 from moerl.types.exit_codes import ExitCode
 
 _HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT, signal.SIGCONT}
 _WAITED_FOR = _HANDED_ON | {signal.SIGCHLD, signal.SIGTSTP}
+
+_MOST_SAID = 4096
+"""Characters of a cause. A few of them fit into a pipe."""
 
 _told: int | None = None
 """The driver's end of the pipe; None in a process that nobody stands in front of, as a notebook's."""
@@ -58,8 +64,24 @@ def tell_end(code: object) -> None:
 
 
 def tell_cause(message: str) -> None:
-    """From the driver: what the user is to read should it be ended from here on."""
-    _tell({"cause": message})
+    """From the driver: what the user is to read should it be ended from here on. Cut: nobody reads the pipe while the driver lives."""
+    _tell({"cause": message[:_MOST_SAID]})
+
+
+@contextmanager
+def ended_after(seconds: float, message: str) -> Iterator[None]:
+    """From the driver: the kernel ends it if what is inside takes longer, with `message` for the user: what hangs in C code may hold
+    Python's lock, and then no thread of this process could. Nothing where nobody stands in front of it."""
+    if _told is None:
+        yield
+        return
+    tell_cause(message)
+    signal.alarm(math.ceil(max(seconds, 1.0)))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        tell_cause("")
 
 
 def _tell(words: dict[str, object]) -> None:
@@ -68,8 +90,9 @@ def _tell(words: dict[str, object]) -> None:
 
 
 def _answer(driver: int, reading: int) -> NoReturn:
-    status, handed_on = _wait(driver)
-    words = [json.loads(line) for line in _read(reading).splitlines()]
+    with no_descendant_outlives():  # what a driver that was killed had not ended yet
+        status, handed_on = _wait(driver)
+    words = list(_words(_read(reading)))
     code = next((each["code"] for each in words if "code" in each), None)
     if code is not None:
         os._exit(code & 0xFF)
@@ -78,9 +101,16 @@ def _answer(driver: int, reading: int) -> NoReturn:
         signal.signal(ended_by, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {ended_by})
         os.kill(os.getpid(), ended_by)
-    cause = next((each["cause"] for each in reversed(words) if "cause" in each), _unknown(driver, ended_by))
+    cause = next((each["cause"] for each in reversed(words) if "cause" in each), "") or _unknown(driver, ended_by)
     os.write(2, f"{cause}\n".encode(errors="replace"))
     os._exit(ExitCode.KILLED)
+
+
+def _words(said: bytes) -> Iterator[dict[str, Any]]:
+    """What it told; not a line in whose middle it was killed."""
+    for line in said.splitlines():
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def _wait(driver: int) -> tuple[int, set[int]]:
@@ -89,8 +119,8 @@ def _wait(driver: int) -> tuple[int, set[int]]:
     while True:
         number = signal.sigwait(_WAITED_FOR)
         if number == signal.SIGCHLD:
-            ended, status = os.waitpid(driver, os.WNOHANG)
-            if ended:
+            status = _status_of(driver)
+            if status is not None:
                 return status, handed_on
         elif number == signal.SIGTSTP:
             os.kill(driver, signal.SIGSTOP)
@@ -98,6 +128,14 @@ def _wait(driver: int) -> tuple[int, set[int]]:
         else:
             handed_on.add(int(number))
             os.kill(driver, number)
+
+
+def _status_of(driver: int) -> int | None:
+    """None while it runs. Whatever fell to this process and has ended is forgotten."""
+    while True:
+        ended, status = os.waitpid(-1, os.WNOHANG)
+        if ended in (0, driver):
+            return status if ended else None
 
 
 def _read(reading: int) -> bytes:

@@ -1,12 +1,15 @@
 """Ray's start is tried again, in its time, and one that never comes is one message."""
 
+import os
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import ray
 
+from moerl.cluster.forks.fork_server import VARIABLE
 from moerl.cluster.forks.local_ray import local_ray
 from moerl.cluster.forks.ray_workers import own_ray
 from moerl.types.errors import MoerlError
@@ -94,3 +97,32 @@ def test_a_node_may_take_the_time_of_the_deadline_while_its_raylet_runs(monkeypa
                 services.get_node("address", "id")
     assert len(calls) == asked
     assert services.get_node is get_node
+
+
+HANGS = """
+import sys
+from ray._private.parameter import RayParams
+from moerl.cluster import user_process
+from moerl.cluster.forks.local_ray import local_ray
+
+upstream = RayParams.__init__
+
+def with_workers_that_hang(self, *args, **kwargs):
+    upstream(self, *args, **kwargs)
+    self.worker_path = sys.argv[1]
+
+RayParams.__init__ = with_workers_that_hang
+user_process.fork_driver()
+with local_ray(15.0):
+    pass
+"""
+
+
+def test_a_ray_one_of_whose_processes_hangs_is_ended_at_the_deadline_and_the_command_with_76(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text("import time; time.sleep(600)")
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS")}
+    done = subprocess.run([sys.executable, "-c", HANGS, worker], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == ExitCode.KILLED, done.stderr
+    assert "moerl: deadlines.start_seconds = 15: Ray did not start" in done.stderr
+    assert not [each.pid for each in psutil.process_iter(["cmdline"]) if str(worker) in " ".join(each.info.get("cmdline") or [])]

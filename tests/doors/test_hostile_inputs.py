@@ -6,11 +6,13 @@ import resource
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from moerl.config.schema.model_config import ScratchModel
 from moerl.scratch_model import write_scratch_model
+from moerl.types.errors import ConfigError
 
 RECIPE = "recipe=grpo-tiny-moe-1n2g-sync"
 BOMB = "# @package _global_\nl0: &l0 [a, a]\n" + "".join(f"l{i}: &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))
@@ -173,3 +175,12 @@ def test_a_disk_without_room(folder, tmp_path):
     )
     refused(ended, "could not be completed", "File too large")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": 1,', "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, null]}'])
+def test_a_generation_config_that_says_nothing_of_use_is_refused(tmp_path, text):
+    from moerl.run import _stop_tokens
+
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        _stop_tokens(tmp_path, SimpleNamespace(eos_token_id=0))

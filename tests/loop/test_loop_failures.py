@@ -9,7 +9,7 @@ from in_process_run import InProcessRun, RecordingTrainer, make_config, new_engi
 
 from moerl.config.derive.scratch_config import VOCAB_SIZE
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
-from moerl.config.schema.rollout_config import WeightsConfig
+from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.train.checkpoint import checkpoint_dirs
@@ -164,6 +164,13 @@ def test_one_of_several_servers_whose_weights_change_is_retired_and_the_others_g
     assert [row["fleet/retired"] for row in run.metrics()] == [0, 0, 1, 1]
     assert set(run.groups) == {1, 2, 3, 4}
     assert run.trainer.version == (3 if max_staleness == 0 else 4), "an update that used them changed nothing; a canary comes before it"
+
+
+def test_a_server_with_too_few_tokens_to_compare_is_retired_by_a_canary(tmp_path):
+    sizes = dict(groups_per_step=2, group_size=4, rollout=RolloutConfig(engine="fake", max_response_tokens=4))
+    run = InProcessRun(make_config(tmp_path, **sizes), engines=[new_engine("same"), new_engine("other", ShiftedLater)])
+    asyncio.run(run.play())
+    assert run.metrics()[-1]["fleet/retired"] == 1
 
 
 class Foreign(FakeEngine):

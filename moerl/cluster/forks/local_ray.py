@@ -22,12 +22,15 @@ import ray
 from moerl.cluster.descendants import kill_all
 from moerl.cluster.forks.ray_workers import own_ray
 from moerl.cluster.ray_reaper import reaping_ray
+from moerl.cluster.user_process import ended_after
 from moerl.types.errors import MoerlError, Origin
 from moerl.types.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
 
 _NUM_TRIES = 3
+_SPARE_SECONDS = 5.0
+"""After the deadline, for Ray's own word."""
 _DAEMONS = ("gcs_server", "raylet")
 _AGENTS = {"ray::DashboardAgent": "dashboard agent", "ray::RuntimeEnvAgent": "agent for runtime environments"}
 
@@ -77,24 +80,27 @@ def _make_token() -> None:
     try:
         directory = Path.home() / ".ray"
         directory.mkdir(parents=True, exist_ok=True)
-        if os.access(directory, os.W_OK) or os.access(directory / "auth_token", os.R_OK):
+        token = directory / "auth_token"
+        if os.access(token, os.R_OK) if token.exists() else os.access(directory, os.W_OK):
             return
     except (OSError, RuntimeError):  # also a user whom nobody has listed
         pass
     opened, file = tempfile.mkstemp(prefix="moerl-ray-token-")  # 0600
-    with open(opened, "w") as token:
-        token.write(secrets.token_hex(32))
+    with open(opened, "w") as written:
+        written.write(secrets.token_hex(32))
     os.environ["RAY_AUTH_TOKEN_PATH"] = file  # for good: the first token that a process has stays its token
     atexit.register(Path(file).unlink, missing_ok=True)
 
 
 def _start(seconds: float, others: Collection[int]) -> None:
     address, deadline = os.environ.get("RAY_ADDRESS"), time.monotonic() + seconds
+    # Without end Ray waits for a process of its own that hangs as it starts.
+    hung = f"moerl: {_did_not_start(seconds, 1, TimeoutError('one of its processes hangs'))}"
     if address is None:
         _make_token()
     for number in range(1, _NUM_TRIES + 1):
         try:
-            with own_ray(deadline):
+            with own_ray(deadline), ended_after(deadline + _SPARE_SECONDS - time.monotonic(), hung):
                 # Without an address Ray would also join a cluster that somebody else started on this machine.
                 ray.init(address or "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             return

@@ -171,6 +171,10 @@ class Fleet:
         """Those that serve."""
         return [member for member in self.members if member.state == "healthy" and not member.is_lent]
 
+    def serving(self) -> list[Member]:
+        """The same, and those of which that is in doubt."""
+        return [member for member in self.members if member.state in ("healthy", "suspect") and not member.is_lent]
+
     async def lend(self, members: Collection[Member]) -> None:
         """Until `take_back` they get no requests, and one that ends is not started again. Returns when none is being started."""
         for member in members:
