@@ -24,7 +24,8 @@ from moerl.types.exit_codes import ExitCode
 
 NUM_PARTS = 4
 """Of the calls of each kind: one of every part fails in a run of its own."""
-OVERRIDES = ("num_steps=3", "save_every=1", "deadlines.start_seconds=60", DIGIT)
+DEADLINES = [f"deadlines.{phase}_seconds=60" for phase in ("start", "load", "rollout", "completion", "update", "push", "save")]
+OVERRIDES = ("num_steps=3", "save_every=1", DIGIT, *DEADLINES)
 CODES = (ExitCode.DONE, ExitCode.FAILED, ExitCode.UNUSABLE, ExitCode.KILLED)
 
 
@@ -50,7 +51,7 @@ def test_a_run_in_which_one_call_fails_survives_or_says_why_and_goes_on(kind, pa
     drawn = Random(f"{kind} {part} {fuzzing_seed()}").random()
     faults, at = replace(counted, file=tmp_path / "calls"), 1 + int((part + drawn) / NUM_PARTS * counted.counts()[kind])
     before = shared_memory()
-    done = run(tmp_path, *OVERRIDES, env=users_environment() | faults.arm(kind, at))
+    done = run(tmp_path, *OVERRIDES, env=users_environment() | faults.arm(kind, at), seconds=300)
     told = f"{kind} {at}, of process {faults.failed()}: exit code {done.returncode}: {done.stderr}"
     assert done.returncode in CODES, told
     assert not re.search(r'(?m)^ *File ".*/moerl/.*", line', done.stderr), told
