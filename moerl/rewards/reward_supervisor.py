@@ -25,7 +25,43 @@ TOO_MANY_TASKS = 99
 _COUNT_SECONDS = 0.025
 _SUDDEN_TASKS = 32
 """Processes and threads more on the machine than at the last look, at which the worker's are stopped and counted."""
+_MOST_STDERR_BYTES = 1 << 20
+"""Bytes that an isolated worker, and what its checks start, may print in its life."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class _Stderr:
+    """Standard error of an isolated worker: a pipe, since the driver's may be a file, to be read, emptied, and filled without a limit."""
+
+    def __init__(self) -> None:
+        self.reading, self._writing = os.pipe()
+        self._left = _MOST_STDERR_BYTES
+
+    def become_stderr(self) -> None:
+        """To be called in the worker."""
+        os.dup2(self._writing, 2)
+        os.close(self._writing)
+        os.close(self.reading)
+
+    def leave_to_worker(self) -> None:
+        os.close(self._writing)
+        os.set_blocking(self.reading, False)
+
+    def pass_on(self) -> bool:
+        """Whether there may be more to read, now or later. Reads a bounded part, so that no flood holds this process up."""
+        try:
+            text = os.read(self.reading, 1 << 16)
+        except BlockingIOError:
+            return True
+        kept, is_last = text[: self._left], 0 < self._left <= len(text)
+        self._left -= len(kept)
+        with suppress(OSError):  # nobody listens, or no room is left: a worker outlives both
+            os.write(2, kept + (b"\n[a reward worker prints too much: nothing more of it is shown]\n" if is_last else b""))
+        return len(text) > 0
+
+    def pass_on_rest(self) -> None:
+        for _ in range(16):  # a pipe holds 1 MiB at most
+            self.pass_on()
 
 
 def main() -> None:
@@ -36,9 +72,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     is_enclosed = isolation != "off" and _keep_signals_in(pool)
     supervisor = os.getpid()
+    stderr = None if isolation == "off" else _Stderr()
     worker = os.fork()
     if worker == 0:
         _end_with(supervisor, signal.SIGKILL)
+        if stderr is not None:
+            stderr.become_stderr()
         from moerl.rewards.reward_worker import main as work
 
         work()
@@ -46,10 +85,14 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the worker's alone: the pool hears of its end at once
         os.dup2(nothing, descriptor)
+    if stderr is not None:
+        stderr.leave_to_worker()
     try:
-        status = _watch(worker, is_bounded=isolation != "off", is_enclosed=is_enclosed)
+        status = _watch(worker, stderr, is_enclosed=is_enclosed)
     finally:
         _end_all(is_enclosed)
+        if stderr is not None:
+            stderr.pass_on_rest()
         os.spawnvp(os.P_WAIT, "rm", ["rm", "-rf", "--", directory])
     _end_as(status)
 
@@ -73,7 +116,7 @@ def _keep_signals_in(pool: int) -> bool:
     return False
 
 
-def _watch(worker: int, *, is_bounded: bool, is_enclosed: bool) -> int:
+def _watch(worker: int, stderr: _Stderr | None, *, is_enclosed: bool) -> int:
     """Until the worker ends, SIGTERM asks for its end, or there are too many tasks; its status, as of os.wait."""
     reading, writing = os.pipe()
     for descriptor in (reading, writing):
@@ -83,14 +126,17 @@ def _watch(worker: int, *, is_bounded: bool, is_enclosed: bool) -> int:
         signal.signal(number, lambda *_: None)
     with suppress(OSError):  # where it may: to have its turn among many
         os.setpriority(os.PRIO_PROCESS, 0, -10)
-    before = _machine_tasks()
+    before, heard = _machine_tasks(), [reading] if stderr is None else [reading, stderr.reading]
     while True:
         for pid, status in _ended():
             if pid == worker:
                 return status
-        if select.select([reading], [], [], _COUNT_SECONDS if is_bounded else None)[0] and signal.SIGTERM in os.read(reading, 4096):
+        ready = select.select(heard, [], [], None if stderr is None else _COUNT_SECONDS)[0]
+        if reading in ready and signal.SIGTERM in os.read(reading, 4096):
             os.kill(worker, signal.SIGKILL)
-        if is_bounded:
+        if stderr is not None:
+            if stderr.reading in ready and not stderr.pass_on():
+                heard.remove(stderr.reading)
             now = _machine_tasks()
             if _are_too_many(stopped=is_enclosed and now - before >= _SUDDEN_TASKS):
                 return TOO_MANY_TASKS << 8

@@ -1,6 +1,7 @@
 """Where the nodes of a job meet: the first one listens, and says in a file of the run's directory where.
 
-    other node --facts--> first node;  first node --{"ray": address}, {"refused": reason} or {"ended": code}--> other nodes
+    first node --challenge--> other node --proof that it knows the token, facts--> first node
+    first node --{"ray": address}, {"refused": reason} or {"ended": code}--> other nodes
 
 The connections stay open for as long as the job lasts: their end is how a node learns that another is gone. Both sides of a connection
 also tell which addresses the nodes reach each other at, which no name service needs to know.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from moerl.cluster.sockets import keep_alive
 from moerl.hardware.network_settings import find_interfaces
@@ -33,6 +34,8 @@ POLL_SECONDS = 0.2
 """Between two looks at a file: shared storage tells nobody of changes."""
 _CONNECT_SECONDS = 5.0
 """To an address of the first node, which may be one that is not reachable from here."""
+_PROOF_SECONDS, _MOST_STRANGERS = 5.0, 64
+"""A connection that has not proved by then that it knows the token is closed, and so is the oldest of more than so many."""
 _FACTS = TypeAdapter(AllocatedNode)
 
 
@@ -49,7 +52,7 @@ class NodeLink:
 
     @property
     def peer_address(self) -> str:
-        return str(self._writer.get_extra_info("peername")[0])
+        return str((self._writer.get_extra_info("peername") or ("nobody",))[0])
 
     async def tell(self, **message: Any) -> None:
         """Nothing if the other side is gone: whoever reads from it learns of that."""
@@ -58,7 +61,7 @@ class NodeLink:
             await self._writer.drain()
 
     async def hear(self) -> dict[str, Any] | None:
-        """None: the other side is gone."""
+        """None: the other side is gone. Raises ValueError or RecursionError for what is no message."""
         try:
             line = await self._reader.readline()
         except OSError:
@@ -84,6 +87,7 @@ class Meeting:
         self.token = token
         self._guests: asyncio.Queue[Guest] = asyncio.Queue()
         self._links: list[NodeLink] = []
+        self._strangers: list[NodeLink] = []
 
     async def gather(self, names: Sequence[str], seconds: float) -> list[Guest]:
         """Those of `names`, in that order. MoerlError names the ones that did not come in time."""
@@ -103,21 +107,37 @@ class Meeting:
 
     async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = NodeLink(reader, writer)
-        hello = await link.hear()
+        self._strangers.append(link)
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._strangers[0].close()
         try:
-            if hello is None or not hmac.compare_digest(hello["token"], self.token):
-                raise ValueError("no node of this job")
-            guest = Guest(facts=_FACTS.validate_python(hello["facts"]), link=link)
-        except (ValueError, KeyError, TypeError, ValidationError) as error:
-            logger.warning("a connection from %s was refused: %s", link.peer_address, error)
+            async with asyncio.timeout(_PROOF_SECONDS):
+                guest = await self._proved(link)
+        except (ValueError, KeyError, TypeError, RecursionError, TimeoutError) as error:
+            logger.warning("a connection from %s was refused: %s", link.peer_address, str(error)[:200] or "it proved nothing in time")
             link.close()
             return
+        finally:
+            self._strangers.remove(link)
         self._links.append(link)
         self._guests.put_nowait(guest)
 
+    async def _proved(self, link: NodeLink) -> Guest:
+        """Raises ValueError, KeyError, TypeError or RecursionError for whoever is no node of this job."""
+        challenge = secrets.token_hex(32)
+        await link.tell(challenge=challenge)
+        hello = await link.hear()
+        if hello is None or not hmac.compare_digest(hello["proof"], _proof(self.token, challenge)):
+            raise ValueError("no node of this job")
+        return Guest(facts=_FACTS.validate_python(hello["facts"]), link=link)
+
     def close(self) -> None:
-        for link in self._links:
+        for link in (*self._links, *self._strangers):
             link.close()
+
+
+def _proof(token: str, challenge: str) -> str:
+    return hmac.new(token.encode(), challenge.encode(), "sha256").hexdigest()
 
 
 @asynccontextmanager
@@ -142,10 +162,13 @@ async def join_meeting(file: Path, facts: AllocatedNode, seconds: float) -> tupl
         async with asyncio.timeout(seconds):
             place = json.loads(await appeared(file))
             link = await _connect(place["addresses"], place["port"])
+            asked = await link.hear()
     except TimeoutError as error:
         reason = "the first node is not there yet, or the directory is not on storage that all nodes share"
         raise MoerlError(f"no {file} after slurm.start_seconds = {seconds:g}: {reason}") from error
-    await link.tell(token=place["token"], facts=_FACTS.dump_python(facts, mode="json"))
+    if asked is None:
+        raise MoerlError(f"the first node, which {file} names, closed the connection: it had too many at once, or has ended")
+    await link.tell(proof=_proof(place["token"], asked["challenge"]), facts=_FACTS.dump_python(facts, mode="json"))
     return link, place["token"]
 
 

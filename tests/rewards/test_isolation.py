@@ -18,7 +18,7 @@ from moerl.rewards.reward_pool import RewardPool
 from moerl.types.groups import Prompt, Score
 
 FUNCTIONS = """
-import ctypes, os, pathlib, signal, socket, subprocess, sys, tempfile, threading, time
+import ctypes, fcntl, os, pathlib, signal, socket, subprocess, sys, tempfile, threading, time
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,6 +58,8 @@ REFUSED_EVERYWHERE = {
     "directory outside": "os.mkdir(place + '/new')",
     "file of somebody emptied": "open(place + '/kept', 'r+').truncate(0)",
     "file of somebody emptied by path": "os.truncate(place + '/kept', 0)",
+    "flags of a file": "fcntl.ioctl(os.open(place + '/kept', os.O_RDONLY), 0x40086602, bytes(8))",
+    "version of a file": "fcntl.ioctl(os.open('/etc/passwd', os.O_RDONLY), 0x40087602, bytes(8))",
     "file removed": "os.remove(place + '/kept')",
     "file renamed": "os.rename(place + '/kept', tempfile.gettempdir() + '/taken')",
     "link into the own directory": "os.link(place + '/kept', tempfile.gettempdir() + '/linked')",
@@ -190,6 +192,24 @@ def test_a_bomb_of_forks_is_bounded_and_gone_with_the_pool(functions, elsewhere)
     score = score_all(terms(functions, "bomb", "strict"), {"": ""}, elsewhere)[""]
     assert score.error is not None and "more than 256 processes and threads" in score.error
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize("level", ["strict", "network"])
+def test_what_a_check_prints_arrives_and_the_file_it_goes_to_is_out_of_reach(functions, elsewhere, level, capfd):
+    """Standard error of a driver is a file here, as in a job of Slurm."""
+    texts = {
+        "read": "os.pread(2, 9, 0)",
+        "truncated": "os.ftruncate(2, 0)",
+        "opened": "open('/proc/self/fd/2', 'r+').seek(0)",
+        "printed": "print('said by a check'); sys.stdout.flush(); subprocess.run('echo said by a child >&2', shell=True, check=True)",
+        "flood": "for _ in range(64): os.write(2, b'a' * 2 ** 16)",
+    }
+    os.write(2, b"of the driver\n")
+    scores = score_all(terms(functions, "run", level), texts, elsewhere)
+    assert [name for name, score in scores.items() if score.error is None] == ["printed", "flood"]
+    said = capfd.readouterr().err
+    assert said.startswith("of the driver\nsaid by a check\nsaid by a child\n") and len(said) < 1.1 * 2**20
+    assert said.endswith("nothing more of it is shown]\n")
 
 
 @pytest.mark.parametrize("level", ["strict", "off"])

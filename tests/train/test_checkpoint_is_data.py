@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import resource
+import zipfile
 from pathlib import PurePosixPath
 
 import pytest
@@ -76,6 +78,41 @@ def test_an_index_that_is_none_is_refused(tmp_path, index):
         read_index(written(tmp_path, index))
 
 
+def _chunks(*offsets):
+    index = index_of(size=(8,), chunk=(2,))
+    index.state_dict_metadata[KEY].chunks = [dcp.ChunkStorageMetadata(torch.Size((offset,)), torch.Size((2,))) for offset in offsets]
+    index.storage_data = {dcp.MetadataIndex(KEY, torch.Size((offset,))): filesystem._StorageInfo(SHARD, 0, 100) for offset in offsets}
+    return index
+
+
+def test_the_chunks_of_a_tensor_are_its_parts_each_once(tmp_path):
+    assert len(read_index(written(tmp_path, _chunks(0, 2, 6, 4))).state_dict_metadata[KEY].chunks) == 4
+    for offsets in ((0, 0, 0, 0), (0, 2, 4, 4), (0, 2, 4, 5)):
+        with pytest.raises(CheckpointError, match="not the whole of it, each part once"):
+            read_index(written(tmp_path, _chunks(*offsets)))
+    with pytest.raises(CheckpointError, match="no place in a file"):
+        read_index(written(tmp_path, index_of(place=(SHARD, 0.0, 100))))
+
+
+NESTED = b"N\x85\x94" + b"".join(b"h%ch%c\x86\x94" % (i, i) for i in range(40))
+"""t = (t, t), forty times: as a key it is hashed in 2 ** 40 steps."""
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"\x80\x04}" + NESTED + b"Ns.", b"\x80\x04}(" + NESTED + b"Nu.", b"\x80\x04(" + NESTED + b"Nd.",
+        b"\x80\x04\x8f(" + NESTED + b"\x90.",
+        b"\x80\x04(" + NESTED + b"\x91.", b"\x80\x04}ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(" + NESTED + b"tRNs.",
+        b"\x80\x02Nr\xff\xff\xff\x7f.",
+    ],
+)  # fmt: skip
+def test_an_index_takes_neither_hours_nor_all_memory(tmp_path, index):
+    with pytest.raises(CheckpointError, match="cannot be read as the index"):
+        read_index(written(tmp_path, index))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # KiB
+
+
 def test_an_index_changes_no_class(tmp_path):
     before = dict(vars(dcp.Metadata))
     with pytest.raises(CheckpointError):
@@ -91,6 +128,18 @@ def test_a_stored_tensor_is_a_tensor_or_refused(tmp_path, held):
     with pytest.raises(CheckpointError, match="a stored tensor cannot be read"):
         load_tensor(buffer.getvalue())
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("data", [b"\x80\x02}" + NESTED + b"Ns.", b"\x80\x02" + b"N0" * 4096 + b"N."])
+def test_a_stored_tensor_takes_no_hours(tmp_path, data):
+    buffer, changed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.ones(2), buffer)
+    with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(changed, "w") as copy:
+        for part in archive.infolist():
+            copy.writestr(part.filename, data if part.filename.endswith(".pkl") else archive.read(part))
+    assert load_tensor(buffer.getvalue()).tolist() == [1.0, 1.0]
+    with pytest.raises(CheckpointError, match="a stored tensor cannot be read: its pickle"):
+        load_tensor(changed.getvalue())
 
 
 def test_no_rank_runs_what_a_checkpoint_names(tmp_path):

@@ -10,15 +10,17 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, filesystem
@@ -31,6 +33,12 @@ _INDEX_CLASSES = (
     dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
     dcp.ChunkStorageMetadata, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
 )  # fmt: skip
+_BLOCK = 256
+"""Chunks that are compared with all others at a time."""
+_PICKLE_BYTES = 4096
+"""Of a stored tensor: 150 are usual."""
+_SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
+_OF_KEYS = {opcode.decode("latin-1") for opcode in (pickle.SETITEM, pickle.SETITEMS, pickle.DICT, *_SETS)}
 _RECIPES = "transformer_engine.common.recipe"
 _OF_MEGATRON = "megatron.core.extensions.transformer_engine"
 """Has recipes of its own, which are Transformer Engine's too."""
@@ -39,16 +47,58 @@ _Allowed = Callable[[str, str], Any]
 """Value of a name of a module; None: not allowed."""
 
 
-class _Unpickler(pickle.Unpickler):
+_Reader: Any = pickle._Unpickler
+"""Of Python, in Python: that in C takes memory for the largest number of its memo, and hashes keys as soon as it has them."""
+
+
+class _Unpickler(_Reader):
+    """Reader that knows few names, and hashes no key that takes as long as its writer likes, such as tuples in tuples."""
+
+    dispatch: ClassVar[Any] = dict(_Reader.dispatch)
+
     def __init__(self, file: io.BufferedIOBase, allowed: _Allowed):
         super().__init__(file)
         self._allowed = allowed
+
+    def _set_item(self) -> None:
+        _check_key(self.stack[-2])
+        _Reader.load_setitem(self)
+
+    def _set_items(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        _Reader.load_setitems(self)
+
+    def _make_dict(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        _Reader.load_dict(self)
+
+    def _make_set(self) -> None:
+        raise pickle.UnpicklingError("it has a set, and no checkpoint has one")
+
+    dispatch[pickle.SETITEM[0]] = _set_item
+    dispatch[pickle.SETITEMS[0]] = _set_items
+    dispatch[pickle.DICT[0]] = _make_dict
+    for _opcode in _SETS:
+        dispatch[_opcode[0]] = _make_set
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allowed(module, name)
         if found is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no data of a checkpoint")
         return found
+
+
+def _check_key(key: Any) -> None:
+    """Raises UnpicklingError for a key that is slow to hash, or may be."""
+    if isinstance(key, dcp.MetadataIndex):
+        parts = (key.fqn, str), (key.offset, torch.Size | None), (key.index, int | None)
+        is_plain = all(isinstance(part, kind) for part, kind in parts)
+    else:
+        is_plain = type(key) in (str, int)
+    if not is_plain:
+        raise pickle.UnpicklingError(f"it has a {type(key).__name__} as a key, which is none of a checkpoint")
 
 
 def read_index(directory: Path, *, file_bytes: Mapping[str, int] | None = None) -> dcp.Metadata:
@@ -102,6 +152,7 @@ def _check_index(index: Any, file_bytes: Mapping[str, int]) -> None:
     for key, place in index.storage_data.items():
         _require(isinstance(key, dcp.MetadataIndex) and isinstance(place, filesystem._StorageInfo), f"of {key!r}: no place in a file")
         size = file_bytes.get(place.relative_path, -1)
+        _require(type(place.offset) is type(place.length) is int, f"of {key.fqn}: no place in a file")
         _require(0 <= place.offset <= place.offset + place.length <= size, f"{key.fqn} does not lie in a file of the checkpoint")
     for key, held in index.state_dict_metadata.items():
         if isinstance(held, dcp.TensorStorageMetadata):
@@ -114,11 +165,28 @@ def _check_tensor(index: dcp.Metadata, key: str, held: dcp.TensorStorageMetadata
     """Its chunks have together as many elements as it, and each as many bytes as its elements need: no tensor is larger than its files."""
     _require(isinstance(held.size, torch.Size) and isinstance(held.properties.dtype, torch.dtype), f"{key} has no size or no dtype")
     for chunk in held.chunks:
+        _require(isinstance(chunk.offsets, torch.Size) and isinstance(chunk.sizes, torch.Size), f"a chunk of {key} has no place")
         bounds = zip(chunk.offsets, chunk.sizes, held.size, strict=True)
         _require(all(0 <= offset <= offset + size <= limit for offset, size, limit in bounds), f"a chunk of {key} lies outside of it")
         stored = index.storage_data[dcp.MetadataIndex(key, chunk.offsets)].length
         _require(prod(chunk.sizes) * held.properties.dtype.itemsize <= stored, f"a chunk of {key} is larger than its bytes")
-    _require(sum(prod(chunk.sizes) for chunk in held.chunks) == prod(held.size), f"the chunks of {key} are not the whole of it")
+    whole = sum(prod(chunk.sizes) for chunk in held.chunks) == prod(held.size)
+    _require(whole and not _overlap(held.chunks), f"the chunks of {key} are not the whole of it, each part once")
+
+
+def _overlap(chunks: Sequence[dcp.ChunkStorageMetadata]) -> bool:
+    """Whether two of them have an element in common. A block of rows of the table of all pairs at a time."""
+    boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if len(boxes) < 2:
+        return False
+    begins = np.array([list(chunk.offsets) for chunk in boxes], dtype=np.int64)
+    ends = begins + np.array([list(chunk.sizes) for chunk in boxes], dtype=np.int64)
+    for first in range(0, len(boxes), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        meet = ((begins[rows, None] < ends[None]) & (begins[None] < ends[rows, None])).all(axis=2)
+        if meet.sum() > len(begins[rows]):  # each meets itself
+            return True
+    return False
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -129,14 +197,23 @@ def _require(holds: bool, otherwise: str) -> None:
 def load_tensor(data: bytes) -> Tensor:
     """A stored tensor, from the bytes that torch.save wrote. Raises CheckpointError for anything else."""
     try:
-        if any(each.compress_type != zipfile.ZIP_STORED for each in zipfile.ZipFile(io.BytesIO(data)).infolist()):
-            raise ValueError("its parts are compressed, and torch compresses none")
+        _check_archive(zipfile.ZipFile(io.BytesIO(data)))
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if not isinstance(loaded, Tensor):
             raise ValueError(f"it holds {type(loaded).__name__}, not a tensor")
     except Exception as error:  # torch's own, of bytes that it has never written
         raise CheckpointError(f"a stored tensor cannot be read: {why_refused(error)}") from error
     return loaded
+
+
+def _check_archive(archive: zipfile.ZipFile) -> None:
+    """Raises ValueError where reading it with weights_only could take long or much: torch's reader hashes what it is told to."""
+    parts = archive.infolist()
+    _require(all(each.compress_type == zipfile.ZIP_STORED for each in parts), "its parts are compressed, and torch compresses none")
+    pickles = [each for each in parts if each.filename.endswith(".pkl")]
+    _require(len(pickles) == 1 and pickles[0].file_size <= _PICKLE_BYTES, "its pickle is not that of one tensor")
+    opcodes = {opcode.code for opcode, _, _ in pickletools.genops(archive.read(pickles[0]))}
+    _require(opcodes.isdisjoint(_OF_KEYS), "its pickle has keys or sets, and that of a tensor has none")
 
 
 @contextmanager
