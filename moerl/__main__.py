@@ -1,8 +1,6 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
-import errno
 import sys
-import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -348,15 +346,12 @@ def main() -> None:
 
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 """Its class is in Click, or in Typer's own copy of it."""
-_OF_PATHS = (
-    errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS,
-)  # fmt: skip
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _explained(error: Any) -> Exception:
-    """The same as an error for people, where what the command was given, or a disk, is at fault."""
-    from moerl.types.errors import CommandError, MoerlError, problem
+    """The same as an error for people, where what the command was given, or the operating system, is at fault."""
+    from moerl.types.errors import CommandError, problem
+    from moerl.types.system_errors import told_of_system
 
     if isinstance(error, _USAGE_ERROR):
         command = error.ctx.command_path if error.ctx is not None else "moerl"
@@ -366,42 +361,7 @@ def _explained(error: Any) -> Exception:
         rule = error.format_message().rstrip(".")
         reason, fix = f"{command} takes other words", f"{command} --help lists them"
         return CommandError([problem("command", " ".join(["moerl", *sys.argv[1:]])[:200], rule, reason, fix)])
-    if isinstance(error, OSError) and error.errno in (*_OF_PATHS, *_OF_DISKS):
-        described = MoerlError(f"{error.filename or 'a file'}: {error.strerror}")
-        described.__notes__ = getattr(error, "__notes__", [])
-        described.exit_code = ExitCode.UNUSABLE if error.errno in _OF_PATHS and error.filename else ExitCode.FAILED
-        if error.filename or error.errno in _OF_DISKS:
-            return described
-    return _refused(error) if _is_of_machine(error) else error
-
-
-_OF_MACHINES = (
-    errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.EPIPE, errno.ECONNREFUSED,
-    errno.ECONNRESET, errno.ECONNABORTED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH,
-)  # fmt: skip
-
-
-def _is_of_machine(error: Any) -> bool:
-    refused = error.__context__ if isinstance(error, ImportError) else error  # modules tell of some as they like
-    if isinstance(refused, OSError):
-        return refused.errno in _OF_MACHINES
-    return isinstance(refused, MemoryError | SystemError)  # SystemError: the interpreter lost one of its own, as it does of memory
-
-
-def _refused(error: Exception) -> Exception:
-    """The same for what the machine refused: memory, another file or process, a connection."""
-    from moerl.types.errors import MoerlError
-
-    frames = traceback.extract_tb(error.__traceback__)
-    place = next((each for each in reversed(frames) if Path(__file__).parent in Path(each.filename).parents), frames[-1])
-    described = MoerlError(
-        f"{type(error).__name__}: {error}\n  at {place.filename}:{place.lineno} in {place.name}\n"
-        "    why: the operating system refused what this process asked for: its memory, files, processes or connections may be at a limit\n"
-        "    fix: the same command goes on; `moerl doctor` says what this machine limits"
-    )
-    described.__notes__ = getattr(error, "__notes__", [])
-    described.exit_code = ExitCode.KILLED
-    return described
+    return told_of_system(error)
 
 
 if __name__ == "__main__":

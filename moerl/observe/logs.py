@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from moerl.observe.terminal import Level, Terminal
@@ -12,7 +13,7 @@ class RunLog:
 
     def __init__(self, path: Path, terminal: Terminal | None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        self._file = _LogFile(path, encoding="utf-8", errors="backslashreplace")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
         self._own = None if terminal is None else _TerminalHandler(terminal)
         self._levels = {logger: logger.level for logger in (logging.root, _moerl())}
@@ -47,7 +48,16 @@ class RunLog:
             logger.propagate = propagate
         logging.captureWarnings(False)
         self._levels, self._silenced = {}, []
-        self._file.close()
+        with suppress(OSError):  # of lines for which the disk has no room
+            self._file.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Loses what the disk has no room for: whatever else needs the disk fails and says so, once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _TerminalHandler(logging.Handler):

@@ -150,7 +150,7 @@ class Observer:
         """The samples of the last step, if they were not dumped. Before what they refer to is gone: with Ray's end at the latest."""
         try:
             self._dumps.dump_last()
-        except StoreError as error:  # what ended the run may have ended it
+        except (StoreError, OSError) as error:  # what ended the run may have ended it
             log.warning("the samples of the last step cannot be dumped: %s", error)
 
     def close(self, status: Status = "finished") -> None:
@@ -173,15 +173,15 @@ class Observer:
             # At INFO: the traceback belongs into run.log, and whoever catches the error shows it once.
             log.info("the run failed", exc_info=error)
             error.add_note(self.write_failure(error))
-            self.close("failed")
+            try:
+                self.close("failed")
+            except OSError as unclosed:
+                error.add_note(f"run.log and metrics.jsonl may lack their last lines: {unclosed}")
 
     def write_failure(self, error: BaseException) -> str:
         """The report of what ended the run; the closing lines for the terminal."""
         phase = self._clock.open_phase if self._failed_in is None else self._failed_in
-        try:
-            return write_failure(self._run_dir, error, phase=phase, version=self._last_version)
-        except OSError as unwritten:  # a full disk, say, which may be no part of the cause
-            return f"the failure report could not be written: {unwritten}"
+        return write_failure(self._run_dir, error, phase=phase, version=self._last_version)
 
     def _close_writer(self, writer: MetricsWriter) -> None:
         writer.close(succeeded=self._status == "finished")

@@ -2,6 +2,7 @@
 the same command goes on with the same bits."""
 
 import re
+import subprocess
 from dataclasses import replace
 from random import Random
 
@@ -12,6 +13,7 @@ from whole_runs import (
     DIGIT,
     SYNC,
     checkpoint_tensors,
+    command,
     left_in_shared_memory,
     rows,
     run,
@@ -62,3 +64,34 @@ def test_a_run_in_which_one_call_fails_survives_or_says_why_and_goes_on(kind, pa
         assert again.returncode == 0, f"{told}, and again: {again.stderr}"
     assert [without_restarts(row) for row in rows(tmp_path)] == [without_restarts(row) for row in rows(directory)], told
     assert checkpoint_tensors(tmp_path / SYNC) == checkpoint_tensors(directory / SYNC), told
+
+
+FULL = """
+mount -t tmpfs -o size="$1" none "$2" || exit 99
+shift 2
+"$@"
+printf "ended with %s\\n=== and with room:\\n" $? >&2
+mount -o remount,size=64m none "$MOUNTED" && "$@" && cp -r "$MOUNTED/." "$KEPT"
+"""
+"""A small disk at $2, which is gone with its namespace; the command; the same with more room on it."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", ["300k", "1m", "3m", "5m"])
+def test_a_run_whose_disk_is_full_says_so_and_goes_on_when_it_has_room(size, undisturbed, tmp_path):
+    """Full as the model is written, and at a checkpoint of each step."""
+    directory, _ = undisturbed
+    mounted, kept = tmp_path / "mounted", tmp_path / "kept"
+    mounted.mkdir()
+    kept.mkdir()
+    words = ["unshare", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", size, mounted, *command(mounted, *OVERRIDES)]
+    env = users_environment() | {"MOUNTED": str(mounted), "KEPT": str(kept)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300)
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip(f"no disk can be mounted here: {done.stderr}")
+    full, _, with_room = done.stderr.partition("=== and with room:\n")
+    assert (done.returncode, with_room) == (0, "")
+    assert "ended with 1\n" in full and full.startswith("moerl: ") and full.count("moerl: ") == 1
+    assert "No space left on device" in full and "Traceback" not in full
+    assert [without_restarts(row) for row in rows(kept)] == [without_restarts(row) for row in rows(directory)]
+    assert checkpoint_tensors(kept / SYNC) == checkpoint_tensors(directory / SYNC)

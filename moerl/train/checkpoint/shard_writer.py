@@ -14,7 +14,7 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,8 @@ class ShardWriter:
         writer = FileSystemWriter(directory)
         writer.set_up_storage_writer(True)
         writer.finish(replace(self._metadata), [pickle.loads(index) for index in indices])
-        torch.save(self._common, directory / "common.pt")
+        with (directory / "common.pt").open("wb") as file:
+            _save(self._common, file)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
         for name in _RANK0_FILES:
             sync(directory / name)
@@ -145,9 +146,19 @@ def _write(file: Any, name: str, item: WriteItem, data: Tensor | bytes) -> Write
     if isinstance(data, bytes):
         file.write(data)
     else:
-        torch.save(_alone(data.cpu()), file)
+        _save(_alone(data.cpu()), file)
     length = file.tell() - begin
     return WriteResult(item.index, length, _StorageInfo(name, begin, length))
+
+
+def _save(held: Any, file: IO[bytes]) -> None:
+    """As torch.save, which tells of its archive's length when the disk refuses a write. Raises OSError then."""
+    try:
+        torch.save(held, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _alone(tensor: Tensor) -> Tensor:
