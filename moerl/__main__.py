@@ -8,6 +8,7 @@ import typer
 
 from moerl import __version__
 from moerl.types.exit_codes import ExitCode
+from moerl.types.system_errors import told_of_system  # here: what it tells of may be that no file can be opened
 
 app = typer.Typer(
     add_completion=False,
@@ -351,7 +352,6 @@ _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 def _explained(error: Any) -> Exception:
     """The same as an error for people, where what the command was given, or the operating system, is at fault."""
     from moerl.types.errors import CommandError, problem
-    from moerl.types.system_errors import told_of_system
 
     if isinstance(error, _USAGE_ERROR):
         command = error.ctx.command_path if error.ctx is not None else "moerl"

@@ -46,7 +46,7 @@ class Asked:
     """Answers of engines to the fixed prompts, to be compared."""
 
     answers: Mapping[str, Sequence[Completion]]
-    """Of each engine, by its name, in the order of the prompts."""
+    """Answers of each engine, by its name, in the order of the prompts."""
     prompts: Sequence[tuple[int, ...]]
     version: int
 

@@ -107,7 +107,7 @@ def _answer(driver: int, reading: int) -> NoReturn:
 
 
 def _words(said: bytes) -> Iterator[dict[str, Any]]:
-    """What it told; not a line in whose middle it was killed."""
+    """Words that it told; not a line in whose middle it was killed."""
     for line in said.splitlines():
         with suppress(ValueError):
             yield json.loads(line)

@@ -36,7 +36,7 @@ _INDEX_CLASSES = (
 _BLOCK = 256
 """Chunks that are compared with all others at a time."""
 _PICKLE_BYTES = 4096
-"""Of a stored tensor: 150 are usual."""
+"""Bound of the pickle of a stored tensor: 150 are usual."""
 _SETS = (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
 _OF_KEYS = {opcode.decode("latin-1") for opcode in (pickle.SETITEM, pickle.SETITEMS, pickle.DICT, *_SETS)}
 _RECIPES = "transformer_engine.common.recipe"
@@ -48,7 +48,7 @@ _Allowed = Callable[[str, str], Any]
 
 
 _Reader: Any = pickle._Unpickler
-"""Of Python, in Python: that in C takes memory for the largest number of its memo, and hashes keys as soon as it has them."""
+"""Python's reader in Python: that in C takes memory for the largest number of its memo, and hashes keys as soon as it has them."""
 
 
 class _Unpickler(_Reader):
