@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,10 @@ def export_to(settings: EngineSettings, directory: Path) -> tuple[list[str], lis
 
 def zeros(size: int) -> torch.Tensor:
     return torch.zeros(size)
+
+
+def loaded(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name in sys.modules]
 
 
 def session() -> int:

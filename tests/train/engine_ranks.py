@@ -98,8 +98,9 @@ def _serve(connection: Connection) -> None:
     # These two must precede the import of Megatron. Each rank applies the others, so that a case can leave one out.
     for patch in (megatron_patches.cuda_stand_in, megatron_patches.reference_te):
         patch.apply()
-    # The optimizer would import dynamo on its first use, in every rank.
-    import torch._dynamo
+    # In every rank they would be imported anew; dynamo by the optimizer, on its first use.
+    for name in ("moerl.train.megatron_engine", "moerl.train.megatron.megatron_model", "torch._dynamo"):
+        importlib.import_module(name)
 
     gc.freeze()
     while True:

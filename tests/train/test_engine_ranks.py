@@ -1,12 +1,15 @@
 """What the tests of the engine rely on: a rank's failure arrives as it was, in bounded time, and leaves nothing behind."""
 
+import pickle
 import subprocess
 import time
 
 import pytest
 import torch
-from engine_jobs import die_on_rank, fail_on_rank, leave_a_child_behind, session, wait_for_ever_on_rank, zeros
-from engine_ranks import RankError, run_ranks
+from engine_jobs import die_on_rank, fail_on_rank, leave_a_child_behind, loaded, session, wait_for_ever_on_rank, zeros
+from engine_ranks import RankError, _Server, run_ranks
+
+import megatron_patches
 
 
 def processes_of_session(session):
@@ -18,6 +21,18 @@ def processes_of_session(session):
 def assert_only_the_server_is_left():
     left = processes_of_session(run_ranks(session, 2))
     assert len(left) == 1, left
+
+
+def test_ranks_need_not_import_megatron_each():
+    """Which is most of what a case would cost."""
+    names = ["megatron.core", "moerl.train.megatron_engine", "moerl.train.megatron.megatron_model", "torch._dynamo"]
+    without = tuple(patch.NAME for patch in megatron_patches.PATCHES)  # they import Megatron too
+    server = _Server()
+    try:
+        succeeded, value = server.ask(("", loaded, 1, (names,), without, 60.0), 120.0)
+    finally:
+        server.close()
+    assert succeeded and pickle.loads(value) == names
 
 
 def test_the_traceback_of_the_failing_rank_arrives_although_another_rank_waits_for_it():
