@@ -125,11 +125,10 @@ def goodput(every: int, num_steps: int, seed: int, out: Path) -> None:
         process = start(out / "killed", *overrides(num_steps), env=ENV)
         while made + every < num_steps and process.poll() is None:
             made += every
+            if not any(line.strip().startswith(f"{made}/") for line in process.stdout):
+                break  # it has ended
             kills.append(random.choice(list(PROCESSES)))
-            for line in process.stdout:
-                if line.strip().startswith(f"{made}/"):
-                    kill(psutil.Process(process.pid).children(recursive=True), kills[-1])
-                    break
+            kill(psutil.Process(process.pid).children(recursive=True), kills[-1])
         process.communicate(timeout=600)
         if process.returncode == 0:
             break
