@@ -109,10 +109,14 @@ def check(overrides: Overrides, config_dir: ConfigDir = None) -> None:
     from moerl.check import cannot_start, load_checked
     from moerl.config.rules.facts import facts_of
     from moerl.config.summary import refusals, summary
+    from moerl.planner import memory
     from moerl.rollout.commands import described
 
     config = load_checked(overrides, config_dir)
-    typer.echo(summary(config, [*described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]), nl=False)
+    typer.echo(
+        summary(config, [*memory.described(config), *described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]),
+        nl=False,
+    )
 
 
 @app.command()
@@ -209,15 +213,18 @@ def plan(
         int | None, typer.Option(min=1, help="Largest bucket, MiB; weights.bucket_bytes if not given.", show_default=False)
     ] = None,
 ) -> None:
-    """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat."""
+    """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat; and the memory
+    that ranks need at least."""
     from moerl.check import load_checked
+    from moerl.planner.memory import table
     from moerl.planner.transfer import plan_push
 
+    config = load_checked(overrides, config_dir)
     planned = plan_push(
-        load_checked(overrides, config_dir), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node,
+        config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node,
         card_gbit=card_gbit, bucket_bytes=None if bucket_mb is None else bucket_mb * 2**20,
     )  # fmt: skip
-    typer.echo(str(planned))
+    typer.echo(f"{planned}\n\n{table(config)}")
 
 
 @app.command()

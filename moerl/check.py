@@ -17,6 +17,7 @@ from moerl.config.rules.server_layout_rules import start_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
 from moerl.evaluation.request import Evaluation, evaluation_of, kind_of, source_of, source_problems, with_model
+from moerl.planner.verdict import gpu_problems
 from moerl.rewards.reward_rules import check_reward
 from moerl.rollout.datasets.load_dataset import check_data
 from moerl.train.checkpoint.checkpoint_check import check, read_manifest
@@ -35,7 +36,7 @@ def load_checked(overrides: Sequence[str], config_dir: Path | None = None, *, st
 
 def checked_run(plain: Mapping[str, Any], *, starts: bool = False) -> RunConfig:
     """The run of composed settings, raising as `load_checked`."""
-    checks = (_data_and_reward, _continued_run, *([cannot_start, _unwritable] if starts else []))
+    checks = (gpu_problems, _data_and_reward, _continued_run, *([cannot_start, _unwritable] if starts else []))
     config = checked(plain, checks)
     directory = newest(_checkpoints(config))
     if directory is not None:

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import moerl
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.scratch_config import scratch_config
+from moerl.config.schema.layout import Layout
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.family_table import FAMILIES
@@ -23,6 +26,12 @@ def shipped_configs() -> Path:
     package = Path(moerl.__file__).resolve().parent
     checkout = package.parent / "configs"
     return checkout if (checkout / "config.yaml").is_file() else package / "_configs"
+
+
+def shipped_layouts() -> dict[str, Layout]:
+    """Layouts of configs/layout by their names."""
+    files = sorted((shipped_configs() / "layout").glob("*.yaml"))
+    return {file.stem: Layout(**yaml.safe_load(file.read_text())) for file in files}
 
 
 def published_names() -> list[str]:

@@ -13,6 +13,7 @@ from moerl.config.schema.algorithm_config import AlgorithmConfig, GRPOConfig
 from moerl.config.schema.data_config import DataConfig, RewardConfig
 from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.config.schema.eval_config import EvalConfig
+from moerl.config.schema.hardware_config import GpuConfig
 from moerl.config.schema.kubernetes_config import KubernetesConfig
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
@@ -36,6 +37,9 @@ class PlacementConfig(Strict):
     all."""
     nodes_per_domain: Size = 1
     """Nodes, one after the other in the topology's order, whose GPUs NVLink joins: groups that fit stay inside."""
+    gpu: GpuConfig | None = None
+    """GPU of every node: one of configs/hardware, as hardware=h100-80, or one's own. Layouts whose memory it cannot hold, FP8 formats that
+    it lacks and domains of NVLink that it does not form are refused. None: nothing is judged."""
     topology: str | None = None
     """File in the format of Slurm's topology.conf: nodes under one switch become neighbours. None: in the order of their names."""
 

@@ -1,0 +1,160 @@
+"""Parameters of a training rank, counted from config.json and layout alone: shapes of Megatron's modules, without torch.
+
+Every rank of a pipeline stage holds as many. Shapes are those of megatron/core/models/gpt (GPTModel on Transformer Engine's specs);
+tests hold them against modules that Megatron builds.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.config.derive.pipeline import chunk_layers
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.train_config import TrainConfig
+from moerl.models.families.family import is_tied, num_mtp_layers
+from moerl.models.families.family_table import FAMILIES
+
+_START, _END = 64, 128
+"""Elements at whose multiples a parameter, and the end of a buffer, lie (megatron/core/distributed/param_and_grad_buffer.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkParameters:
+    """Elements of each parameter of a model chunk, and over how many ranks the optimizer cuts them."""
+
+    dense: tuple[int, ...]
+    experts: tuple[int, ...]
+    """Those whose gradients are summed over expert-data-parallel ranks alone."""
+    shared: int | None
+    """Elements of the embedding, one of `dense`, that two pipeline stages hold: it lies in a bucket of its own."""
+    dense_shards: int
+    expert_shards: int
+    num_layers: int
+    """Without those of multi-token prediction."""
+
+    @property
+    def count(self) -> int:
+        return sum(self.dense) + sum(self.experts)
+
+    @property
+    def buffer(self) -> int:
+        """Elements of the buffers that parameters, and as many gradients, lie in."""
+        return sum(elements for elements, _ in self._buckets())
+
+    @property
+    def shard(self) -> int:
+        """Elements of the optimizer's part of a rank."""
+        return sum(elements // shards for elements, shards in self._buckets())
+
+    def _buckets(self) -> Iterator[tuple[int, int]]:
+        rest = list(self.dense)
+        if self.shared is not None:
+            rest.remove(self.shared)
+            yield _padded([self.shared], self.dense_shards), self.dense_shards
+        yield _padded(rest, self.dense_shards), self.dense_shards
+        yield _padded(self.experts, self.expert_shards), self.expert_shards
+
+
+def _padded(sizes: "tuple[int, ...] | list[int]", shards: int) -> int:
+    multiple = math.lcm(_END, shards)
+    return -(-sum(-(-size // _START) * _START for size in sizes) // multiple) * multiple
+
+
+def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[ChunkParameters]]:
+    """Parameters of [stage][chunk], for a layout without problems. KeyError for what config.json lacks."""
+    layout, fields = train.layout, FAMILIES[hf["model_type"]].transformer_config(hf)
+    has_mtp, places = train.mtp_loss > 0 and num_mtp_layers(hf) > 0, chunk_layers(layout, fields["num_layers"])
+    found: list[list[ChunkParameters]] = [[] for _ in places]
+    layer = 0
+    for chunk in range(layout.vpp):
+        for stage in range(layout.pp):
+            layers = range(layer, layer := layer + places[stage][chunk])
+            is_first, is_last = stage == chunk == 0, (stage, chunk) == (layout.pp - 1, layout.vpp - 1)
+            parts = [_layer(fields, layout, each) for each in layers]
+            if is_last and has_mtp:
+                parts += [_mtp_layer(fields, layout) for _ in range(num_mtp_layers(hf))]
+            ends, shared = _ends(hf, fields, layout, is_first=is_first, is_last=is_last, has_mtp=has_mtp)
+            dense = [*ends, *(size for sizes, _ in parts for size in sizes)]
+            experts = [size for _, sizes in parts for size in sizes]
+            if layout.ep == 1 and layout.etp == layout.tp:  # Megatron treats experts as it treats the rest
+                dense, experts = [*dense, *experts], []
+            found[stage].append(
+                ChunkParameters(
+                    dense=tuple(dense), experts=tuple(experts), shared=shared, dense_shards=layout.dp * layout.cp,
+                    expert_shards=layout.edp, num_layers=len(layers),
+                )
+            )  # fmt: skip
+    return found
+
+
+def model_parameters(hf: Mapping[str, Any]) -> tuple[int, int]:
+    """Parameters of the whole model without multi-token prediction: those that every expert-parallel rank has, and experts."""
+    fields, whole = FAMILIES[hf["model_type"]].transformer_config(hf), Layout()
+    layers = [_layer(fields, whole, layer) for layer in range(fields["num_layers"])]
+    ends, _ = _ends(hf, fields, whole, is_first=True, is_last=True, has_mtp=False)
+    return sum(ends) + sum(sum(dense) for dense, _ in layers), sum(sum(experts) for _, experts in layers)
+
+
+def _ends(
+    hf: Mapping[str, Any], fields: Mapping[str, Any], layout: Layout, *, is_first: bool, is_last: bool, has_mtp: bool
+) -> tuple[list[int], int | None]:
+    """Embedding, output layer and last norm of a chunk; the embedding if another stage has it too."""
+    hidden, rows = fields["hidden_size"], -(-hf["vocab_size"] // layout.tp)
+    table, tied = rows * hidden, is_tied(hf)
+    sizes = [table] if is_first or (is_last and has_mtp) else []
+    if is_last:
+        sizes += [hidden] + ([] if tied and is_first else [table])
+    return sizes, table if layout.pp > 1 and (is_first or is_last) and (tied or has_mtp) else None
+
+
+def _layer(fields: Mapping[str, Any], layout: Layout, layer: int) -> tuple[list[int], list[int]]:
+    """Elements of each parameter of a decoder layer: of what every data-parallel rank holds, and of this rank's experts."""
+    frequency = fields.get("moe_layer_freq", 1)
+    is_sparse = fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
+    attention = _latent_attention(fields, layout) if fields.get("multi_latent_attention") else _attention(fields, layout)
+    if not is_sparse:
+        return [*attention, fields["hidden_size"], *_mlp(fields, fields["ffn_hidden_size"], layout.tp)], []
+    dense, experts = _experts(fields, layout)
+    return [*attention, *dense], experts
+
+
+def _mtp_layer(fields: Mapping[str, Any], layout: Layout) -> tuple[list[int], list[int]]:
+    """A layer like the last one, three norms, and the projection of two hidden states to one."""
+    hidden = fields["hidden_size"]
+    dense, experts = _layer(fields, layout, fields["num_layers"] - 1)
+    return [hidden, hidden, hidden, 2 * hidden * hidden // layout.tp, *dense], experts
+
+
+def _attention(fields: Mapping[str, Any], layout: Layout) -> list[int]:
+    hidden, heads, groups, channels = (fields[name] for name in ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"))
+    rows, has_bias = (heads + 2 * groups) * channels // layout.tp, fields["add_bias_linear"]
+    sizes = [hidden, rows * hidden, hidden * heads * channels // layout.tp]
+    sizes += [rows] if has_bias or fields.get("add_qkv_bias") else []
+    sizes += [channels, channels] if fields.get("qk_layernorm") else []
+    sizes += [hidden] if has_bias else []
+    return sizes + ([heads // layout.tp] if fields.get("softmax_type") == "learnable" else [])
+
+
+def _latent_attention(fields: Mapping[str, Any], layout: Layout) -> list[int]:
+    hidden, heads, rank, latent = (fields[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
+    plain, rotary, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+    query_rows = heads * (plain + rotary) // layout.tp
+    queries = [query_rows * hidden] if rank is None else [rank * hidden, rank, query_rows * rank]
+    keys = [(latent + rotary) * hidden, latent, heads * (plain + value) // layout.tp * latent]
+    return [hidden, *queries, *keys, hidden * heads * value // layout.tp]
+
+
+def _mlp(fields: Mapping[str, Any], ffn: int, ranks: int) -> list[int]:
+    hidden = fields["hidden_size"]
+    weights = [2 * ffn // ranks * hidden, hidden * (ffn // ranks)]
+    return weights + ([2 * ffn // ranks, hidden] if fields["add_bias_linear"] else [])
+
+
+def _experts(fields: Mapping[str, Any], layout: Layout) -> tuple[list[int], list[int]]:
+    """Norm, router and shared experts; the routed ones of a rank."""
+    hidden, number = fields["hidden_size"], fields["num_moe_experts"]
+    dense = [hidden, number * hidden, *([number] if fields["add_bias_linear"] else [])]
+    if (shared := fields.get("moe_shared_expert_intermediate_size")) is not None:
+        dense += [*_mlp(fields, shared, layout.tp), *([hidden] if fields.get("moe_shared_expert_gate") else [])]
+    return dense, _mlp(fields, fields["moe_ffn_hidden_size"], layout.etp) * (number // layout.ep)

@@ -1,0 +1,43 @@
+"""Bytes that the planner counts, held against what real Megatron ranks hold after an update."""
+
+from dataclasses import replace
+
+import pytest
+from engine_cases import LAYOUTS, random_batch, settings
+from engine_ranks import run_ranks
+from planned_jobs import trained_bytes
+
+from moerl.config.derive.model_shape import read_config
+from moerl.config.load import load
+from moerl.planner.memory import rank_memory
+from moerl.planner.parameter_counts import rank_parameters
+
+RECIPE = load(["recipe=grpo-tiny-moe-1n2g-sync"])
+CASES = [
+    ("qwen3", "dp2", "bfloat16", False), ("qwen3", "tp2", "float32", False), ("qwen3", "pp2-vpp2", "bfloat16", True),
+    ("qwen3", "cp2", "bfloat16", False), ("untied-qwen3", "pp2", "bfloat16", False), ("untied-qwen3", "pp2-first3", "float64", True),
+    ("qwen3_moe", "ep2", "bfloat16", True), ("qwen3_moe", "tp2-etp2", "bfloat16", False), ("qwen3_moe", "tp2", "bfloat16", False),
+    ("untied-qwen3_moe", "tp2-ep2", "float32", False), ("untied-qwen3_moe", "cp2-ep2", "bfloat16", False),
+    ("untied-qwen3_moe", "tp2-ep2-dp2", "bfloat16", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "layout", "dtype", "has_reference"), CASES)
+def test_ranks_hold_the_bytes_that_are_planned(model, layout, dtype, has_reference, checkpoints):
+    chosen = settings(checkpoints[model], LAYOUTS[layout], dtype=dtype, uses_reference=has_reference)
+    hf, place = read_config(checkpoints[model]), chosen.train.layout
+    algorithm = replace(RECIPE.algorithm, kl_coefficient=0.1 if has_reference else 0.0)
+    planned = rank_memory(hf, replace(RECIPE, train=chosen.train, algorithm=algorithm))
+    found = run_ranks(trained_bytes, place.ranks, chosen, random_batch())
+    per_stage = place.ranks // place.pp
+    for each in found:
+        plan = planned[each["rank"] // per_stage]
+        assert (each["weights"], each["gradients"], each["reference"]) == (plan.weights, plan.gradients, plan.reference)
+        assert each["optimizer"] <= plan.optimizer  # that of a whole shard, which may end in padding
+    width = {"bfloat16": 12, "float32": 8, "float64": 16}[dtype]
+    held = sum(
+        width * (sum(chunk.dense) * per_stage // chunk.dense_shards + sum(chunk.experts) * per_stage // chunk.expert_shards)
+        for chunks in rank_parameters(hf, chosen.train)
+        for chunk in chunks
+    )
+    assert sum(each["optimizer"] for each in found) == held

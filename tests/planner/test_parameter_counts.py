@@ -1,0 +1,74 @@
+"""Parameters that the planner counts, held against modules and buffers that Megatron builds: every one, in every family."""
+
+import pytest
+from engine_ranks import run_ranks
+from family_cases import _DECODER, CASES
+from planned_jobs import built_sizes
+
+from moerl.config.derive.model_configs import published_config
+from moerl.config.load import load
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.models.families.family import num_mtp_layers
+from moerl.models.families.family_table import FAMILIES
+from moerl.planner.parameter_counts import model_parameters, rank_parameters
+
+LAYOUTS = {
+    "one": Layout(),
+    "dp2": Layout(ranks=2),
+    "tp2-dp3": Layout(ranks=6, tp=2),
+    "tp2-etp2": Layout(ranks=2, tp=2, etp=2),
+    "cp2": Layout(ranks=2, cp=2),
+    "pp2": Layout(ranks=2, pp=2),
+    "pp2-first3": Layout(ranks=2, pp=2, first_stage_layers=3),
+    "pp2-vpp2": Layout(ranks=2, pp=2, vpp=2),
+    "ep2": Layout(ranks=2, ep=2),
+    "tp2-ep2-etp2-dp2": Layout(ranks=4, tp=2, ep=2, etp=2),
+    "tp2-pp2-ep2-dp2": Layout(ranks=8, tp=2, pp=2, ep=2),
+}
+RECIPES = ("grpo-deepseek-v3-32n8g-sync", "grpo-qwen3-235b-16n8g-sync", "grpo-kimi-k2-32n8g-sync", "grpo-glm-4.5-8n8g-sync")
+
+
+def cases_of_families():
+    for name, case in CASES.items():
+        hf = _DECODER | case
+        fields = FAMILIES[hf["model_type"]].transformer_config(hf)
+        for layout_name, layout in LAYOUTS.items():
+            if layout.ep > 1 and fields.get("num_moe_experts") is None:
+                continue
+            if layout.etp > 1 and fields["add_bias_linear"]:
+                continue  # Megatron has no biased experts that are cut
+            mtp_loss = 0.1 if num_mtp_layers(hf) and layout.vpp == 1 else 0.0
+            train = TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=layout, mtp_loss=mtp_loss)
+            yield f"{name} {layout_name}", (hf, train, tuple(range(layout.pp)))
+
+
+def cases_of_recipes():
+    for name in RECIPES:
+        config = load([f"recipe={name}"])
+        last = config.train.layout.pp - 1
+        yield name, (published_config(config.model.published), config.train, (0, last // 2, last))
+
+
+def counted(hf, train, stages):
+    planned = rank_parameters(hf, train)
+    return {
+        (stage, number): (sorted(chunk.dense + chunk.experts), chunk.buffer, chunk.shard)
+        for stage in stages
+        for number, chunk in enumerate(planned[stage])
+    }
+
+
+@pytest.mark.parametrize("cases", [cases_of_families, cases_of_recipes])
+def test_parameters_buffers_and_shards_are_those_that_megatron_builds(cases):
+    names, of = zip(*cases(), strict=True)
+    built = run_ranks(built_sizes, 1, of)
+    assert {name: found for name, found, case in zip(names, built, of, strict=True) if found != counted(*case)} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("deepseek-v3", 671.03), ("qwen3-235b-a22b", 235.09), ("kimi-k2", 1026.4), ("glm-4.5", 352.8)]
+)
+def test_a_model_has_the_parameters_that_its_publisher_says(name, billions):
+    """DeepSeek-V3: 653.91 billion of experts and 17.12 of the rest; layers of multi-token prediction come on top."""
+    assert sum(model_parameters(published_config(name))) / 1e9 == pytest.approx(billions, abs=0.05)
