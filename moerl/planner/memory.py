@@ -67,7 +67,7 @@ def rank_memory(hf: Mapping[str, Any], config: RunConfig) -> list[RankMemory]:
     train, layout = config.train, config.train.layout
     fields = FAMILIES[hf["model_type"]].transformer_config(hf)
     wide = _BYTES[train.dtype]
-    tokens = train.micro_batch_tokens // layout.cp
+    tokens = min(train.micro_batch_tokens, _update_tokens(config)) // layout.cp
     found = []
     for stage, chunks in enumerate(rank_parameters(hf, train)):
         buffer, shard, count = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
@@ -123,10 +123,14 @@ def _kept_inputs(config: RunConfig, stage: int, chunks: list[ChunkParameters]) -
 
 
 def _micro_batches(config: RunConfig) -> int:
-    """Number of them in an update on a data-parallel rank at most, where every sample has model.max_context tokens."""
-    train, samples = config.train, config.groups_per_step * config.group_size
-    tokens = samples * config.model.max_context / (train.updates_per_step * train.layout.dp)
-    return max(1, int(tokens // train.micro_batch_tokens))
+    """Number of full ones in an update on a data-parallel rank, at least one."""
+    return max(1, _update_tokens(config) // config.train.micro_batch_tokens)
+
+
+def _update_tokens(config: RunConfig) -> int:
+    """Tokens of an update on a data-parallel rank, where every sample has model.max_context of them."""
+    samples = config.groups_per_step * config.group_size
+    return samples * config.model.max_context // (config.train.updates_per_step * config.train.layout.dp)
 
 
 def server_memory(hf: Mapping[str, Any], config: RunConfig) -> ServerMemory:

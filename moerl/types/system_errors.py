@@ -22,6 +22,8 @@ _OF_MACHINES = (
 
 def told_of_system(error: Exception) -> Exception:
     """A MoerlError with the exit code of docs/failures.md; `error` itself where the system refused nothing."""
+    if isinstance(error, MoerlError):
+        return error  # told already, whatever its text quotes
     number = _errno(error)
     named = error.filename if isinstance(error, OSError) else None
     if number in _OF_PATHS and named:

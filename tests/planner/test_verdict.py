@@ -89,6 +89,11 @@ def test_a_gpu_judges_formats_domains_and_memory(hardware, overrides, path, said
     assert said in refused(DEEPSEEK, gpu, *overrides)[path]
 
 
+def test_a_micro_batch_that_no_update_fills_is_not_counted_as_full():
+    few = ("groups_per_step=16", "group_size=1")
+    assert gib(DEEPSEEK, *few, "train.micro_batch_tokens=65536") == gib(DEEPSEEK, *few)
+
+
 def test_an_unknown_gpu_is_answered_with_those_that_are_known():
     assert "h100-80" in refused(DEEPSEEK, "hardware=h100")["hardware"]
 

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from moerl.config.load import build, load
+from moerl.types.errors import CheckpointError
+from moerl.types.system_errors import told_of_system
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 
@@ -126,3 +128,8 @@ def test_plan_of_a_fleet_that_cannot_hold_the_model_says_every_reason(moerl):
     assert (done.returncode, done.stdout) == (2, "")
     assert "* --gpus-per-server = 3: must divide the model's 8 experts" in done.stderr
     assert "* --gpus-per-node = 8: must divide --gpus-per-server=3" in done.stderr
+
+
+def test_an_error_that_is_told_already_keeps_its_text_and_code_whatever_it_quotes():
+    error = CheckpointError("a rank failed: Error while serializing: I/O error: No space left on device (os error 28)")
+    assert told_of_system(error) is error
