@@ -1,5 +1,6 @@
 """Parameters that the planner counts, held against modules and buffers that Megatron builds: every one, in every family."""
 
+import engine_cases
 import pytest
 from engine_ranks import run_ranks
 from family_cases import _DECODER, CASES
@@ -13,19 +14,8 @@ from moerl.models.families.family import num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
 from moerl.planner.parameter_counts import model_parameters, rank_parameters
 
-LAYOUTS = {
-    "one": Layout(),
-    "dp2": Layout(ranks=2),
-    "tp2-dp3": Layout(ranks=6, tp=2),
-    "tp2-etp2": Layout(ranks=2, tp=2, etp=2),
-    "cp2": Layout(ranks=2, cp=2),
-    "pp2": Layout(ranks=2, pp=2),
-    "pp2-first3": Layout(ranks=2, pp=2, first_stage_layers=3),
-    "pp2-vpp2": Layout(ranks=2, pp=2, vpp=2),
-    "ep2": Layout(ranks=2, ep=2),
-    "tp2-ep2-etp2-dp2": Layout(ranks=4, tp=2, ep=2, etp=2),
-    "tp2-pp2-ep2-dp2": Layout(ranks=8, tp=2, pp=2, ep=2),
-}
+NAMES = ("dp2", "tp2-etp2", "cp2", "pp2", "pp2-first3", "pp2-vpp2", "ep2", "tp2-ep2-etp2-dp2", "tp2-pp2-ep2-dp2")
+LAYOUTS = {"one": Layout(), "tp2-dp3": Layout(ranks=6, tp=2)} | {name: engine_cases.LAYOUTS[name] for name in NAMES}
 RECIPES = ("grpo-deepseek-v3-32n8g-sync", "grpo-qwen3-235b-16n8g-sync", "grpo-kimi-k2-32n8g-sync", "grpo-glm-4.5-8n8g-sync")
 
 
