@@ -109,12 +109,12 @@ def check(overrides: Overrides, config_dir: ConfigDir = None) -> None:
     from moerl.check import cannot_start, load_checked
     from moerl.config.rules.facts import facts_of
     from moerl.config.summary import refusals, summary
-    from moerl.planner import memory
+    from moerl.planner import memory_plan
     from moerl.rollout.commands import described
 
     config = load_checked(overrides, config_dir)
     typer.echo(
-        summary(config, [*memory.described(config), *described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]),
+        summary(config, [*memory_plan.described(config), *described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]),
         nl=False,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moerl.config.derive.pipeline import chunk_layers
+from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import TrainConfig
 from moerl.models.families.family import is_tied, num_mtp_layers
@@ -30,8 +30,8 @@ class ChunkParameters:
     """Elements of the embedding, one of `dense`, that two pipeline stages hold: it lies in a bucket of its own."""
     dense_shards: int
     expert_shards: int
-    num_layers: int
-    """Without those of multi-token prediction."""
+    ends: int
+    """Elements of embedding, output layer and last norm, some of `dense`."""
 
     @property
     def count(self) -> int:
@@ -47,6 +47,12 @@ class ChunkParameters:
         """Elements of the optimizer's part of a rank."""
         return sum(elements // shards for elements, shards in self._buckets())
 
+    def pinned_shard(self, width: int) -> float:
+        """Bytes of page-locked copies of the optimizer's part, parameter by parameter: PyTorch rounds each up to a power of two
+        (aten/src/ATen/core/CachingHostAllocator.h). Over ranks on average, where a parameter is cut."""
+        parts = ((self.dense, self.dense_shards), (self.experts, self.expert_shards))
+        return sum(_power_of_two(size * width) / shards for sizes, shards in parts for size in sizes)
+
     def _buckets(self) -> Iterator[tuple[int, int]]:
         rest = list(self.dense)
         if self.shared is not None:
@@ -54,6 +60,10 @@ class ChunkParameters:
             yield _padded([self.shared], self.dense_shards), self.dense_shards
         yield _padded(rest, self.dense_shards), self.dense_shards
         yield _padded(self.experts, self.expert_shards), self.expert_shards
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _padded(sizes: "tuple[int, ...] | list[int]", shards: int) -> int:
@@ -64,12 +74,10 @@ def _padded(sizes: "tuple[int, ...] | list[int]", shards: int) -> int:
 def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[ChunkParameters]]:
     """Parameters of [stage][chunk], for a layout without problems. KeyError for what config.json lacks."""
     layout, fields = train.layout, FAMILIES[hf["model_type"]].transformer_config(hf)
-    has_mtp, places = train.mtp_loss > 0 and num_mtp_layers(hf) > 0, chunk_layers(layout, fields["num_layers"])
+    has_mtp, places = train.mtp_loss > 0 and num_mtp_layers(hf) > 0, layer_ranges(layout, fields["num_layers"])
     found: list[list[ChunkParameters]] = [[] for _ in places]
-    layer = 0
-    for chunk in range(layout.vpp):
-        for stage in range(layout.pp):
-            layers = range(layer, layer := layer + places[stage][chunk])
+    for stage, ranges in enumerate(places):
+        for chunk, layers in enumerate(ranges):
             is_first, is_last = stage == chunk == 0, (stage, chunk) == (layout.pp - 1, layout.vpp - 1)
             parts = [_layer(fields, layout, each) for each in layers]
             if is_last and has_mtp:
@@ -82,7 +90,7 @@ def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[Chun
             found[stage].append(
                 ChunkParameters(
                     dense=tuple(dense), experts=tuple(experts), shared=shared, dense_shards=layout.dp * layout.cp,
-                    expert_shards=layout.edp, num_layers=len(layers),
+                    expert_shards=layout.edp, ends=sum(ends),
                 )
             )  # fmt: skip
     return found
@@ -94,6 +102,12 @@ def model_parameters(hf: Mapping[str, Any]) -> tuple[int, int]:
     layers = [_layer(fields, whole, layer) for layer in range(fields["num_layers"])]
     ends, _ = _ends(hf, fields, whole, is_first=True, is_last=True, has_mtp=False)
     return sum(ends) + sum(sum(dense) for dense, _ in layers), sum(sum(experts) for _, experts in layers)
+
+
+def mtp_parameters(hf: Mapping[str, Any]) -> int:
+    """Parameters of the model's layers of multi-token prediction."""
+    fields = FAMILIES[hf["model_type"]].transformer_config(hf)
+    return num_mtp_layers(hf) * sum(sum(sizes) for sizes in _mtp_layer(fields, Layout()))
 
 
 def _ends(

@@ -1,27 +1,29 @@
 """Verdict on settings by `placement.gpu`: what its memory, its FP8 formats or its NVLink cannot carry is refused before anything starts."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from moerl.config.derive.model_configs import shipped_layouts
+from moerl.config.derive.gpu_map import num_shared
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.hardware_config import GpuConfig
-from moerl.config.schema.memory_config import FullRecompute
 from moerl.config.schema.run_config import RunConfig
-from moerl.planner.memory import GIB, RankMemory, rank_memory, server_memory
-from moerl.types.errors import Problem, problem
+from moerl.planner.fixes import serving_fixes, training_fixes
+from moerl.planner.memory_plan import planned
+from moerl.planner.node_memory import NodeMemory, node_memory
+from moerl.planner.rank_memory import PHASES, Phase, RankMemory
+from moerl.planner.server_memory import GIB, ServerMemory, server_memory
+from moerl.types.errors import ConfigError, Problem, problem
 
 _CAPABILITY = {"blockwise": 9.0, "mxfp8": 10.0, "tensorwise": 8.9, "delayed": 8.9}
 """Least compute capability of each FP8 recipe (transformer_engine/pytorch/quantization.py, check_*_support)."""
-_NUM_FIXES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    text: str
-    config: RunConfig
+_SERVING: tuple[Phase, ...] = ("rollout", "push")
+_TRAINING: tuple[Phase, ...] = ("load", "log-probs", "update", "save")
+_DURING: Mapping[Phase, str] = {
+    "load": "at the start", "rollout": "while servers answer", "log-probs": "in a log-prob pass", "update": "in an update",
+    "save": "while it is saved", "push": "in a push",
+}  # fmt: skip
 
 
 def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -34,6 +36,7 @@ def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if hf is not None and facts.shape is not None and not any(broken_layout(config.train.layout, facts.shape)):
         yield from _rank_problems(config, facts, hf, gpu)
         yield from _server_problems(config, hf, gpu)
+        yield from _host_problems(config, hf, gpu)
 
 
 def _format_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
@@ -56,65 +59,42 @@ def _domain_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
 
 
 def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
-    worst, room = _worst(hf, config), gpu.memory_mib * 2**20
-    if worst.device <= room:
-        return
+    """Of phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
+    ranks, _ = planned(hf, config)
+    shares = num_shared(config) > 0 and config.rollout.engine in ("vllm", "sglang")
+    worst, phase = _worst(ranks, _TRAINING if shares else PHASES)
+    if worst.device(phase) > gpu.memory_bytes:
+        yield _training_problem(config, facts, worst, phase, gpu)
+    worst, phase = _worst(ranks, _SERVING)
+    if shares and worst.device(phase) > gpu.memory_bytes:
+        yield _serving_problem(config, facts, worst, phase, gpu)
+
+
+def _worst(ranks: Sequence[RankMemory], phases: Sequence[Phase]) -> tuple[RankMemory, Phase]:
+    return max(((rank, phase) for rank in ranks for phase in phases), key=lambda pair: pair[0].device(pair[1]))
+
+
+def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
+    """(rule, reason)"""
+    size, room = rank.device(phase), gpu.memory_bytes
     rule = (
-        f"needs at least {worst.device / GIB:.1f} GiB on each rank of pipeline stage {worst.stage} during an update, "
-        f"{(worst.device - room) / GIB:.1f} more than the {room / GIB:.1f} of {gpu.name}"
+        f"needs {size / GIB:.1f} GiB on each rank of pipeline stage {rank.stage} {_DURING[phase]}, "
+        f"{(size - room) / GIB:.1f} more than the {room / GIB:.1f} of {gpu.name}"
     )
-    reason = f"GiB: {worst}; activations within a layer, NCCL's buffers and CUDA come on top"
-    fixes: dict[frozenset[str], str] = {}
-    for kind, changes in _changes(config, facts):
-        if len(fixes) == _NUM_FIXES or any(smaller <= kind for smaller in fixes):
-            continue
-        if (text := next(_fitting(changes, hf, room), None)) is not None:
-            fixes[kind] = text
+    return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)
+
+
+def _training_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, gpu: GpuConfig) -> Problem:
+    rule, reason = _told(worst, phase, gpu)
     layout = config.train.layout
     value = f"ranks {layout.ranks}, tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}, etp {layout.etp}"
-    yield problem("train.layout", value, rule, reason, "; or ".join(fixes.values()) or "more GPUs, or larger ones")
+    return problem("train.layout", value, rule, reason, training_fixes(config, facts, _TRAINING, gpu.memory_bytes))
 
 
-def _worst(hf: Mapping[str, Any], config: RunConfig) -> RankMemory:
-    return max(rank_memory(hf, config), key=lambda each: each.device)
-
-
-def _fitting(changes: Iterator[_Change], hf: Mapping[str, Any], room: int) -> Iterator[str]:
-    for change in changes:
-        if (size := _worst(hf, change.config).device) <= room:
-            yield f"{change.text} ({size / GIB:.1f} GiB)"
-
-
-def _changes(config: RunConfig, facts: Facts) -> Iterator[tuple[frozenset[str], Iterator[_Change]]]:
-    """Kinds of changes by the settings they touch, those that cost least first; of each kind the smallest first."""
-    train, model = config.train, config.model
-
-    def trained(text: str, **values: Any) -> _Change:
-        return _Change(text, replace(config, train=replace(train, **values)))
-
-    def laid_out(*names: str) -> Iterator[_Change]:
-        for factor in (2, 4, 8, 16, 32):
-            values = {name: getattr(train.layout, name) * factor for name in names}
-            changed = replace(train.layout, **values)
-            if not any(broken_layout(changed, facts.shape)):
-                yield trained(" ".join(f"train.layout.{name}={value}" for name, value in values.items()), layout=changed)
-
-    if not isinstance(train.recompute, FullRecompute):
-        yield frozenset({"recompute"}), iter([trained("train.recompute={kind: full}", recompute=FullRecompute())])
-    tokens = (train.micro_batch_tokens // 2**halvings for halvings in range(1, 10))
-    fewer = (trained(f"train.micro_batch_tokens={each}", micro_batch_tokens=each) for each in tokens if each >= model.max_context)
-    yield frozenset({"micro_batch_tokens"}), fewer
-    names: tuple[str, ...]
-    for names in (("ep",), ("pp",), ("tp",)):
-        yield frozenset(names), laid_out(*names)
-    memory = train.optimizer.memory
-    if memory.cpu_fraction == 0 and train.offload == "none" and train.dtype == "bfloat16":
-        states = replace(train.optimizer, memory=replace(memory, cpu_fraction=1.0, precision_aware=True))
-        yield frozenset({"memory"}), iter([trained("train.optimizer.memory={cpu_fraction: 1.0, precision_aware: true}", optimizer=states)])
-    for names in (("ranks",), ("ranks", "ep"), ("ranks", "pp")):
-        yield frozenset(names), laid_out(*names)
-    shipped = ((name, layout) for name, layout in shipped_layouts().items() if not any(broken_layout(layout, facts.shape)))
-    yield frozenset({"layout"}), (trained(f"layout={name}", layout=layout) for name, layout in shipped)
+def _serving_problem(config: RunConfig, facts: Facts, worst: RankMemory, phase: Phase, gpu: GpuConfig) -> Problem:
+    rule, reason = _told(worst, phase, gpu)
+    fix = serving_fixes(config, facts, _SERVING, gpu.memory_bytes)
+    return problem("rollout.layout.memory_fraction", config.rollout.layout.memory_fraction, rule, reason, fix)
 
 
 def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
@@ -125,7 +105,9 @@ def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -
         return  # reported by validation
     found = server_memory(hf, config)
     assert found.available is not None
-    if found.weights < found.available:
+    if found.cache > 0:
+        if found.requests(config.model.max_context) == 0:
+            yield _cache_problem(config, found, gpu)
         return
     share = "" if layout.memory_fraction is None else f"{layout.memory_fraction:g} of "
     rule = (
@@ -142,3 +124,38 @@ def _server_bytes(config: RunConfig, hf: Mapping[str, Any], factor: int) -> int:
     layout = config.rollout.layout
     wider = replace(layout, gpus=layout.gpus * factor, ep=layout.ep * factor)
     return server_memory(hf, replace(config, rollout=replace(config.rollout, layout=wider))).weights
+
+
+def _cache_problem(config: RunConfig, found: ServerMemory, gpu: GpuConfig) -> Problem:
+    context, layout = config.model.max_context, config.rollout.layout
+    rule = (
+        f"leaves {found.cache / GIB:.2g} GiB of {gpu.name} for keys and values, and one request of model.max_context={context} tokens "
+        f"takes {found.token * context / GIB:.2g}"
+    )
+    fix = f"more rollout.layout.gpus, or rollout.layout.kv_cache=fp8; now gpus {layout.gpus}, dp {layout.dp}"
+    return problem("rollout.layout.memory_fraction", layout.memory_fraction, rule, "no request could be answered to its end", fix)
+
+
+def _host_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
+    if gpu.host_memory_gib is None:
+        return
+    try:
+        worst = _worst_node(config, hf)
+    except ConfigError:  # who has no GPU is reported by validation
+        return
+    if worst.total <= gpu.host_memory_gib * GIB:
+        return
+    kinds = ", ".join(f"{kind} {held / GIB:.0f}" for kind, held in worst.kinds.items())
+    rule = f"node {worst.node} needs {worst.total / GIB:.0f} GiB of host memory"
+    fixes = []
+    if config.checkpoint.async_save:
+        after = _worst_node(replace(config, checkpoint=replace(config.checkpoint, async_save=False)), hf)
+        if after.total <= gpu.host_memory_gib * GIB:
+            fixes.append(f"checkpoint.async_save=false ({after.total / GIB:.0f} GiB)")
+    fixes.append("more nodes for the same model, or less in train.offload or train.optimizer.memory.cpu_fraction")
+    yield problem("placement.gpu.host_memory_gib", gpu.host_memory_gib, rule, f"GiB: {kinds}", "; or ".join(fixes))
+
+
+def _worst_node(config: RunConfig, hf: Mapping[str, Any]) -> NodeMemory:
+    ranks, server = planned(hf, config)
+    return max(node_memory(hf, config, ranks, server), key=lambda node: node.total)

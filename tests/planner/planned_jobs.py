@@ -1,6 +1,7 @@
 """Measurements of memory that ranks of the planner's tests make. Every function runs on every rank; rank 0's value goes to the test."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,4 +63,97 @@ def _built(hf: Mapping[str, Any], train: TrainConfig, stages: Sequence[int]) -> 
                     sum(buffer.numel for buffer in buffers),
                     sum(buffer.numel // buffer.data_parallel_world_size for buffer in buffers),
                 )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Bytes that autograd keeps of a micro-batch on a rank, without parameters, and tokens that the experts of a layer got, on average."""
+
+    num_bytes: int
+    routed: float
+
+
+def kept_bytes(cases: Sequence[tuple[Mapping[str, Any], TrainConfig]], num_tokens: int, num_sequences: int) -> list[Kept]:
+    """Of models on one layout, whose groups exist not yet: one chunk with every layer, before its loss."""
+    from moerl.train.megatron.megatron_model import initialize_groups
+
+    layout = cases[0][1].layout
+    initialize_groups(layout, 1)
+    return [_kept(hf, train, num_tokens, num_sequences) for hf, train in cases]
+
+
+def _kept(hf: Mapping[str, Any], train: TrainConfig, num_tokens: int, num_sequences: int) -> Kept:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from moerl.train.megatron.megatron_model import _wrap, build_chunks
+
+    torch.manual_seed(0)
+    built = build_chunks(hf, train, max_context=num_tokens)
+    (chunk,) = built.chunks
+    wrapped = _wrap(built.config, train, chunk, is_first=True)
+    storages = SavedStorages(tensor.untyped_storage() for tensor in (*chunk.parameters(), *chunk.buffers()))
+    routed: list[int] = []
+    for name, module in chunk.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, inputs: routed.append(len(inputs[0])))
+    length, local = num_tokens // num_sequences, num_tokens // train.layout.cp
+    bounds = torch.arange(0, num_tokens + 1, length, dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
+    tokens = torch.randint(0, hf["vocab_size"], (1, local), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with torch.autograd.graph.saved_tensors_hooks(storages.pack, storages.unpack):
+        outputs = wrapped(tokens, torch.arange(local)[None], None, packed_seq_params=packed)
+    kept = storages.num_bytes()
+    del outputs
+    return Kept(num_bytes=kept, routed=sum(routed) / len(routed) if routed else 0.0)
+
+
+class SavedStorages:
+    """Storages that autograd keeps, each once, as long as a node that saved one of its views is there; and the most of them at a time."""
+
+    def __init__(self, others: Iterable[torch.UntypedStorage]):
+        """`others`: those that are not counted."""
+        self._others = {storage._cdata for storage in others}
+        self._held: dict[int, tuple[torch.UntypedStorage, int]] = {}
+        self.most = 0
+
+    def pack(self, tensor: torch.Tensor) -> "Any":
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._others:
+            return tensor
+        self._held[key] = storage, self._held[key][1] + 1 if key in self._held else 1
+        self.most = max(self.most, self.num_bytes())
+        return _Saved(tensor, lambda: self._release(key))
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        return saved.tensor if isinstance(saved, _Saved) else saved
+
+    def num_bytes(self) -> int:
+        """An output that is recomputed has no bytes while it is away."""
+        return sum(storage.nbytes() for storage, _ in self._held.values())
+
+    def _release(self, key: int) -> None:
+        storage, count = self._held.pop(key)
+        if count > 1:
+            self._held[key] = storage, count - 1
+
+
+class _Saved:
+    def __init__(self, tensor: torch.Tensor, released: Callable[[], None]):
+        self.tensor, self._released = tensor, released
+
+    def __del__(self) -> None:
+        self._released()
+
+
+def most_kept_bytes(settings: EngineSettings, batch: TrainBatch) -> list[int]:
+    """Of each rank in an update, as `Kept.num_bytes`, at the worst moment: micro-batches under way and what is recomputed."""
+    engine = new_engine(settings)
+    parameters = [tensor for chunk in engine.model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    storages = SavedStorages(tensor.untyped_storage() for tensor in parameters)
+    with torch.autograd.graph.saved_tensors_hooks(storages.pack, storages.unpack):
+        engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, storages.most)
     return found

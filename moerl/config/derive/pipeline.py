@@ -19,3 +19,13 @@ def chunk_layers(layout: Layout, num_layers: int) -> list[list[int]]:
     chunks[0][0] -= layout.embedding_as_layer
     chunks[-1][-1] -= layout.loss_as_layer
     return chunks
+
+
+def layer_ranges(layout: Layout, num_layers: int) -> list[list[range]]:
+    """Layers, from 0 over the whole model, of [stage][chunk]."""
+    counts, start = chunk_layers(layout, num_layers), 0
+    found: list[list[range]] = [[] for _ in counts]
+    for chunk in range(layout.vpp):
+        for stage in range(layout.pp):
+            found[stage].append(range(start, start := start + counts[stage][chunk]))
+    return found

@@ -20,3 +20,23 @@ class GpuConfig(Strict):
     """Compute capability, such as 9.0: which FP8 formats there are."""
     gpus_per_domain: Size
     """GPUs that NVLink joins: those of a node, or of a rack."""
+    host_memory_gib: Positive | None = None
+    """Memory of a node for its processes, in GiB. None: not judged."""
+    bf16_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Peak of dense products in bfloat16, in 1e12 operations per second; as the next one for plans of time to come."""
+    fp8_tflops: Annotated[float, Field(gt=0)] | None = None
+    """Peak of dense products in FP8. None: it has none."""
+    memory_gb_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Bandwidth of the GPU's memory, in 1e9 bytes per second."""
+    nvlink_gb_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Of a GPU's links to its domain, in each direction."""
+    host_gb_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Between a GPU and host memory (PCIe, or NVLink-C2C), in each direction."""
+    cards_per_node: Positive | None = None
+    """Network cards for the GPUs of a node."""
+    card_gbit: Annotated[float, Field(gt=0)] | None = None
+    """Of a card, per second: what `moerl plan` costs a push with."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory_mib * 2**20

@@ -1,0 +1,86 @@
+"""Host memory of nodes, and the disk that checkpoints take."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moerl.config.derive.gpu_map import gpu_map, num_shared
+from moerl.config.derive.model_configs import routes_to_replay
+from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, sample_bytes
+from moerl.config.schema.run_config import RunConfig
+from moerl.models.families.family import num_mtp_layers
+from moerl.planner import fixed_memory as fixed
+from moerl.planner.parameter_counts import model_parameters, mtp_parameters
+from moerl.planner.rank_memory import RankMemory
+from moerl.planner.saved_activations import WIDTHS
+from moerl.planner.server_memory import ServerMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """Bytes of host memory of a node."""
+
+    node: int
+    """By its place in the order of placement.topology, from 0."""
+    stages: tuple[int, ...]
+    """Of its ranks; none: it has servers alone."""
+    kinds: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMemory], server: ServerMemory | None) -> list[NodeMemory]:
+    """Of every node that has a rank or a server. `ranks`: by stage. `server`: what each GPU of one holds; None: they use no
+    GPUs. ConfigError where no GPUs are left for somebody."""
+    mapped, per_stage = gpu_map(config), config.train.layout.ranks // config.train.layout.pp
+    shared = {gpu for gpus in mapped.servers[: num_shared(config)] for gpu in gpus}
+    stages: dict[int, list[int]] = {}
+    for rank, gpu in enumerate(mapped.ranks):
+        stages.setdefault(gpu.node, []).append(rank // per_stage)
+    serving = Counter(gpu.node for gpus in mapped.servers for gpu in gpus if server is not None)
+    asleep = Counter(gpu.node for gpu in shared if server is not None)
+    samples, routes = most_bytes(config), routes_share(config)
+    holders = min(config.rollout.num_collectors, config.placement.nodes)
+    found = []
+    for node in sorted({*stages, *serving}):
+        kinds: Counter[str] = Counter()
+        for stage in stages.get(node, ()):
+            kinds.update(ranks[stage].host)
+        if server is not None:
+            kinds["process"] += serving[node] * fixed.HOST_PROCESS
+            kinds["weights of servers asleep"] = asleep[node] * server.weights
+            kinds["tensors on their way to servers"] = serving[node] * largest_tensors(hf, config)
+        if node < holders:  # where collectors are, at most
+            kinds["object store, samples"] = round(samples * (1 - routes) / holders)
+            kinds["object store, routes"] = round(samples * routes / holders)
+        sizes = {name: size for name, size in kinds.items() if size}
+        found.append(NodeMemory(node=node, stages=tuple(sorted(set(stages.get(node, ())))), kinds=sizes))
+    return found
+
+
+def routes_share(config: RunConfig) -> float:
+    """Of a sample's bytes, those of the experts that the server's routers chose (train.router_replay=rollout)."""
+    routes = routes_to_replay(config)
+    if routes is None:
+        return 0.0
+    per_token = routes.num_layers * routes.top_k * routes.dtype.itemsize
+    assert sample_bytes(config) > 0
+    return per_token / (per_token + TOKEN_BYTES)
+
+
+def largest_tensors(hf: Mapping[str, Any], config: RunConfig) -> int:
+    """Embedding and output layer: over a network they come in pieces, and are put together in host memory by every GPU of a server
+    (moerl/weights/receive.py)."""
+    return 2 * hf["vocab_size"] * hf["hidden_size"] * WIDTHS[config.rollout_dtype]
+
+
+def checkpoint_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:
+    """A whole checkpoint on disk: parameters in their dtype, master weights in float32 where that is narrower, two moments."""
+    others, experts = model_parameters(hf)
+    count = others + experts + (mtp_parameters(hf) if config.train.mtp_loss > 0 and num_mtp_layers(hf) else 0)
+    wide = WIDTHS[config.train.dtype]
+    states = 12 if config.train.dtype == "bfloat16" else 2 * max(wide, 4)
+    return count * (wide + states)

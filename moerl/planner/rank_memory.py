@@ -1,0 +1,205 @@
+"""Memory of training ranks by pipeline stage, phase and kind, from the settings alone: no torch, no GPU, some milliseconds."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import TrainConfig
+from moerl.models.families.family import is_tied, num_mtp_layers
+from moerl.planner import fixed_memory as fixed
+from moerl.planner.parameter_counts import ChunkParameters, rank_parameters
+from moerl.planner.saved_activations import FP8_BYTES, WIDTHS
+from moerl.planner.server_memory import ServerMemory
+from moerl.planner.stage_activations import StageActivations, StageModel
+from moerl.train.memory.memory_states import KINDS, ON_DEVICE, State
+
+Phase = Literal["load", "rollout", "log-probs", "update", "save", "push"]
+"""load: when the run starts. rollout: servers answer, the trainer sleeps. push: weights go from the trainer to the servers."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+_STATES: Mapping[Phase, State] = {
+    "load": "training", "rollout": "asleep", "log-probs": "scoring", "update": "training", "save": "training", "push": "scoring",
+}  # fmt: skip
+"""In which the trainer's memory is (moerl/residency.py)."""
+
+IMBALANCE = 1.5
+"""Tokens of the busiest rank's experts over the mean that margins allow for."""
+FRAGMENTATION = 0.1
+"""Share of the activations that margins leave for gaps between allocations."""
+
+Kinds = Mapping[str, int]
+"""Bytes by kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of each rank of a pipeline stage."""
+
+    stage: int
+    parameters: int
+    """Their number, without padding."""
+    phases: Mapping[Phase, Kinds]
+    """On the GPU, with what a server on the same GPU holds."""
+    margins: Mapping[Phase, int]
+    """Bytes that may be needed on top: busier experts, fragmentation, what sleeping servers were reported to keep."""
+    host: Kinds
+    """Host memory of the rank's process."""
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=self.device)
+
+    @property
+    def most(self) -> int:
+        return self.device(self.worst)
+
+    @property
+    def most_with_margin(self) -> int:
+        return max(self.device(phase) + self.margins[phase] for phase in self.phases)
+
+    def device(self, phase: Phase) -> int:
+        return sum(self.phases[phase].values())
+
+
+class _Static:
+    """What a stage's ranks hold whatever they do."""
+
+    def __init__(self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters]):
+        train, wide = config.train, WIDTHS[config.train.dtype]
+        buffer, shard, self.parameters = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
+        share, moment = train.optimizer.memory.cpu_fraction, WIDTHS["float64" if train.dtype == "float64" else "float32"]
+        states = optimizer_bytes(train)
+        self.kinds: dict[str, int] = {
+            "parameters": buffer * wide,
+            "gradients": buffer * gradient_bytes(train),
+            "optimizer": round(shard * states),
+            "reference": self.parameters * wide if config.uses_reference else 0,
+        }
+        """By the names of moerl/train/memory/memory_states.py."""
+        pinned = {width: sum(chunk.pinned_shard(width) for chunk in chunks) for width in {wide, moment, 4}}
+        # Parameters and moments in float32, gradients page-locked, and the page-locked copy through which parameters came, which PyTorch
+        # keeps (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
+        self.on_host = round(share * (shard * (4 + 2 * moment) + pinned[4] + pinned[wide]))
+        masters = 1 if train.dtype == "bfloat16" else 0
+        self.staged = round(pinned[wide] + masters * pinned[4] + 2 * pinned[moment]) if config.checkpoint.async_save else 0
+        # Of a layer's linear modules, row- and columnwise; with the small share of norms and routers, which have none.
+        in_layers = self.parameters - sum(chunk.ends for chunk in chunks)
+        directions = 1 if train.fp8 is not None and train.fp8.recipe in ("tensorwise", "delayed") and _is_blackwell(config) else 2
+        self.fp8 = 0 if train.fp8 is None else round(in_layers * directions * FP8_BYTES[train.fp8.recipe])
+
+
+def rank_memory(hf: Mapping[str, Any], config: RunConfig, server: ServerMemory | None = None) -> list[RankMemory]:
+    """Memory of every pipeline stage, whose ranks need alike; for a layout without problems. `server`: on the trainer's GPUs."""
+    activations = StageModel(hf, config).stages()
+    busier = StageModel(hf, config, imbalance=IMBALANCE).stages()
+    found = []
+    for stage, chunks in enumerate(rank_parameters(hf, config.train)):
+        static = _Static(hf, config, chunks)
+        phases = {phase: _phase(phase, hf, config, static, activations[stage], server) for phase in PHASES}
+        found.append(
+            RankMemory(
+                stage=stage,
+                parameters=static.parameters,
+                phases=phases,
+                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], server) for phase in PHASES},
+                host=_host(config, static),
+            )
+        )
+    return found
+
+
+def _phase(
+    phase: Phase, hf: Mapping[str, Any], config: RunConfig, static: _Static, activations: StageActivations, server: ServerMemory | None
+) -> Kinds:
+    train, state = config.train, _STATES[phase]
+    held = ON_DEVICE[train.offload][state]
+    kinds = {_name(kind): static.kinds[kind] for kind in KINDS if kind in held}
+    kinds |= {"FP8 copies": static.fp8 if phase != "load" else 0}
+    if phase == "update":
+        kinds |= {
+            "activations": activations.kept,
+            "layer at work": activations.working,
+            "logits": max(0, activations.logits - activations.working),
+        }
+    elif phase == "log-probs":
+        kinds |= {"layer at work": activations.scoring, "logits": max(0, activations.scoring_logits - activations.scoring)}
+    elif phase == "push":
+        kinds |= {"push buffers": 2 * config.weights.bucket_bytes}
+    kinds |= {"NCCL": _communicators(hf, config, phase), "CUDA": fixed.CUDA_CONTEXT}
+    if server is not None:
+        kinds |= {"server": {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP}.get(phase, fixed.ENGINE_ASLEEP)}
+    return kinds
+
+
+def _name(kind: str) -> str:
+    return "weights" if kind == "parameters" else kind
+
+
+def _communicators(hf: Mapping[str, Any], config: RunConfig, phase: Phase) -> int:
+    """None at the start: NCCL makes its buffers when a group is used first."""
+    layout = config.train.layout
+    if phase == "load":
+        return 0
+    if phase == "rollout" and config.train.destroy_groups:
+        return fixed.default_group_bytes(layout)
+    has_shared = is_tied(hf) or (config.train.mtp_loss > 0 and num_mtp_layers(hf) > 0)
+    return fixed.communicator_bytes(layout, config.placement.gpus_per_node or layout.ranks, has_shared_embedding=has_shared)
+
+
+def _margin(phase: Phase, kinds: Kinds, activations: StageActivations, busier: StageActivations, server: ServerMemory | None) -> int:
+    more = 0
+    if phase == "update":
+        more = busier.kept + busier.update - activations.kept - activations.update
+    elif phase == "log-probs":
+        more = max(busier.scoring, busier.scoring_logits) - max(activations.scoring, activations.scoring_logits)
+    moving = sum(kinds.get(kind, 0) for kind in ("activations", "layer at work", "logits"))
+    reported = fixed.ENGINE_ASLEEP_REPORTED - fixed.ENGINE_ASLEEP if server is not None else 0
+    return more + round(FRAGMENTATION * moving) + reported
+
+
+def _host(config: RunConfig, static: _Static) -> Kinds:
+    train = config.train
+    copies = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters", "reference")}[train.offload]
+    return {
+        "copies of what leaves the GPU": sum(static.kinds[kind] for kind in copies),
+        "optimizer on the CPU": static.on_host,
+        "checkpoint staging": static.staged,
+        "process": fixed.HOST_PROCESS,
+    }
+
+
+def gradient_bytes(train: TrainConfig) -> int:
+    return WIDTHS["float64"] if train.dtype == "float64" else WIDTHS[train.optimizer.memory.main_grads_dtype]
+
+
+def optimizer_bytes(train: TrainConfig) -> float:
+    """Bytes of each element of a rank's shard on the GPU: master weight (none if parameters are as wide) and two moments.
+
+    Where the hybrid optimizer has moments on the host, the distributed one keeps its masters on the GPU, unless it is precision-aware
+    (megatron/core/optimizer/distrib_optimizer.py).
+    """
+    memory, share = train.optimizer.memory, train.optimizer.memory.cpu_fraction
+    moment = WIDTHS["float64"] if train.dtype == "float64" else WIDTHS["float32"]
+    if memory.precision_aware:
+        states = sum(WIDTHS[name] for name in (memory.main_params_dtype, memory.exp_avg_dtype, memory.exp_avg_sq_dtype))
+        return states * (1 - share)
+    masters = WIDTHS["float32"] if train.dtype == "bfloat16" else 0
+    return masters + 2 * moment * (1 - share)
+
+
+def _is_blackwell(config: RunConfig) -> bool:
+    """Its units read FP8 operands in either order, so that tensors with one scale need no transposed copy."""
+    return config.placement.gpu is not None and config.placement.gpu.capability >= 10
+
+
+def worst_rank(ranks: list[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda each: each.most)
+
+
+def kinds_of(ranks: list[RankMemory]) -> Iterator[str]:
+    """Kinds that any of them has, in the order of the phases."""
+    seen: dict[str, None] = {}
+    for rank in ranks:
+        for kinds in rank.phases.values():
+            seen |= {kind: None for kind, size in kinds.items() if size}
+    yield from seen

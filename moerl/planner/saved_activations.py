@@ -1,0 +1,195 @@
+"""Tensors that a transformer layer keeps of one micro-batch for its backward pass, in bytes, without torch.
+
+What a module of Transformer Engine keeps is what its source hands to `save_for_backward` (2.9, transformer_engine/pytorch): `Kernels`. The
+rest are PyTorch's own operations in Megatron-Core's Python (0.16.1). Tests put the sizes of the CPU's reference modules in the place of
+`Kernels` and hold the sums against storages that autograd really kept.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.memory_config import RecomputeModule
+from moerl.config.schema.train_config import TrainConfig
+
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a value."""
+FP8_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "tensorwise": 1.0, "delayed": 1.0}
+"""Of a value and its share of a scale, in one direction (pytorch/tensor/storage)."""
+
+Part = Literal["attention", "mlp", "experts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Bytes that are kept, unless one of `modules` is recomputed; then `instead` is kept, and the rest comes back in its backward pass."""
+
+    part: Part
+    kept: float
+    modules: frozenset[RecomputeModule] = frozenset()
+    instead: float = 0.0
+
+    def bytes(self, recomputed: Collection[RecomputeModule]) -> float:
+        return self.kept if self.modules.isdisjoint(recomputed) else self.instead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Tokens of one micro-batch on a rank."""
+
+    sequence: int
+    """In attention: those of its context-parallel slice."""
+    hidden: float
+    """Between tensor-parallel parts: cut over tp, by sequence parallelism."""
+    routed: float
+    """Copies that its experts get; those of all expert-tensor-parallel ranks."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], layout: Layout, tokens: int, *, imbalance: float = 1.0) -> "Tokens":
+        """`tokens`: of a micro-batch. `imbalance`: of the busiest rank's copies over the mean."""
+        sequence = tokens // layout.cp
+        hidden = sequence / layout.tp
+        return cls(sequence=sequence, hidden=hidden, routed=hidden * fields.get("moe_router_topk", 0) * layout.etp * imbalance)
+
+
+class Kernels:
+    """Bytes that modules of Transformer Engine keep, by file of transformer_engine/pytorch."""
+
+    def __init__(self, train: TrainConfig):
+        self.wide = WIDTHS[train.dtype]
+        self._linear = self.wide if train.fp8 is None else FP8_BYTES[train.fp8.recipe]
+        self.copies = train.fp8 is not None
+        """A linear module keeps an FP8 copy of its own, where another module keeps the same values in `dtype`."""
+        self._keeps_original = train.fp8 is None or train.fp8.recipe != "delayed"
+
+    def norm(self, part: Part, rows: float, width: int, modules: frozenset[RecomputeModule] = frozenset()) -> Term:
+        """Input, which is kept for a recomputation too, and a float32 a row (module/layernorm_linear.py, ops/basic/rmsnorm.py)."""
+        kept = rows * width * self.wide
+        return Term(part, kept + rows * 4, modules, kept)
+
+    def linear(self, local: float, gathered: float, *, is_shared: bool = False) -> float:
+        """Input of a linear module (module/linear.py, grouped_linear.py): of sequence parallelism the own part, which the backward pass
+        gathers again. `is_shared`: somebody keeps it anyway."""
+        del gathered
+        return 0.0 if is_shared and not self.copies else local * self._linear
+
+    def attention(
+        self, tokens: Tokens, heads: float, groups: float, key: int, value: int, up: frozenset[RecomputeModule]
+    ) -> Iterator[Term]:
+        """Queries, keys, values, and the log of each softmax's sum (attention/dot_product_attention/backends.py). `heads`, `groups` of
+        keys and values: of this rank; `key`, `value`: channels of one. `up`: modules that make the first three again."""
+        yield Term("attention", tokens.sequence * (heads * key + groups * (key + value)) * self.wide, up)
+        yield Term("attention", tokens.sequence * heads * 4, frozenset({"core_attn"}))
+
+    def attention_output(self, size: float) -> float:
+        """Output of attention, which is the input of the projection after it (save_original_input)."""
+        return size * self.wide + (0.0 if self._keeps_original else size * self._linear)
+
+
+def layer_terms(fields: Mapping[str, Any], layout: Layout, layer: int, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """Of decoder layer `layer`; `fields`: of Megatron's TransformerConfig."""
+    frequency = fields.get("moe_layer_freq", 1)
+    is_sparse = fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
+    yield from (_latent_attention if fields.get("multi_latent_attention") else _attention)(fields, layout, tokens, kernels)
+    if is_sparse:
+        yield from _experts(fields, layout, tokens, kernels)
+        return
+    hidden = fields["hidden_size"]
+    yield kernels.norm("mlp", tokens.hidden, hidden, frozenset({"mlp"}))
+    ffn = fields["ffn_hidden_size"] // layout.tp
+    first_input = kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden)
+    yield Term("mlp", first_input + _gated(fields, tokens.sequence * ffn, kernels), frozenset({"mlp"}))
+
+
+def end_terms(fields: Mapping[str, Any], tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """Last norm, and what it gives to the output layer."""
+    yield kernels.norm("mlp", tokens.hidden, fields["hidden_size"])
+    yield Term("mlp", tokens.hidden * fields["hidden_size"] * kernels.wide)
+
+
+def mtp_terms(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """A layer of multi-token prediction (transformer/multi_token_prediction.py): two norms, a projection of both, a layer like the last."""
+    hidden = fields["hidden_size"]
+    for _ in range(2):
+        yield kernels.norm("mlp", tokens.hidden, hidden)
+    yield Term("mlp", kernels.linear(2 * tokens.hidden * hidden, 2 * tokens.sequence * hidden))
+    yield from layer_terms(fields, layout, fields["num_layers"] - 1, tokens, kernels)
+    yield from end_terms(fields, tokens, kernels)
+
+
+def _gated(fields: Mapping[str, Any], size: float, kernels: Kernels) -> float:
+    """Output of the first linear module, twice as wide; activation of one half, the other half plus an offset, and their product, which is
+    the input of the second (transformer/mlp.py, unfused)."""
+    return size * 4 * kernels.wide + kernels.linear(size, size) + _clamped(fields, size, kernels)
+
+
+def _clamped(fields: Mapping[str, Any], size: float, kernels: Kernels) -> float:
+    """Copies of both halves between limits, where a family has them; masks of what was inside."""
+    return size * 2 * kernels.wide if fields.get("activation_func_clamp_value") is not None else 0.0
+
+
+def _attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    hidden, channels = fields["hidden_size"], fields["kv_channels"]
+    heads, groups = fields["num_attention_heads"] // layout.tp, fields["num_query_groups"] / layout.tp
+    yield kernels.norm("attention", tokens.hidden, hidden)
+    yield Term("attention", kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden))
+    if fields.get("qk_layernorm"):
+        yield kernels.norm("attention", tokens.sequence * heads, channels)
+        yield kernels.norm("attention", tokens.sequence * groups, channels)
+    yield Term("attention", _rotary(tokens, round(channels * fields.get("rotary_percent", 1.0)), kernels))
+    yield from kernels.attention(tokens, heads, groups, channels, channels, frozenset())
+    yield Term("attention", kernels.attention_output(tokens.sequence * heads * channels))
+
+
+def _rotary(tokens: Tokens, channels: int, kernels: Kernels) -> float:
+    """Cosines and sines, for queries and for keys (models/common/embeddings/rope_utils.py, unfused)."""
+    return 4 * tokens.sequence * channels * kernels.wide
+
+
+def _latent_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """transformer/multi_latent_attention.py: down-projections on the own part of a sequence, up-projections on all of it."""
+    hidden, heads, rank, latent = (fields[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
+    plain, rotary, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+    heads //= layout.tp
+    up = frozenset[RecomputeModule]({"mla_up_proj"})
+    yield kernels.norm("attention", tokens.hidden, hidden, frozenset({"layernorm"}))
+    yield _norm_output(fields, tokens, kernels)
+    if kernels.copies:
+        yield Term("attention", kernels.linear(tokens.hidden * hidden, 0) * (1 if rank is None else 2))
+    for width in (rank, latent):
+        if width is not None:
+            yield kernels.norm("attention", tokens.hidden, width, up)
+            yield Term("attention", kernels.linear(tokens.hidden * width, tokens.sequence * width), up)
+    # In its place the channels of keys that are rotated, which all heads share.
+    yield Term("attention", _rotary(tokens, rotary, kernels), up, tokens.sequence * rotary * kernels.wide)
+    yield from kernels.attention(tokens, heads, heads, plain + rotary, value, up)
+    yield Term("attention", kernels.attention_output(tokens.sequence * heads * value))
+
+
+def _norm_output(fields: Mapping[str, Any], tokens: Tokens, kernels: Kernels) -> Term:
+    """Of a norm that is a module of its own; whoever takes it keeps the same tensor."""
+    return Term("attention", tokens.hidden * fields["hidden_size"] * kernels.wide, frozenset({"layernorm"}))
+
+
+def _experts(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """transformer/moe: router.py, moe_utils.py (unfused), token_dispatcher.py (alltoall), experts.py (TEGroupedMLP), shared_experts.py."""
+    hidden, number, top_k = fields["hidden_size"], fields["num_moe_experts"], fields["moe_router_topk"]
+    whole = frozenset[RecomputeModule]({"moe"})
+    yield kernels.norm("mlp", tokens.hidden, hidden, frozenset({"layernorm"}))
+    yield _norm_output(fields, tokens, kernels)
+    if (shared := fields.get("moe_shared_expert_intermediate_size")) is not None:
+        takes = kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden, is_shared=True)
+        gate = tokens.hidden * hidden * 2 * kernels.wide if fields.get("moe_shared_expert_gate") else 0.0
+        kept = takes + _gated(fields, tokens.sequence * shared // layout.tp, kernels)
+        yield Term("mlp", kept, frozenset({"shared_experts", "moe"}))
+        yield Term("mlp", gate, whole)
+    # Scores and probabilities of all experts in float32, where a token goes (a byte each), chosen indices twice, chosen scores.
+    yield Term("experts", tokens.hidden * (number * 9 + top_k * 20), whole)
+    ffn = fields["moe_ffn_hidden_size"] / layout.etp
+    yield Term("experts", kernels.linear(tokens.routed * hidden, tokens.routed * hidden) + tokens.routed * 4, whole)
+    yield Term("experts", tokens.routed * 2 * ffn * kernels.wide, whole)
+    # As in `_gated`, and the product before it is multiplied by the probability: recomputed together.
+    product = kernels.linear(tokens.routed * ffn, tokens.routed * ffn)
+    activated = tokens.routed * 3 * ffn * kernels.wide + _clamped(fields, tokens.routed * ffn, kernels)
+    yield Term("experts", activated + product, frozenset({"moe_act", "moe"}))
