@@ -114,7 +114,9 @@ def check(overrides: Overrides, config_dir: ConfigDir = None) -> None:
 
     config = load_checked(overrides, config_dir)
     typer.echo(
-        summary(config, [*memory_plan.described(config), *described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]),
+        summary(
+            config, [*memory_plan.described(config), *described(config), *refusals(list(cannot_start(config, facts_of(config.model))))]
+        ),
         nl=False,
     )
 

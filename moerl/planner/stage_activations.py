@@ -24,13 +24,19 @@ class StageActivations:
 
     kept: int
     """Of all micro-batches under way at once."""
-    working: int
-    """While the layer that needs most is in its backward pass."""
+    recomputed: int
+    """What comes back while a layer, or a unit of layers, is in its backward pass, of those for which the next one is most too."""
+    moving: int
+    """What nobody keeps, then."""
     scoring: int
     """While a layer runs without gradients."""
     logits: int
     """On the last stage, of one micro-batch with their gradients; nothing of `working` is there then."""
     scoring_logits: int
+
+    @property
+    def working(self) -> int:
+        return self.recomputed + self.moving
 
     @property
     def update(self) -> int:
@@ -70,10 +76,12 @@ class StageModel:
             {self._kind(layer) for layers in chunks for layer in layers}
             | ({self._fields["num_layers"] - 1} if self._depths and is_last else set())
         )
+        busiest = max(layers, key=lambda layer: self._recomputed(layer) + self._moving(layer, trains=True))
         return StageActivations(
             kept=round(kept),
-            working=round(max((self._working(layer) for layer in layers), default=0)),
-            scoring=round(max((self._moving(layer, trains=False) for layer in layers), default=0)),
+            recomputed=round(self._recomputed(busiest)),
+            moving=round(self._moving(busiest, trains=True)),
+            scoring=round(max(self._moving(layer, trains=False) for layer in layers)),
             logits=self._logits(trains=True) if is_last else 0,
             scoring_logits=self._logits(trains=False) if is_last else 0,
         )
@@ -107,15 +115,13 @@ class StageModel:
                 kept += _sum(mtp_terms(self._fields, self._layout, self._tokens, self._kernels), self._modules)
         return kept + _sum(end_terms(self._fields, self._tokens, self._kernels), self._modules)
 
-    def _working(self, layer: int) -> float:
-        """What comes back of a unit of layers, or of the module that needs most; and what moves."""
+    def _recomputed(self, layer: int) -> float:
+        """Of a unit of layers, or of the module that needs most."""
         terms = self._terms(self._kind(layer))
-        if self._full is not None:
-            back = self._full.num_layers * _sum(terms, ()) if self._full.method == "uniform" else _sum(terms, ())
-            back -= self._hidden()  # the input is there
-        else:
-            back = max((_sum(terms, ()) - _sum(terms, (module,)) for module in self._modules), default=0.0)
-        return back + self._moving(layer, trains=True)
+        if self._full is None:
+            return max((_sum(terms, ()) - _sum(terms, (module,)) for module in self._modules), default=0.0)
+        number = self._full.num_layers if self._full.method == "uniform" else 1
+        return number * _sum(terms, ()) - (self._hidden() if self._kernels.norms_keep_input else 0.0)  # which was there
 
     def _moving(self, layer: int, *, trains: bool) -> float:
         """The largest tensors that are alive at once within a layer and that nobody keeps: of attention, or of what follows it.

@@ -1,5 +1,7 @@
 """Measurements of memory that ranks of the planner's tests make. Every function runs on every rank; rank 0's value goes to the test."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine_jobs import new_engine
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from moerl.algorithms.grpo import GRPO
 from moerl.config.schema.algorithm_config import GRPOConfig
@@ -157,3 +161,42 @@ def most_kept_bytes(settings: EngineSettings, batch: TrainBatch) -> list[int]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, storages.most)
     return found
+
+
+class LiveStorages(TorchDispatchMode):
+    """Storages that operations made and that are still there: their bytes, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in tensors}
+        """Those that were there before have none."""
+        self._now = 0
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
+                self._note(tensor.untyped_storage())
+        return outputs
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._sizes[key] = size
+        self._now += size
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._sizes.pop(key)
+
+
+def most_live_bytes(settings: EngineSettings, batch: TrainBatch) -> int:
+    """Of one rank in an update, after one that made what stays: every tensor there is while micro-batches run."""
+    engine = new_engine(settings)
+    objective = GRPO(GRPOConfig())
+    engine.update(batch, objective, lr=1e-3, num_updates=1)
+    with LiveStorages() as live:
+        engine.update(batch, objective, lr=1e-3, num_updates=1)
+    return live.most

@@ -8,6 +8,8 @@ from moerl.planner.saved_activations import Kernels, Term, Tokens
 
 
 class ReferenceKernels(Kernels):
+    norms_keep_input = False
+
     def __init__(self, train: TrainConfig, *, num_sequences: int):
         """`num_sequences`: of a micro-batch, all as long."""
         super().__init__(train)

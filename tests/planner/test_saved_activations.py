@@ -5,20 +5,23 @@ With the sizes of the CPU's reference modules in the place of Transformer Engine
 
 from dataclasses import replace
 
+import engine_cases
+import numpy as np
 import pytest
-from engine_cases import random_batch, settings
+from engine_cases import settings
 from engine_ranks import run_ranks
-from family_cases import _DECODER, CASES
-from planned_jobs import kept_bytes, most_kept_bytes
+from family_cases import _DECODER, CASES, write_case
+from planned_jobs import kept_bytes, most_kept_bytes, most_live_bytes
 from reference_sizes import ReferenceKernels
 
 from moerl.config.derive.model_shape import read_config
 from moerl.config.load import load
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.memory_config import FullRecompute, NoRecompute, SelectiveRecompute
-from moerl.config.schema.train_config import FP8Config, OptimizerConfig, TrainConfig
-from moerl.planner.saved_activations import Kernels, Tokens
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.planner.saved_activations import Tokens
 from moerl.planner.stage_activations import StageModel
+from moerl.types.batch import TrainBatch
 
 RECIPE = load(["recipe=grpo-tiny-moe-1n2g-sync"])
 NUM_TOKENS, NUM_SEQUENCES = 512, 4
@@ -93,3 +96,51 @@ def test_a_micro_batch_keeps_the_bytes_that_are_planned(layout):
         if planned != pytest.approx(kept.num_bytes, rel=0.05):
             wrong[family, recompute] = planned / kept.num_bytes
     assert wrong == {}
+
+
+def equal_batch(num_sequences, length):
+    offsets = np.arange(num_sequences + 1) * length
+    total = num_sequences * length
+    return TrainBatch(
+        token_ids_T=np.arange(total) % 90 + 5,
+        response_mask_T=np.arange(total) % length > 1,
+        rollout_logprobs_T=np.full(total, -4.5, dtype=np.float32),
+        advantages_T=np.sin(np.arange(total)).astype(np.float32),
+        offsets=offsets,
+    )
+
+
+@pytest.mark.parametrize("recompute", ["off", "full", "mlp"])
+@pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
+def test_stages_keep_the_micro_batches_that_are_under_way(layout, recompute, checkpoints):
+    """The first stage, which has most of them, and no logits: in a whole update, with what is computed again."""
+    length, num_tokens, num_micro_batches = 32, 256, 6
+    engine = settings(checkpoints["untied-qwen3"], engine_cases.LAYOUTS[layout], dtype="bfloat16", micro_batch_tokens=num_tokens)
+    train = replace(engine.train, recompute=RECOMPUTES[recompute])
+    num_sequences = num_micro_batches * num_tokens // length
+    found = run_ranks(most_kept_bytes, 2, replace(engine, train=train), equal_batch(num_sequences, length))
+    config = replace(run_config(train), groups_per_step=num_sequences, group_size=1, model=replace(RECIPE.model, max_context=length))
+    stage = StageModel(
+        read_config(checkpoints["untied-qwen3"]), config, kernels=ReferenceKernels(train, num_sequences=num_tokens // length)
+    )
+    planned = stage.stages()[0]
+    sent = sum(stage._under_way(0).values()) * stage._hidden()  # outputs, which Megatron keeps, not autograd
+    assert planned.kept - sent + planned.recomputed == pytest.approx(found[0], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "vocab_size", "mtp_loss"),
+    [("qwen3", "off", 100, 0.0), ("qwen3_moe", "full", 100, 0.0), ("deepseek_v3", "full", 4000, 0.1), ("deepseek_v3", "full", 4000, 0.0)],
+)
+def test_an_update_needs_no_more_than_is_planned(family, recompute, vocab_size, mtp_loss, tmp_path):
+    """Every tensor there is at the worst moment: what is kept, what a layer moves, logits and their gradients. One rank."""
+    length, num_tokens = 32, 512
+    directory = write_case(family, tmp_path, vocab_size=vocab_size)
+    engine = settings(directory, Layout(), dtype="bfloat16", micro_batch_tokens=num_tokens)
+    train = replace(engine.train, recompute=RECOMPUTES[recompute], mtp_loss=mtp_loss, logprob_chunk_tokens=64)
+    num_sequences = 2 * num_tokens // length
+    found = run_ranks(most_live_bytes, 1, replace(engine, train=train), equal_batch(num_sequences, length))
+    config = replace(run_config(train), groups_per_step=num_sequences, group_size=1, model=replace(RECIPE.model, max_context=length))
+    kernels = ReferenceKernels(train, num_sequences=num_tokens // length)
+    (planned,) = StageModel(read_config(directory), config, kernels=kernels).stages()
+    assert planned.kept + planned.update == pytest.approx(found, rel=0.1)

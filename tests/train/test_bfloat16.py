@@ -4,6 +4,7 @@ import fp8_training_jobs as jobs
 import numpy as np
 from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
+from memory_jobs import equal
 
 from moerl.config.schema.layout import Layout
 
@@ -40,3 +41,12 @@ def test_gradients_of_ranks_are_added_in_float32(checkpoints):
     for name, gradient in on_two.items():
         assert gradient.dtype == np.float32
         np.testing.assert_array_equal(gradient, on_one[name], err_msg=name)
+
+
+def test_logits_reach_the_loss_in_bfloat16_and_train_as_in_float32(checkpoints):
+    """Megatron would hand over a float32 copy of all of them: the same bits, for twice the memory."""
+    chosen = settings(checkpoints["untied-qwen3_moe"], Layout(), dtype="bfloat16", uses_reference=True)
+    batch = random_batch()
+    (dtype, narrow), (wide_dtype, wide) = (run_ranks(jobs.trained_from_logits, 1, chosen, batch, is_wide) for is_wide in (False, True))
+    assert (dtype, wide_dtype) == ("torch.bfloat16", "torch.float32")
+    equal(narrow, wide)

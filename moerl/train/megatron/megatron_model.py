@@ -238,8 +238,16 @@ def _count_in_norm(chunk: nn.Module) -> None:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+class Bfloat16Module(Float16Module):
+    """Megatron's wrapper, without its copy of all logits in float32, which would be kept for the backward pass and have gradients as wide.
+    Log-probs widen a chunk at a time (moerl/train/loss/logprobs.py), with the same bits."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, fp32_output=False, **kwargs)
+
+
 def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
-    module = Float16Module(config, chunk) if config.bf16 else chunk
+    module = Bfloat16Module(config, chunk) if config.bf16 else chunk
     for name, buffer in chunk.named_buffers():
         # Rounded to bfloat16 by Float16Module; Megatron widens it again only in the first forward pass, after the weights were loaded.
         if name.endswith(".expert_bias"):
