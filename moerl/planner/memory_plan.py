@@ -9,7 +9,7 @@ from moerl.config.derive.model_configs import model_config
 from moerl.config.rules.facts import facts_of
 from moerl.config.schema.run_config import RunConfig
 from moerl.planner.node_memory import NodeMemory, checkpoint_bytes, node_memory
-from moerl.planner.rank_memory import FRAGMENTATION, IMBALANCE, PHASES, RankMemory, kinds_of, rank_memory, worst_rank
+from moerl.planner.rank_memory import DURING, FRAGMENTATION, IMBALANCE, PHASES, RankMemory, kinds_of, rank_memory, worst_rank
 from moerl.planner.server_memory import ServerMemory, server_memory
 
 GIB = 2**30
@@ -141,7 +141,7 @@ def described(config: RunConfig) -> Iterator[str]:
     plan = memory_plan(config)
     worst, phase = plan.worst, plan.worst.worst
     of = "" if plan.gpu_bytes is None else f" of {plan.gpu_bytes / GIB:.1f}"
-    where = f"GiB on a rank of stage {worst.stage} in {phase}, {worst.most_with_margin / GIB:.1f} with its margin"
+    where = f"GiB on a rank of stage {worst.stage} {DURING[phase]}, {worst.most_with_margin / GIB:.1f} with its margin"
     yield f"memory          {worst.most / GIB:.1f}{of} {where}: {_told(worst.phases[phase])}"
     if plan.server is not None:
         yield from plan._server_lines(plan.server)

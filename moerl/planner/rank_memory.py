@@ -22,6 +22,11 @@ _STATES: Mapping[Phase, State] = {
 }  # fmt: skip
 """In which the trainer's memory is (moerl/residency.py)."""
 
+DURING: Mapping[Phase, str] = {
+    "load": "at the start", "rollout": "while servers answer", "log-probs": "in a log-prob pass", "update": "in an update",
+    "save": "while it is saved", "push": "in a push",
+}  # fmt: skip
+
 IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the mean that margins allow for."""
 FRAGMENTATION = 0.1

@@ -12,7 +12,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.planner.fixes import serving_fixes, training_fixes
 from moerl.planner.memory_plan import planned
 from moerl.planner.node_memory import NodeMemory, node_memory
-from moerl.planner.rank_memory import PHASES, Phase, RankMemory
+from moerl.planner.rank_memory import DURING, PHASES, Phase, RankMemory
 from moerl.planner.server_memory import GIB, ServerMemory, server_memory
 from moerl.types.errors import ConfigError, Problem, problem
 
@@ -20,10 +20,6 @@ _CAPABILITY = {"blockwise": 9.0, "mxfp8": 10.0, "tensorwise": 8.9, "delayed": 8.
 """Least compute capability of each FP8 recipe (transformer_engine/pytorch/quantization.py, check_*_support)."""
 _SERVING: tuple[Phase, ...] = ("rollout", "push")
 _TRAINING: tuple[Phase, ...] = ("load", "log-probs", "update", "save")
-_DURING: Mapping[Phase, str] = {
-    "load": "at the start", "rollout": "while servers answer", "log-probs": "in a log-prob pass", "update": "in an update",
-    "save": "while it is saved", "push": "in a push",
-}  # fmt: skip
 
 
 def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -34,9 +30,8 @@ def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _format_problems(config, gpu)
     yield from _domain_problems(config, gpu)
     if hf is not None and facts.shape is not None and not any(broken_layout(config.train.layout, facts.shape)):
-        yield from _rank_problems(config, facts, hf, gpu)
-        yield from _server_problems(config, hf, gpu)
-        yield from _host_problems(config, hf, gpu)
+        found = [*_rank_problems(config, facts, hf, gpu), *_server_problems(config, hf, gpu)]
+        yield from found or _host_problems(config, hf, gpu)  # what mends the GPUs changes the nodes
 
 
 def _format_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
@@ -63,9 +58,12 @@ def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: 
     ranks, _ = planned(hf, config)
     shares = num_shared(config) > 0 and config.rollout.engine in ("vllm", "sglang")
     worst, phase = _worst(ranks, _TRAINING if shares else PHASES)
-    if worst.device(phase) > gpu.memory_bytes:
+    if worst.device(phase) <= gpu.memory_bytes:
+        serving = _SERVING
+    else:
         yield _training_problem(config, facts, worst, phase, gpu)
-    worst, phase = _worst(ranks, _SERVING)
+        serving = ("rollout",)  # less to train with is less to push
+    worst, phase = _worst(ranks, serving)
     if shares and worst.device(phase) > gpu.memory_bytes:
         yield _serving_problem(config, facts, worst, phase, gpu)
 
@@ -78,7 +76,7 @@ def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
     """(rule, reason)"""
     size, room = rank.device(phase), gpu.memory_bytes
     rule = (
-        f"needs {size / GIB:.1f} GiB on each rank of pipeline stage {rank.stage} {_DURING[phase]}, "
+        f"needs {size / GIB:.1f} GiB on each rank of pipeline stage {rank.stage} {DURING[phase]}, "
         f"{(size - room) / GIB:.1f} more than the {room / GIB:.1f} of {gpu.name}"
     )
     return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)
@@ -129,8 +127,8 @@ def _server_bytes(config: RunConfig, hf: Mapping[str, Any], factor: int) -> int:
 def _cache_problem(config: RunConfig, found: ServerMemory, gpu: GpuConfig) -> Problem:
     context, layout = config.model.max_context, config.rollout.layout
     rule = (
-        f"leaves {found.cache / GIB:.2g} GiB of {gpu.name} for keys and values, and one request of model.max_context={context} tokens "
-        f"takes {found.token * context / GIB:.2g}"
+        f"leaves {found.cache / GIB:.3g} GiB of {gpu.name} for keys and values, and one request of model.max_context={context} tokens "
+        f"takes {found.token * context / GIB:.3g}"
     )
     fix = f"more rollout.layout.gpus, or rollout.layout.kv_cache=fp8; now gpus {layout.gpus}, dp {layout.dp}"
     return problem("rollout.layout.memory_fraction", layout.memory_fraction, rule, "no request could be answered to its end", fix)
