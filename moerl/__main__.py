@@ -202,6 +202,12 @@ def node(
 def plan(
     overrides: Overrides,
     config_dir: ConfigDir = None,
+    only: Annotated[str | None, typer.Option(help="memory or push; both if not given.", show_default=False)] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The memory, for programs.", show_default=False)] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The memory, as a page.", show_default=False)] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Print what this run measured beside its plan, and nothing else.", show_default=False)
+    ] = None,
     servers: Annotated[int | None, typer.Option(min=1, help="Rollout servers; the recipe's if not given.", show_default=False)] = None,
     gpus_per_server: Annotated[
         int | None,
@@ -210,23 +216,45 @@ def plan(
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="Of a node that runs servers; rollout.layout.gpus_per_node if not given.", show_default=False)
     ] = None,
-    card_gbit: Annotated[float, typer.Option(min=1e-3, help="Of the network card of one GPU, per second.")] = 400.0,
+    card_gbit: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Of the network card of one GPU, per second; placement.gpu's, or 400.", show_default=False),
+    ] = None,
     bucket_mb: Annotated[
         int | None, typer.Option(min=1, help="Largest bucket, MiB; weights.bucket_bytes if not given.", show_default=False)
     ] = None,
 ) -> None:
-    """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat; and the memory
-    that ranks need at least."""
-    from moerl.check import load_checked
-    from moerl.planner.memory import table
-    from moerl.planner.transfer import plan_push
+    """Print the memory that ranks, servers and nodes of a run need, by phase and kind; and what a push of its weights moves: bytes by GPU
+    and card, the schedule, and the time no schedule can beat."""
+    if compare is not None:
+        from moerl.planner.compare_run import compared
 
+        typer.echo(compared(compare))
+        return
+
+    from moerl.check import load_checked
+    from moerl.planner.memory_plan import memory_plan, write_json
+
+    if only not in (None, "memory", "push"):
+        raise typer.BadParameter("must be memory or push", param_hint="--only")
     config = load_checked(overrides, config_dir)
-    planned = plan_push(
-        config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node,
-        card_gbit=card_gbit, bucket_bytes=None if bucket_mb is None else bucket_mb * 2**20,
-    )  # fmt: skip
-    typer.echo(f"{planned}\n\n{table(config)}")
+    if only != "push":
+        memory = memory_plan(config)
+        typer.echo(memory)
+        if json_file is not None:
+            write_json(memory, json_file)
+        if html is not None:
+            from moerl.planner.memory_page import write_page
+
+            write_page(memory, html)
+    if only != "memory":
+        from moerl.planner.transfer import plan_push
+
+        planned = plan_push(
+            config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node,
+            card_gbit=card_gbit, bucket_bytes=None if bucket_mb is None else bucket_mb * 2**20,
+        )  # fmt: skip
+        typer.echo(planned if only == "push" else f"\n{planned}")
 
 
 @app.command()

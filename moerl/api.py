@@ -81,11 +81,12 @@ def evaluate(config: RunConfig, *, checkpoint: str | Path | None = None, out: st
 
 def plan(
     config: RunConfig, *, servers: int | None = None, gpus_per_server: int | None = None, gpus_per_node: int | None = None,
-    card_gbit: float = 400.0, bucket_bytes: int | None = None,
+    card_gbit: float | None = None, bucket_bytes: int | None = None,
 ) -> PushPlan:  # fmt: skip
     """Bytes that a push of the run's weights moves, and how long it takes at least; printed, it is what `moerl plan` prints.
 
-    What is not None stands instead of the configuration's. `card_gbit`: of the network card of one GPU, per second.
+    What is not None stands instead of the configuration's. `card_gbit`: of the network card of one GPU, per second; None: what
+    placement.gpu says, or 400.
     """
     return plan_push(
         checked(to_plain(config)), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit,

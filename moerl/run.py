@@ -42,6 +42,7 @@ from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
+from moerl.planner.compare_run import explained
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
 from moerl.rewards.reward_pool import RewardPool
@@ -79,7 +80,8 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
                         observe.notice(
                             f"restart {num_restarts} of {config.deadlines.max_restarts} after a hang, from the newest checkpoint"
                         )
-                    _run(_train(config, observe, ends_at))
+                    with explained(config):
+                        _run(_train(config, observe, ends_at))
                 break
             except MoerlError as error:
                 restarts = _is_hang(error) and config.deadlines.on_hang == "restart"

@@ -99,6 +99,7 @@ METRICS = (
     Metric("checkpoint/blocked_seconds", "s", "down", SUM, "part of it during which training stood still"),
     Metric("memory/device/*", "bytes", "none", MAX, "device/STATE/KIND: on the device in that state, of the train rank that holds most"),
     Metric("memory/host/*", "bytes", "none", MAX, "host/KIND: copies in host memory, of the same rank"),
+    Metric("memory/peak/*", "bytes", "none", MAX, "allocated, reserved, used on that rank's GPU in an update; process: its host memory"),
     Metric("memory/seconds/*", "s", "down", SUM, "moves from one state to another since the update before (train.offload)"),
     Metric("residency/seconds/*", "s", "down", SUM, "moves between trainer and servers on shared GPUs, since the step before"),
     Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
@@ -295,7 +296,8 @@ def _memory_metrics(memory: MemoryStats) -> dict[str, float]:
     """Kinds that hold nothing are left out."""
     device = {f"memory/device/{state}/{kind}": held for state, kinds in memory.device_bytes.items() for kind, held in kinds.items()}
     host = {f"memory/host/{kind}": held for kind, held in memory.host_bytes.items()}
+    peaks = {f"memory/peak/{name}": size for name, size in memory.peaks.items()}
     return {
-        **{name: float(held) for name, held in {**device, **host}.items() if held},
+        **{name: float(held) for name, held in {**device, **host, **peaks}.items() if held},
         **{f"memory/seconds/{name}": seconds for name, seconds in memory.transition_seconds.items()},
     }

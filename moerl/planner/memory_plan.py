@@ -1,7 +1,9 @@
 """Memory that a run needs, by rank, server and node, as one plan: for people as a table, for programs as JSON."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from moerl.config.derive.gpu_map import num_shared
@@ -19,8 +21,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    recipe: str
-    """The run's name."""
+    name: str
+    """Of the run."""
     gpu: str | None
     gpu_bytes: int | None
     host_bytes: int | None
@@ -48,7 +50,7 @@ class MemoryPlan:
         server = self.server
         return {
             "version": VERSION,
-            "name": self.recipe,
+            "name": self.name,
             "gpu": self.gpu,
             "gpu_bytes": self.gpu_bytes,
             "worst": {"stage": self.worst.stage, "phase": self.worst.worst, "bytes": self.worst.most},
@@ -82,10 +84,10 @@ class MemoryPlan:
     def _lines(self) -> Iterator[str]:
         of = "" if self.gpu_bytes is None else f" of {self.gpu_bytes / GIB:.1f} on {self.gpu}"
         yield f"memory of a rank, GiB{of} (docs/design/memory.md)"
-        yield from _table(_update_rows(self.ranks))
+        yield from aligned(_update_rows(self.ranks))
         yield ""
         yield f"by phase, GiB; margin: {IMBALANCE:g} times the tokens at the busiest experts, and {FRAGMENTATION:.0%} between allocations"
-        yield from _table(_phase_rows(self.ranks))
+        yield from aligned(_phase_rows(self.ranks))
         if self.server is not None:
             yield ""
             yield from self._server_lines(self.server)
@@ -114,7 +116,7 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     ranks, server = planned(hf, config)
     gpu = config.placement.gpu
     return MemoryPlan(
-        recipe=config.name,
+        name=config.name,
         gpu=None if gpu is None else gpu.name,
         gpu_bytes=None if gpu is None else gpu.memory_bytes,
         host_bytes=None if gpu is None or gpu.host_memory_gib is None else gpu.host_memory_gib * GIB,
@@ -126,6 +128,11 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         checkpoint_bytes=checkpoint_bytes(hf, config),
         num_checkpoints=config.keep_checkpoints + 1,
     )
+
+
+def write_json(plan: MemoryPlan, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
 
 
 def planned(hf: Mapping[str, Any], config: RunConfig) -> tuple[list[RankMemory], ServerMemory | None]:
@@ -174,7 +181,8 @@ def _phase_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     return rows
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table, its columns to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

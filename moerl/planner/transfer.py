@@ -76,7 +76,7 @@ class PushPlan:
 
 
 def plan_push(
-    config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None, card_gbit: float,
+    config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None, card_gbit: float | None,
     bucket_bytes: int | None,
 ) -> PushPlan:  # fmt: skip
     """Plan of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises
@@ -91,7 +91,15 @@ def plan_push(
     plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest))
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
-    return _measured(plan, card_gbit=card_gbit, bucket_bytes=largest)
+    return _measured(plan, card_gbit=card_rate(config) if card_gbit is None else card_gbit, bucket_bytes=largest)
+
+
+def card_rate(config: RunConfig) -> float:
+    """Of the network card of one GPU, in 1e9 bits per second: its share of the node's cards, or what cards of the time have."""
+    gpu, gpus = config.placement.gpu, config.placement.gpus_per_node
+    if gpu is None or gpu.card_gbit is None:
+        return 400.0
+    return gpu.card_gbit * (1 if gpu.cards_per_node is None or gpus is None else min(1.0, gpu.cards_per_node / gpus))
 
 
 def _measured(plan: TransferPlan, *, card_gbit: float, bucket_bytes: int) -> PushPlan:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from moerl.train.megatron.optimizer import NoOptimizer, build_optimizer
 from moerl.train.megatron.overlap import gather_parameters
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routing_stats import RoutingCounts
-from moerl.train.memory.memory_states import ON_DEVICE, MemoryStates, State
+from moerl.train.memory.device_report import begin_peaks, peaks, told_when_full
+from moerl.train.memory.memory_states import ON_DEVICE, Call, MemoryStates, State
 from moerl.train.memory.offload import DeviceMemory, largest_over_ranks
 from moerl.train.push.rank_tensors import PushedTensors
 from moerl.train.step import TrainStep
@@ -71,6 +73,11 @@ class MegatronEngine:
         if after == "asleep" and self._groups is not None:
             self._groups.end()
 
+    @contextmanager
+    def _running(self, call: Call) -> Iterator[None]:
+        with self._residency.running(call), told_when_full(call, self._memory.bytes):
+            yield
+
     # -- the two verbs of a step -----------------------------------------------------------------------------
 
     def logprobs(self, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
@@ -79,7 +86,7 @@ class MegatronEngine:
         In the micro-batches of the update to come, so that a policy that has not moved gives the update the very same numbers.
         `records_routes`: ranks keep where tokens went, for the update of this batch that comes next (train.router_replay=trainer).
         """
-        with self._residency.running("logprobs"):
+        with self._running("logprobs"):
             if not records_routes:
                 return self.step.logprobs(batch, self.step.step_plan(batch))
             self.step.kept_routes.forget()
@@ -89,7 +96,7 @@ class MegatronEngine:
     def reference_logprobs(self, batch: Batch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
         assert self._reference is not None, "settings.uses_reference is False"
-        with self._residency.running("reference_logprobs"):
+        with self._running("reference_logprobs"):
             gather_parameters(self.model.wrapped)
             self._swap_reference()
             try:
@@ -101,10 +108,11 @@ class MegatronEngine:
 
     def update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
-        with self._residency.running("update"):
+        with self._running("update"):
             return self._update(batch, objective, lr=lr, num_updates=num_updates)
 
     def _update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+        begin_peaks()
         self.model.routing.check(batch, self._train.router_replay)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -123,7 +131,7 @@ class MegatronEngine:
             ),
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
-            memory=largest_over_ranks(self._residency.stats()),
+            memory=largest_over_ranks(replace(self._residency.stats(), peaks=peaks())),
             server_mismatch=results[0].sums.server_mismatch(),
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
@@ -139,7 +147,7 @@ class MegatronEngine:
 
         No other call may begin before it has ended.
         """
-        with self._residency.running("export"):
+        with self._running("export"):
             gather_parameters(self.model.wrapped)
             for name, tensor in self.model.bridge.export(getattr(torch, self._settings.export_dtype), with_mtp=with_mtp):
                 # Not the parameter itself: the receiver may keep it, or see it as numpy, past the parameter's own stay.
@@ -148,7 +156,7 @@ class MegatronEngine:
     @contextmanager
     def pushing(self, *, begins: bool = False) -> Iterator[None]:
         """`pushed` may be read inside. `begins`: collective, of the weights as they are now."""
-        with self._residency.running("export"):
+        with self._running("export"):
             if begins:
                 gather_parameters(self.model.wrapped)
                 self.pushed.gather()
@@ -156,12 +164,12 @@ class MegatronEngine:
 
     def stage(self, *, copies: bool) -> int:
         """`ShardStore.stage`, with everything on the device."""
-        with self._residency.running("save"):
+        with self._running("save"):
             gather_parameters(self.model.wrapped)
             return self.shards.stage(copies=copies)
 
     def load(self, directory: Path) -> None:
-        with self._residency.running("load" if self._settings.trains else "export"):
+        with self._running("load" if self._settings.trains else "export"):
             gather_parameters(self.model.wrapped)
             self.shards.load(directory, weights_only=not self._settings.trains)
 

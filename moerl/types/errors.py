@@ -1,5 +1,6 @@
 """Errors that moerl raises for people, and the `Problem`s that some of them hold. All picklable, one tree; neither numpy nor torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -92,6 +93,17 @@ class DataError(MoerlError, ValueError):
 
 class TrainError(MoerlError, RuntimeError):
     """A train rank failed; carries that rank's traceback."""
+
+
+class OutOfDeviceMemory(TrainError):
+    """A rank's GPU is full."""
+
+    held: Mapping[str, int] = {}
+    """Bytes on it by kind, as far as they are known."""
+    call: str = ""
+    """What the rank did."""
+    stage: int = 0
+    """Its pipeline stage."""
 
 
 class HangError(MoerlError, RuntimeError):

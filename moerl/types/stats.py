@@ -15,6 +15,8 @@ class MemoryStats:
     """kind -> bytes of copies in host memory."""
     transition_seconds: dict[str, float]
     """"asleep_to_scoring" and so on -> seconds since the update before this one."""
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Bytes in the update: allocated, reserved and used on the GPU, where there is one; of the rank's process in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Measurements of memory that ranks of the planner's tests make. Every function runs on every rank; rank 0's value goes to the test."""
 
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
+from moerl.types.errors import OutOfDeviceMemory
 
 
 def trained_bytes(settings: EngineSettings, batch: TrainBatch) -> list[dict[str, int]]:
@@ -200,3 +202,21 @@ def most_live_bytes(settings: EngineSettings, batch: TrainBatch) -> int:
     with LiveStorages() as live:
         engine.update(batch, objective, lr=1e-3, num_updates=1)
     return live.most
+
+
+def filled_gpu(settings: EngineSettings, batch: TrainBatch) -> tuple[str, int, dict[str, int], str, Any]:
+    """What an update of the last stage ends with when its ranks find no memory, and what is left of it behind a pipe."""
+    engine = new_engine(settings)
+    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+
+    def no_memory(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 has a total capacity of 79.11 GiB")
+
+    engine.step.mini_batch = no_memory
+    try:
+        engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    except OutOfDeviceMemory as error:
+        mine = (error.call, error.stage, dict(error.held), str(error), pickle.loads(pickle.dumps(error)))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found[-1]

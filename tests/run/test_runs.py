@@ -30,6 +30,7 @@ from whole_runs import (
 
 from moerl import run
 from moerl.check import load_checked
+from moerl.planner.compare_run import compared
 from moerl.train.checkpoint.checkpoint_check import read_state
 from moerl.train.checkpoint.checkpoint_dirs import newest
 
@@ -140,6 +141,16 @@ def test_a_run_ends_with_one_row_per_step_and_the_path_of_its_report(never_stopp
     assert ended.exit_code == 0, ended.stderr
     assert [row["step"] for row in ended.rows] == STEPS
     assert ended.stdout.splitlines()[-1] == f"report: {output_dir / SYNC / 'report.html'}"
+
+
+def test_a_run_is_set_beside_its_plan(never_stopped):
+    """What follows from the layout is held to the byte; the process holds what every process does."""
+    text = compared(never_stopped[0] / SYNC)
+    ratios = dict(re.findall(r"^ *(\S.*?)  +[\d.]+  +[\d.-]+  +([\d.-]+)$", text, re.MULTILINE))
+    static = ("weights", "reference", "gradients", "optimizer")
+    assert {kind: ratios[kind] for kind in static} == dict.fromkeys(static, "1.000")
+    assert ratios["all else allocated"] == "-"  # no GPU
+    assert 0.1 < float(ratios["host: the whole process"]) < 1.0
 
 
 def test_trainer_and_server_agree_and_the_first_step_has_no_kl(never_stopped):

@@ -1,0 +1,120 @@
+"""Planned memory beside what a run measured, or what was on a GPU when it was full: by kind, with what grew most."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from moerl.config.derive.model_configs import model_config
+from moerl.config.load import checked
+from moerl.config.schema.run_config import RunConfig
+from moerl.observe.failure import chain_of
+from moerl.observe.records import metrics_path, read_metrics
+from moerl.planner.memory_plan import GIB, aligned, planned
+from moerl.planner.rank_memory import Phase, RankMemory
+from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError
+
+_PHASES: Mapping[str, Phase] = {
+    "logprobs": "log-probs", "reference_logprobs": "log-probs", "export": "push", "update": "update", "save": "save", "load": "load",
+}  # fmt: skip
+"""By a rank's verb (moerl/train/memory/memory_states.py)."""
+_STATIC = ("weights", "reference", "gradients", "optimizer")
+_OUTSIDE = ("NCCL", "CUDA", "server")
+ELSE, GAPS, OUTSIDE = "all else allocated", "between allocations", "outside of PyTorch"
+"""Activations, logits, copies and buffers; what PyTorch holds and has not given out; NCCL, CUDA and other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    kind: str
+    planned: int
+    found: int | None
+    """None: it was not measured."""
+
+    @property
+    def growth(self) -> int:
+        return 0 if self.found is None else self.found - self.planned
+
+    def cells(self) -> list[str]:
+        found = "-" if self.found is None else f"{self.found / GIB:.3f}"
+        ratio = "-" if not self.found or not self.planned else f"{self.found / self.planned:.3f}"
+        return [self.kind, f"{self.planned / GIB:.3f}", found, ratio]
+
+
+def compared(run_dir: Path) -> str:
+    """Plan of a run's own settings beside its metrics, for people. ReportError for a directory that is none, or without a step."""
+    source, settings = metrics_path(run_dir), run_dir / "config.yaml"
+    if not source.is_file() or not settings.is_file():
+        rule = "must hold config.yaml and metrics.jsonl, which a run writes until its first step is over"
+        raise ReportError(f"{run_dir} = no run directory with a step: {rule}. Name the directory of a run (output_dir/name).")
+    rows = read_metrics(source)
+    config = checked(yaml.safe_load(settings.read_text()))
+    ranks, _ = planned(model_config(config.model), config)
+    names = {name for row in rows for name in row if name.startswith("memory/")}
+    most = {name: max(row[name] for row in rows if name in row) for name in names}
+    rank = max(ranks, key=lambda each: sum(each.phases["update"].get(kind, 0) for kind in _STATIC))
+    found = [*_update_rows(rank, most), *_host_rows(rank, most)]
+    title = f"memory of the rank that holds most, planned as one of stage {rank.stage}, and as measured in {len(rows)} steps; GiB"
+    return "\n".join([title, *_lines(found)])
+
+
+@contextmanager
+def explained(config: RunConfig) -> Iterator[None]:
+    """Context in which an error that began with a full GPU gets a note of what was planned for it."""
+    try:
+        yield
+    except MoerlError as error:
+        full = next((each for each in chain_of(error) if isinstance(each, OutOfDeviceMemory)), None)
+        if full is not None:
+            error.add_note(told_against_plan(config, full))
+        raise
+
+
+def told_against_plan(config: RunConfig, error: OutOfDeviceMemory) -> str:
+    """What was planned for the rank whose GPU was full, beside what was on it."""
+    ranks, _ = planned(model_config(config.model), config)
+    phase = _PHASES[error.call]
+    kinds = ranks[error.stage].phases[phase]
+    known = {kind: error.held[kind] for kind in (*_STATIC, ELSE, GAPS, OUTSIDE) if kind in error.held}
+    rows = [Row(kind, _planned(kinds, kind), size) for kind, size in known.items()]
+    title = f"planned for a rank of stage {error.stage} in {error.call}, and found; GiB (docs/design/memory.md)"
+    return "\n".join([title, *_lines(rows)])
+
+
+def _planned(kinds: Mapping[str, int], kind: str) -> int:
+    if kind == ELSE:
+        return sum(size for name, size in kinds.items() if name not in (*_STATIC, *_OUTSIDE))
+    if kind == OUTSIDE:
+        return sum(kinds.get(name, 0) for name in _OUTSIDE)
+    return kinds.get(kind, 0)
+
+
+def _update_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Row]:
+    kinds = rank.phases["update"]
+    names = {kind: f"memory/device/training/{'parameters' if kind == 'weights' else kind}" for kind in _STATIC}
+    held = 0
+    for kind, name in names.items():
+        held += (size := int(most.get(name, 0)))
+        if size or kinds.get(kind):
+            yield Row(kind, _planned(kinds, kind), size)
+    peaks = (most.get(f"memory/peak/{name}") for name in ("allocated", "reserved", "used"))
+    allocated, reserved, used = (None if size is None else int(size) for size in peaks)
+    yield Row(ELSE, _planned(kinds, ELSE), None if allocated is None else allocated - held)
+    yield Row(GAPS, rank.margins["update"], None if allocated is None or reserved is None else reserved - allocated)
+    yield Row(OUTSIDE, _planned(kinds, OUTSIDE), None if reserved is None or used is None else used - reserved)
+
+
+def _host_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Row]:
+    copies = [int(size) for name, size in most.items() if name.startswith("memory/host/")]
+    yield Row("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], sum(copies))
+    process = most.get("memory/peak/process")
+    yield Row("host: the whole process", sum(rank.host.values()), None if process is None else int(process))
+
+
+def _lines(rows: list[Row]) -> Iterator[str]:
+    yield from aligned([["", "planned", "found", "found / planned"], *(row.cells() for row in rows)])
+    grown = max(rows, key=lambda row: row.growth, default=None)
+    if grown is not None and grown.growth > 0:
+        yield f"most over the plan: {grown.kind}, by {grown.growth / GIB:.3g} GiB"

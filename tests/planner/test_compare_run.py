@@ -1,0 +1,67 @@
+"""Plans beside what was found: a GPU that is full tells what was planned, what was on it, and what grew. (Runs: tests/run/test_runs.py.)"""
+
+import pickle
+import re
+
+import pytest
+from engine_cases import random_batch, settings
+from engine_ranks import run_ranks
+from planned_jobs import filled_gpu
+
+from moerl.config.load import load
+from moerl.config.schema.layout import Layout
+from moerl.planner.compare_run import ELSE, GAPS, OUTSIDE, compared, explained
+from moerl.planner.memory_plan import GIB, memory_plan
+from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError, TrainError
+
+DEEPSEEK = load(["recipe=grpo-deepseek-v3-32n8g-sync"])
+
+
+def full(held, *, call="update", stage=1):
+    error = OutOfDeviceMemory(f"the GPU is full in {call}")
+    error.held, error.call, error.stage = held, call, stage
+    return error
+
+
+def note_of(error):
+    with pytest.raises(MoerlError) as caught, explained(DEEPSEEK):
+        raise error
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_a_rank_that_runs_out_of_memory_says_what_was_where(checkpoints):
+    call, stage, held, text, again = run_ranks(
+        filled_gpu, 2, settings(checkpoints["qwen3"], Layout(ranks=2, pp=2), dtype="bfloat16"), random_batch()
+    )
+    assert (call, stage) == ("update", 1)
+    assert held.keys() == {"weights", "gradients", "optimizer", "reference"} and held["gradients"] == 2 * held["weights"] > 0
+    assert text.startswith("the GPU is full in update. On it, in GiB: weights ") and text.endswith("Tried to allocate 4.00 GiB.")
+    assert (type(again), again.held, again.stage) == (OutOfDeviceMemory, held, 1)
+
+
+def test_the_message_has_plan_and_finding_and_names_what_grew():
+    planned = memory_plan(DEEPSEEK).ranks[1].phases["update"]
+    held = {kind: planned[kind] for kind in ("weights", "gradients", "optimizer")}
+    held |= {ELSE: planned["activations"] + planned["layer at work"] + 9 * GIB, GAPS: 2 * GIB, OUTSIDE: planned["NCCL"] + planned["CUDA"]}
+    cause = TrainError("rank 16 of 256 failed in update")
+    cause.__cause__ = full(held)
+    (note,) = note_of(cause)
+    assert note.startswith("planned for a rank of stage 1 in update, and found; GiB")
+    rows = {kind: sizes.split() for kind, sizes in re.findall(r"^ *(\S.*?)  +([\d.]+  +[\d.]+  +[\d.-]+)$", note, re.MULTILINE)}
+    assert rows["optimizer"][0] == rows["optimizer"][1] and rows["optimizer"][2] == "1.000"
+    assert float(rows[ELSE][1]) - float(rows[ELSE][0]) == pytest.approx(9)
+    assert note.splitlines()[-1] == f"most over the plan: {ELSE}, by 9 GiB"
+
+
+def test_other_failures_have_no_such_note():
+    assert note_of(TrainError("rank 3 failed")) == []
+
+
+def test_a_full_gpu_crosses_processes():
+    error = pickle.loads(pickle.dumps(full({"weights": 3}, call="logprobs", stage=2)))
+    assert (error.held, error.call, error.stage) == ({"weights": 3}, "logprobs", 2)
+
+
+def test_a_directory_that_is_no_run_is_told_what_one_holds(tmp_path):
+    with pytest.raises(ReportError, match=r"no run directory with a step: must hold config\.yaml and metrics\.jsonl"):
+        compared(tmp_path)
