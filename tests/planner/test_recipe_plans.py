@@ -39,7 +39,8 @@ def test_shipped_recipes_fit_their_gpus_and_nodes_with_a_margin(recipe):
 def test_planning_memory_takes_less_than_five_seconds_and_no_torch():
     """CPU seconds, of the dearest recipe."""
     words = ["plan", "recipe=grpo-kimi-k2-32n8g-sync", "--only=memory"]
-    program = f"import sys; sys.argv[1:] = {words}\nfrom moerl.__main__ import main\ntry:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    ran = f"import sys\nsys.argv[1:] = {words}\nfrom moerl.__main__ import main\n"
+    program = ran + "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
     before = _children()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
@@ -64,7 +65,7 @@ def test_deepseek_r1_with_its_optimizer_on_the_host_needs_what_follows_from_its_
     # A stage of 16 layers, 8 experts of 3 x 2048 x 7168 on each of 8 ranks: parameters and moments in float32, gradients page-locked in
     # float32 and a copy in bfloat16, each rounded up to a power of two.
     first, second = 2 * 2048 * 7168, 2048 * 7168
-    assert 2**24 < second < first < 2**25
+    assert 2**23 < second < 2**24 < first < 2**25
     experts = 8 * 16 * 8 * (12 * (first + second) + 2**27 + 2**26 + 2**26 + 2**25)
     assert experts < node.kinds["optimizer on the CPU"] < 1.04 * experts
     # With what slime offloads beside it, which moerl refuses: weights, and those of servers of 64 GPUs.
