@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -202,7 +202,7 @@ def node(
 def plan(
     overrides: Overrides,
     config_dir: ConfigDir = None,
-    only: Annotated[str | None, typer.Option(help="memory or push; both if not given.", show_default=False)] = None,
+    only: Annotated[Literal["memory", "push"] | None, typer.Option(help="Both if not given.", show_default=False)] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The memory, for programs.", show_default=False)] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="The memory, as a page.", show_default=False)] = None,
     compare: Annotated[
@@ -224,8 +224,8 @@ def plan(
         int | None, typer.Option(min=1, help="Largest bucket, MiB; weights.bucket_bytes if not given.", show_default=False)
     ] = None,
 ) -> None:
-    """Print the memory that ranks, servers and nodes of a run need, by phase and kind; and what a push of its weights moves: bytes by GPU
-    and card, the schedule, and the time no schedule can beat."""
+    """Print what a push of a run's weights moves: bytes by GPU and card, the schedule, and the time no schedule can beat; and the memory
+    that ranks, servers and nodes need."""
     if compare is not None:
         from moerl.planner.compare_run import compared
 
@@ -233,28 +233,22 @@ def plan(
         return
 
     from moerl.check import load_checked
-    from moerl.planner.memory_plan import memory_plan, write_json
+    from moerl.planner.memory_page import write_plan
+    from moerl.planner.memory_plan import memory_plan
 
-    if only not in (None, "memory", "push"):
-        raise typer.BadParameter("must be memory or push", param_hint="--only")
     config = load_checked(overrides, config_dir)
+    bucket_bytes = None if bucket_mb is None else bucket_mb * 2**20
+    printed = []
+    if only != "memory":
+        from moerl.planner.transfer import plan_push  # loads torch
+
+        sizes = {"servers": servers, "gpus_per_server": gpus_per_server, "gpus_per_node": gpus_per_node}
+        printed.append(str(plan_push(config, **sizes, card_gbit=card_gbit, bucket_bytes=bucket_bytes)))
     if only != "push":
         memory = memory_plan(config)
-        typer.echo(memory)
-        if json_file is not None:
-            write_json(memory, json_file)
-        if html is not None:
-            from moerl.planner.memory_page import write_page
-
-            write_page(memory, html)
-    if only != "memory":
-        from moerl.planner.transfer import plan_push
-
-        planned = plan_push(
-            config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node,
-            card_gbit=card_gbit, bucket_bytes=None if bucket_mb is None else bucket_mb * 2**20,
-        )  # fmt: skip
-        typer.echo(planned if only == "push" else f"\n{planned}")
+        write_plan(memory, json_file, html)
+        printed.append(str(memory))
+    typer.echo("\n\n".join(printed))
 
 
 @app.command()

@@ -27,7 +27,7 @@ ELSE, GAPS, OUTSIDE = "all else allocated", "between allocations", "outside of P
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Compared:
     kind: str
     planned: int
     found: int | None
@@ -73,12 +73,12 @@ def explained(config: RunConfig) -> Iterator[None]:
 
 
 def told_against_plan(config: RunConfig, error: OutOfDeviceMemory) -> str:
-    """What was planned for the rank whose GPU was full, beside what was on it."""
+    """Plan for the rank whose GPU was full, beside what was on it."""
     ranks, _ = planned(model_config(config.model), config)
     phase = _PHASES[error.call]
     kinds = ranks[error.stage].phases[phase]
     known = {kind: error.held[kind] for kind in (*_STATIC, ELSE, GAPS, OUTSIDE) if kind in error.held}
-    rows = [Row(kind, _planned(kinds, kind), size) for kind, size in known.items()]
+    rows = [Compared(kind, _planned(kinds, kind), size) for kind, size in known.items()]
     title = f"planned for a rank of stage {error.stage} in {error.call}, and found; GiB (docs/design/memory.md)"
     return "\n".join([title, *_lines(rows)])
 
@@ -91,29 +91,29 @@ def _planned(kinds: Mapping[str, int], kind: str) -> int:
     return kinds.get(kind, 0)
 
 
-def _update_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Row]:
+def _update_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compared]:
     kinds = rank.phases["update"]
     names = {kind: f"memory/device/training/{'parameters' if kind == 'weights' else kind}" for kind in _STATIC}
     held = 0
     for kind, name in names.items():
         held += (size := int(most.get(name, 0)))
         if size or kinds.get(kind):
-            yield Row(kind, _planned(kinds, kind), size)
+            yield Compared(kind, _planned(kinds, kind), size)
     peaks = (most.get(f"memory/peak/{name}") for name in ("allocated", "reserved", "used"))
     allocated, reserved, used = (None if size is None else int(size) for size in peaks)
-    yield Row(ELSE, _planned(kinds, ELSE), None if allocated is None else allocated - held)
-    yield Row(GAPS, rank.margins["update"], None if allocated is None or reserved is None else reserved - allocated)
-    yield Row(OUTSIDE, _planned(kinds, OUTSIDE), None if reserved is None or used is None else used - reserved)
+    yield Compared(ELSE, _planned(kinds, ELSE), None if allocated is None else allocated - held)
+    yield Compared(GAPS, rank.margins["update"], None if allocated is None or reserved is None else reserved - allocated)
+    yield Compared(OUTSIDE, _planned(kinds, OUTSIDE), None if reserved is None or used is None else used - reserved)
 
 
-def _host_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Row]:
+def _host_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compared]:
     copies = [int(size) for name, size in most.items() if name.startswith("memory/host/")]
-    yield Row("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], sum(copies))
+    yield Compared("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], sum(copies))
     process = most.get("memory/peak/process")
-    yield Row("host: the whole process", sum(rank.host.values()), None if process is None else int(process))
+    yield Compared("host: the whole process", sum(rank.host.values()), None if process is None else int(process))
 
 
-def _lines(rows: list[Row]) -> Iterator[str]:
+def _lines(rows: list[Compared]) -> Iterator[str]:
     yield from aligned([["", "planned", "found", "found / planned"], *(row.cells() for row in rows)])
     grown = max(rows, key=lambda row: row.growth, default=None)
     if grown is not None and grown.growth > 0:

@@ -12,11 +12,11 @@ GIB = 2**30
 MIB = 2**20
 
 CUDA_CONTEXT = 600 * MIB
-"""Of a process on a Hopper GPU, with cuBLAS's workspaces."""
+"""Bytes of a process on a Hopper GPU, with cuBLAS's workspaces."""
 COMMUNICATOR = {False: 544 * MIB, True: 688 * MIB}
-"""Of a communicator that has run a collective; True: of more than two ranks (github.com/NVIDIA/nccl/issues/964, NVLink)."""
+"""Bytes of a communicator that has run a collective; True: of more than two ranks (github.com/NVIDIA/nccl/issues/964, NVLink)."""
 ALL_TO_ALL_PEER = 480 * MIB
-"""Of each peer on the same node: 3.28 GB of eight H100 (github.com/NVIDIA/nccl/issues/1685)."""
+"""Bytes of each peer on the same node: 3.28 GB of eight H100 (github.com/NVIDIA/nccl/issues/1685)."""
 ALL_TO_ALL_NETWORK = 512 * MIB
 """Buffer that peers over the network share (github.com/NVIDIA/nccl/issues/2363)."""
 ENGINE_ASLEEP = CUDA_CONTEXT + 1 * GIB + 1434 * MIB
@@ -24,7 +24,7 @@ ENGINE_ASLEEP = CUDA_CONTEXT + 1 * GIB + 1434 * MIB
 ENGINE_ASLEEP_REPORTED = 7 * GIB
 """All that such a server was seen to keep, tensor parallel over 8 GPUs (github.com/vllm-project/vllm/issues/47654)."""
 SGLANG_RUNTIME = 10 * GIB
-"""What SGLang leaves for activations, graphs and workspaces on GPUs of over 60 GiB (srt/arg_groups/memory_hook.py, 0.5.23)."""
+"""Bytes that SGLang leaves for activations, graphs and workspaces on GPUs of over 60 GiB (srt/arg_groups/memory_hook.py, 0.5.23)."""
 VLLM_FRACTION = 0.92
 """vLLM's own rollout.layout.memory_fraction (config/cache.py, 0.32); it counts what it needs beside weights and caches."""
 HOST_PROCESS = 3 * GIB
@@ -32,14 +32,14 @@ HOST_PROCESS = 3 * GIB
 
 
 def communicator_bytes(layout: Layout, gpus_per_node: int, *, has_shared_embedding: bool) -> int:
-    """Of all groups that Megatron runs collectives in (megatron/core/parallel_state.py)."""
+    """Bytes of all groups that Megatron runs collectives in (megatron/core/parallel_state.py)."""
     return sum(COMMUNICATOR[size > 2] for size in _groups(layout, has_shared_embedding=has_shared_embedding) if size > 1) + _all_to_all(
         layout, gpus_per_node
     )
 
 
 def default_group_bytes(layout: Layout) -> int:
-    """What is left of it when train.destroy_groups has ended Megatron's groups."""
+    """Bytes that are left when train.destroy_groups has ended Megatron's groups."""
     return COMMUNICATOR[layout.ranks > 2] if layout.ranks > 1 else 0
 
 
@@ -53,7 +53,7 @@ def _groups(layout: Layout, *, has_shared_embedding: bool) -> Iterator[int]:
 
 
 def _all_to_all(layout: Layout, gpus_per_node: int) -> int:
-    """Of the dispatcher's group, whose ranks are etp apart."""
+    """Bytes of the dispatcher's group, whose ranks are etp apart."""
     if layout.ep == 1:
         return 0
     inside = min(layout.ep, max(1, gpus_per_node // layout.etp))

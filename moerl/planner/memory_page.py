@@ -1,5 +1,6 @@
 """HTML page of a memory plan: a stacked bar for every stage and phase, which letters and patterns tell apart, not colours alone."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -26,7 +27,7 @@ _COLOURS = (
 )
 _MARGIN = "margin"
 _WIDTH = 820
-"""Of the widest bar, in pixels."""
+"""Pixels of the widest bar."""
 _LETTER = 11
 """Least width of a segment that shows its letter."""
 
@@ -36,7 +37,7 @@ class _Segment:
     kind: str
     letter: str
     number: int
-    """Of its colour and pattern."""
+    """Its colour and pattern."""
     x: float
     width: float
     gib: float
@@ -65,9 +66,13 @@ class _Class:
     bars: tuple[_Bar, ...]
 
 
-def write_page(plan: MemoryPlan, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(plan), encoding="utf-8")
+def write_plan(plan: MemoryPlan, json_file: Path | None, html_file: Path | None) -> None:
+    """Writes those that are given."""
+    texts = ((json_file, lambda: json.dumps(plan.to_json(), indent=1) + "\n"), (html_file, lambda: page(plan)))
+    for file, text in texts:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text(), encoding="utf-8")
 
 
 def page(plan: MemoryPlan) -> str:

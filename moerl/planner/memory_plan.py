@@ -1,9 +1,7 @@
 """Memory that a run needs, by rank, server and node, as one plan: for people as a table, for programs as JSON."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from moerl.config.derive.gpu_map import num_shared
@@ -16,17 +14,17 @@ from moerl.planner.server_memory import ServerMemory, server_memory
 
 GIB = 2**30
 VERSION = 1
-"""Of the form of `to_json`."""
+"""Number of the form of `to_json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     name: str
-    """Of the run."""
+    """The run's."""
     gpu: str | None
     gpu_bytes: int | None
     host_bytes: int | None
-    """Of a node; None: nothing says how much there is."""
+    """Host memory of a node; None: nothing says how much there is."""
     ranks: Sequence[RankMemory]
     server: ServerMemory | None
     """None: servers use no GPUs."""
@@ -111,7 +109,7 @@ class MemoryPlan:
 
 
 def memory_plan(config: RunConfig) -> MemoryPlan:
-    """Of a configuration without problems. ConfigError for a model that is not there, or GPUs that are too few."""
+    """Plan of a configuration without problems. ConfigError for a model that is not there, or GPUs that are too few."""
     hf = model_config(config.model)
     ranks, server = planned(hf, config)
     gpu = config.placement.gpu
@@ -130,14 +128,11 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
     )
 
 
-def write_json(plan: MemoryPlan, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-
-
 def planned(hf: Mapping[str, Any], config: RunConfig) -> tuple[list[RankMemory], ServerMemory | None]:
     """Ranks by stage, and a GPU of a server, for a layout without problems."""
-    server = server_memory(hf, config) if config.rollout.engine in ("vllm", "sglang") else None
+    layout = config.rollout.layout
+    divides = layout.gpus % layout.dp == 0 and layout.gpus % layout.ep == 0 and layout.tp > 0  # else reported by validation
+    server = server_memory(hf, config) if config.rollout.engine in ("vllm", "sglang") and divides else None
     return rank_memory(hf, config, server if num_shared(config) > 0 else None), server
 
 

@@ -24,7 +24,7 @@ class NodeMemory:
     node: int
     """By its place in the order of placement.topology, from 0."""
     stages: tuple[int, ...]
-    """Of its ranks; none: it has servers alone."""
+    """Those of its ranks; none: it has servers alone."""
     kinds: Mapping[str, int]
 
     @property
@@ -33,7 +33,7 @@ class NodeMemory:
 
 
 def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMemory], server: ServerMemory | None) -> list[NodeMemory]:
-    """Of every node that has a rank or a server. `ranks`: by stage. `server`: what each GPU of one holds; None: they use no
+    """Memory of every node that has a rank or a server. `ranks`: by stage. `server`: what each GPU of one holds; None: they use no
     GPUs. ConfigError where no GPUs are left for somebody."""
     mapped, per_stage = gpu_map(config), config.train.layout.ranks // config.train.layout.pp
     shared = {gpu for gpus in mapped.servers[: num_shared(config)] for gpu in gpus}
@@ -62,7 +62,7 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
 
 
 def routes_share(config: RunConfig) -> float:
-    """Of a sample's bytes, those of the experts that the server's routers chose (train.router_replay=rollout)."""
+    """Share of a sample's bytes: those of the experts that the server's routers chose (train.router_replay=rollout)."""
     routes = routes_to_replay(config)
     if routes is None:
         return 0.0

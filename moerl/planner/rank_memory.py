@@ -67,7 +67,7 @@ class RankMemory:
 
 
 class _Static:
-    """What a stage's ranks hold whatever they do."""
+    """Memory that a stage's ranks hold whatever they do."""
 
     def __init__(self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters]):
         train, wide = config.train, WIDTHS[config.train.dtype]

@@ -16,7 +16,7 @@ from moerl.config.schema.train_config import TrainConfig
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value."""
 FP8_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "tensorwise": 1.0, "delayed": 1.0}
-"""Of a value and its share of a scale, in one direction (pytorch/tensor/storage)."""
+"""Bytes of a value and its share of a scale, in one direction (pytorch/tensor/storage)."""
 
 Part = Literal["attention", "mlp", "experts"]
 
@@ -91,7 +91,7 @@ class Kernels:
 
 
 def layer_terms(fields: Mapping[str, Any], layout: Layout, layer: int, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
-    """Of decoder layer `layer`; `fields`: of Megatron's TransformerConfig."""
+    """Terms of decoder layer `layer`; `fields`: of Megatron's TransformerConfig."""
     frequency = fields.get("moe_layer_freq", 1)
     is_sparse = fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
     yield from (_latent_attention if fields.get("multi_latent_attention") else _attention)(fields, layout, tokens, kernels)
@@ -171,7 +171,7 @@ def _latent_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens,
 
 
 def _norm_output(fields: Mapping[str, Any], tokens: Tokens, kernels: Kernels) -> Term:
-    """Of a norm that is a module of its own; whoever takes it keeps the same tensor."""
+    """Output of a norm that is a module of its own; whoever takes it keeps the same tensor."""
     return Term("attention", tokens.hidden * fields["hidden_size"] * kernels.wide, frozenset({"layernorm"}))
 
 

@@ -24,7 +24,7 @@ class ServerMemory:
     available: int | None
     """Memory for weights, keys and values. None: nothing says how much there is."""
     runtime: int
-    """What the server needs beside it while it serves."""
+    """Bytes that the server needs beside it while it serves."""
     groups: int
     """Data-parallel groups of attention, each with requests of its own."""
 
@@ -35,7 +35,7 @@ class ServerMemory:
 
     @property
     def cache(self) -> int:
-        """For keys and values; negative: weights do not fit."""
+        """Room for keys and values; negative: weights do not fit."""
         assert self.available is not None
         return self.available - self.weights
 
@@ -64,8 +64,8 @@ def server_memory(hf: Mapping[str, Any], config: RunConfig) -> ServerMemory:
 
 
 def token_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:
-    """Of each GPU: latent attention keeps one vector for all heads, on every GPU; else a GPU has its share of the key/value heads, at least
-    one."""
+    """Bytes on each GPU: latent attention keeps one vector for all heads, on every GPU; else a GPU has its share of the key/value heads, at
+    least one."""
     fields, layout = FAMILIES[hf["model_type"]].transformer_config(hf), config.rollout.layout
     wide = 1 if layout.kv_cache == "fp8" else WIDTHS[config.rollout_dtype]
     if fields.get("multi_latent_attention"):

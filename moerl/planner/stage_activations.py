@@ -23,11 +23,11 @@ class StageActivations:
     """Bytes on each rank of a stage."""
 
     kept: int
-    """Of all micro-batches under way at once."""
+    """Tensors of all micro-batches under way at once."""
     recomputed: int
-    """What comes back while a layer, or a unit of layers, is in its backward pass, of those for which the next one is most too."""
+    """Tensors that come back while a layer, or a unit of layers, is in its backward pass, of those for which the next one is most too."""
     moving: int
-    """What nobody keeps, then."""
+    """Tensors that nobody keeps, then."""
     scoring: int
     """While a layer runs without gradients."""
     logits: int
@@ -56,7 +56,7 @@ class StageModel:
         self._tokens = Tokens.of(self._fields, self._layout, self._size, imbalance=imbalance)
         self._depths = num_mtp_layers(hf) if config.train.mtp_loss > 0 else 0
         self._rows = -(-hf["vocab_size"] // self._layout.tp)
-        """Of the vocabulary, on a rank."""
+        """Rows of the vocabulary on a rank."""
         recompute = config.train.recompute
         self._modules: tuple[RecomputeModule, ...] = recompute.modules if isinstance(recompute, SelectiveRecompute) else ()
         self._full = recompute if isinstance(recompute, FullRecompute) else None
@@ -99,7 +99,7 @@ class StageModel:
         return tuple(layer_terms(self._fields, self._layout, layer, self._tokens, self._kernels))
 
     def _kept(self, layers: range, *, is_last: bool) -> float:
-        """Of one micro-batch in a chunk."""
+        """Bytes of one micro-batch in a chunk."""
         whole, inputs = list(layers), 0
         if self._full is not None and self._full.method == "uniform":
             whole, inputs = [], -(-len(layers) // self._full.num_layers)
@@ -116,7 +116,7 @@ class StageModel:
         return kept + _sum(end_terms(self._fields, self._tokens, self._kernels), self._modules)
 
     def _recomputed(self, layer: int) -> float:
-        """Of a unit of layers, or of the module that needs most."""
+        """Bytes of a unit of layers, or of the module that needs most."""
         terms = self._terms(self._kind(layer))
         if self._full is None:
             return max((_sum(terms, ()) - _sum(terms, (module,)) for module in self._modules), default=0.0)
@@ -146,8 +146,8 @@ class StageModel:
         return max(attention, max(copies, inner) * wide) + 2 * self._hidden()
 
     def _logits(self, *, trains: bool) -> int:
-        """Of the model and of each depth of multi-token prediction (which log-probs need not). The backward pass frees those of one when it
-        has their gradient, so that one more than there are is alive; two chunks in float32 forward, one backward
+        """Logits of the model and of each depth of multi-token prediction (which log-probs need not). The backward pass frees those of one
+        when it has their gradient, so that one more than there are is alive; two chunks are in float32 forward, one backward
         (moerl/train/loss/logprobs.py). Then the output layer's weight has a gradient of its own."""
         wide = self._kernels.wide
         chunk = min(self._train.logprob_chunk_tokens, self._tokens.sequence) * self._rows * max(wide, WIDTHS["float32"])
@@ -173,7 +173,7 @@ def _sum(terms: "Sequence[Term] | Iterator[Term]", modules: Sequence[RecomputeMo
 
 
 def micro_batch_tokens(config: RunConfig) -> int:
-    """Of a full micro-batch, or of the only one of an update that fills none."""
+    """Tokens of a full micro-batch, or of the only one of an update that fills none."""
     return min(config.train.micro_batch_tokens, update_tokens(config))
 
 

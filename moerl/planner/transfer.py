@@ -95,7 +95,7 @@ def plan_push(
 
 
 def card_rate(config: RunConfig) -> float:
-    """Of the network card of one GPU, in 1e9 bits per second: its share of the node's cards, or what cards of the time have."""
+    """Rate of the network card of one GPU, in 1e9 bits per second: its share of the node's cards, or what cards of the time have."""
     gpu, gpus = config.placement.gpu, config.placement.gpus_per_node
     if gpu is None or gpu.card_gbit is None:
         return 400.0

@@ -54,7 +54,7 @@ def _domain_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
 
 
 def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
-    """Of phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
+    """Phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
     ranks, _ = planned(hf, config)
     shares = num_shared(config) > 0 and config.rollout.engine in ("vllm", "sglang")
     worst, phase = _worst(ranks, _TRAINING if shares else PHASES)

@@ -101,7 +101,7 @@ class OutOfDeviceMemory(TrainError):
     held: Mapping[str, int] = {}
     """Bytes on it by kind, as far as they are known."""
     call: str = ""
-    """What the rank did."""
+    """The rank's verb."""
     stage: int = 0
     """Its pipeline stage."""
 

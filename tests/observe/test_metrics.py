@@ -76,6 +76,7 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
         device_bytes={"training": {"parameters": 8, "reference": 0}},
         host_bytes={"optimizer": 24},
         transition_seconds={"asleep_to_scoring": 0.5},
+        peaks={"process": 32},
     )
     routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
     sample = make_sample(1.0, math=1.0, routes=np.zeros((5, 1, 2), dtype=np.uint8))
@@ -94,6 +95,7 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     assert {name: values[name] for name in values if name.startswith("memory/")} == {
         "memory/device/training/parameters": 8.0,
         "memory/host/optimizer": 24.0,
+        "memory/peak/process": 32.0,
         "memory/seconds/asleep_to_scoring": 0.5,
     }
     values |= checkpoint_metrics(SavedCheckpoint(version=1, num_bytes=1, seconds=1.0, blocked_seconds=1.0))

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from moerl.config.load import load
-from moerl.planner.memory_page import page
-from moerl.planner.memory_plan import GIB, memory_plan, write_json
+from moerl.planner.memory_page import page, write_plan
+from moerl.planner.memory_plan import GIB, memory_plan
 from moerl.planner.rank_memory import PHASES
 
 
@@ -64,7 +64,8 @@ def test_every_kind_has_a_letter_and_a_pattern_of_its_own(plan):
 
 
 def test_the_file_has_bytes_of_every_stage_phase_and_node(plan, tmp_path):
-    write_json(plan, tmp_path / "sub" / "plan.json")
+    write_plan(plan, tmp_path / "sub" / "plan.json", tmp_path / "other" / "plan.html")
+    assert (tmp_path / "other" / "plan.html").read_text() == page(plan)
     read = json.loads((tmp_path / "sub" / "plan.json").read_text())
     assert read == plan.to_json()
     for rank, found in zip(plan.ranks, read["ranks"], strict=True):

@@ -18,7 +18,7 @@ RECIPES = {
     "deepseek-v3": "grpo-deepseek-v3-32n8g-sync",
     "kimi-k2": "grpo-kimi-k2-32n8g-sync",
     "qwen3-235b": "grpo-qwen3-235b-16n8g-sync",
-    "qwen3-235b-one-node": "grpo-qwen3-235b-32n8g-sync",
+    "qwen3-235b-two-nodes": "grpo-qwen3-235b-32n8g-sync",
     "glm-4.5": "grpo-glm-4.5-8n8g-sync",
 }
 EVERYTHING = ServerLayout(

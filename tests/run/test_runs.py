@@ -147,8 +147,9 @@ def test_a_run_is_set_beside_its_plan(never_stopped):
     """What follows from the layout is held to the byte; the process holds what every process does."""
     text = compared(never_stopped[0] / SYNC)
     ratios = dict(re.findall(r"^ *(\S.*?)  +[\d.]+  +[\d.-]+  +([\d.-]+)$", text, re.MULTILINE))
-    static = ("weights", "reference", "gradients", "optimizer")
-    assert {kind: ratios[kind] for kind in static} == dict.fromkeys(static, "1.000")
+    exact = ("weights", "reference", "gradients")
+    assert {kind: ratios[kind] for kind in exact} == dict.fromkeys(exact, "1.000")
+    assert 0.99 < float(ratios["optimizer"]) <= 1.0  # a shard may end in padding, which has no states
     assert ratios["all else allocated"] == "-"  # no GPU
     assert 0.1 < float(ratios["host: the whole process"]) < 1.0
 

@@ -48,6 +48,7 @@ def _config_problems(path: Path) -> Iterator[Problem]:
             yield from (_problem(path, rule, reason, fix) for rule, reason, fix in broken)
             if not broken:
                 shape_of_config(config)
+                _ = config["vocab_size"]
                 FAMILIES[config["model_type"]].rotary(config)
         except KeyError as missing:
             reason = "a model of this type cannot be described without"

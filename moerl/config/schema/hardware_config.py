@@ -29,13 +29,13 @@ class GpuConfig(Strict):
     memory_gb_per_second: Annotated[float, Field(gt=0)] | None = None
     """Bandwidth of the GPU's memory, in 1e9 bytes per second."""
     nvlink_gb_per_second: Annotated[float, Field(gt=0)] | None = None
-    """Of a GPU's links to its domain, in each direction."""
+    """Rate of a GPU's links to its domain, in each direction."""
     host_gb_per_second: Annotated[float, Field(gt=0)] | None = None
     """Between a GPU and host memory (PCIe, or NVLink-C2C), in each direction."""
     cards_per_node: Positive | None = None
     """Network cards for the GPUs of a node."""
     card_gbit: Annotated[float, Field(gt=0)] | None = None
-    """Of a card, per second: what `moerl plan` costs a push with."""
+    """Rate of a card, in 1e9 bits per second: `moerl plan` costs a push with it."""
 
     @property
     def memory_bytes(self) -> int:

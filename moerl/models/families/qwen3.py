@@ -27,7 +27,7 @@ def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return _dense_config(hf) | softmax_router_fields(
-        num_experts=hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],  # the latter since transformers 5
+        num_experts=hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],  # the former since transformers 5
         top_k=hf["num_experts_per_tok"],
         ffn_size=hf["moe_intermediate_size"],
         normalised=hf["norm_topk_prob"],
