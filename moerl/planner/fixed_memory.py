@@ -27,6 +27,10 @@ SGLANG_RUNTIME = 10 * GIB
 """Bytes that SGLang leaves for activations, graphs and workspaces on GPUs of over 60 GiB (srt/arg_groups/memory_hook.py, 0.5.23)."""
 VLLM_FRACTION = 0.92
 """vLLM's own rollout.layout.memory_fraction (config/cache.py, 0.32); it counts what it needs beside weights and caches."""
+RECEIVED = 512 * MIB
+"""Bytes of tensors that come in pieces, on each GPU of a server in a push (moerl/weights/receive.py, DEVICE_BYTES)."""
+PUSH_BUFFERS = 2
+"""Of weights.bucket_bytes each, on every rank that sends (moerl/weights/send.py); kept between pushes."""
 HOST_PROCESS = 3 * GIB
 """Host memory of a process with PyTorch, CUDA's libraries and Transformer Engine or an engine. An assumption."""
 

@@ -119,7 +119,8 @@ def _phase(
     train, state = config.train, _STATES[phase]
     held = ON_DEVICE[train.offload][state]
     kinds = {_name(kind): static.kinds[kind] for kind in KINDS if kind in held}
-    kinds |= {"FP8 copies": static.fp8 if phase != "load" else 0}
+    if phase != "load":  # from the first update and the first push on
+        kinds |= {"FP8 copies": static.fp8, "push buffers": fixed.PUSH_BUFFERS * config.weights.bucket_bytes}
     if phase == "update":
         kinds |= {
             "activations": activations.kept,
@@ -128,11 +129,13 @@ def _phase(
         }
     elif phase == "log-probs":
         kinds |= {"layer at work": activations.scoring, "logits": max(0, activations.scoring_logits - activations.scoring)}
-    elif phase == "push":
-        kinds |= {"push buffers": 2 * config.weights.bucket_bytes}
     kinds |= {"NCCL": _communicators(hf, config, phase), "CUDA": fixed.CUDA_CONTEXT}
     if server is not None:
-        kinds |= {"server": {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP}.get(phase, fixed.ENGINE_ASLEEP)}
+        kinds |= {
+            "server": {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP + fixed.RECEIVED}.get(
+                phase, fixed.ENGINE_ASLEEP
+            )
+        }
     return kinds
 
 

@@ -175,7 +175,7 @@ def test_an_unknown_gpu_is_answered_with_those_that_are_known():
 
 def test_without_a_gpu_figures_are_told_and_nothing_is_judged():
     config = load_checked([DEEPSEEK, *ONE_STAGE, *SEPARATE, "placement.gpu=null"])
-    assert next(described(config)).startswith("memory          590.1 GiB on a rank of stage 0 in an update")
+    assert next(described(config)).startswith("memory          590.6 GiB on a rank of stage 0 in an update")
 
 
 def test_a_refusal_needs_no_torch():

@@ -5,6 +5,8 @@ import pytest
 import torch
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import RankError, run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from memory_jobs import (
     bytes_by_state,
     call_asleep,
@@ -18,7 +20,7 @@ from memory_jobs import (
 )
 
 from moerl.config.schema.layout import Layout
-from moerl.train.memory.blocks import Block
+from moerl.train.memory.blocks import Block, pieces
 
 
 def case(checkpoints, layout=None, *, dtype="float32", **changes):
@@ -105,6 +107,22 @@ def test_a_block_that_is_not_kept_comes_back_as_zeros_without_a_copy():
     block.leave()
     block.come_back()
     assert tensor.tolist() == [0, 0, 0] and block.host_bytes == 0
+
+
+@given(st.integers(0, 2**40))
+def test_host_copies_waste_less_than_a_mebibyte_when_each_is_rounded_up_to_a_power_of_two(num_bytes):
+    sizes = list(pieces(num_bytes))
+    assert sum(sizes) == num_bytes and len(sizes) <= 22
+    assert sum(1 << (size - 1).bit_length() for size in sizes) - num_bytes < 2**20
+
+
+def test_a_block_comes_back_from_several_pieces():
+    tensor = torch.randint(0, 256, (5 * 2**20 + 3,), dtype=torch.uint8)
+    before, block = tensor.clone(), Block(tensor.untyped_storage(), is_kept=True)
+    block.leave()
+    assert block.host_bytes == len(before)
+    block.come_back()
+    assert torch.equal(tensor, before)
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------
