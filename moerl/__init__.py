@@ -18,14 +18,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "ConfigError", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
-    "check", "evaluate", "load", "plan", "train",
+    "MemoryPlan", "check", "evaluate", "load", "memory", "plan", "train",
 ]  # fmt: skip
 
 TYPE_CHECKING = False  # that of typing, without its import
 if TYPE_CHECKING:
-    from moerl.api import check, evaluate, load, plan, train
+    from moerl.api import check, evaluate, load, memory, plan, train
     from moerl.config.schema.run_config import RunConfig
     from moerl.evaluation.estimates import Result
+    from moerl.planner.memory_plan import MemoryPlan
     from moerl.planner.transfer import PushPlan
     from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped
 else:

@@ -11,12 +11,13 @@ from moerl.config.compose import compose
 from moerl.config.load import checked, to_plain
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
+from moerl.planner.memory_plan import MemoryPlan, memory_plan
 from moerl.planner.transfer import PushPlan, plan_push
 from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped, problem
 
 __all__ = [
     "CheckpointError", "ConfigError", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
-    "check", "evaluate", "load", "plan", "train",
+    "MemoryPlan", "check", "evaluate", "load", "memory", "plan", "train",
 ]  # fmt: skip
 
 
@@ -92,6 +93,11 @@ def plan(
         checked(to_plain(config)), servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node, card_gbit=card_gbit,
         bucket_bytes=bucket_bytes,
     )  # fmt: skip
+
+
+def memory(config: RunConfig) -> MemoryPlan:
+    """Memory that the run's ranks, servers and nodes need, by phase and kind; printed, it is what `moerl plan --only=memory` prints."""
+    return memory_plan(checked(to_plain(config)))
 
 
 def _composed(run: RunConfig | str, overrides: tuple[str, ...], config_dir: str | Path | None) -> dict[str, object]:

@@ -42,7 +42,11 @@ def test_a_rank_that_runs_out_of_memory_says_what_was_where(checkpoints):
 def test_the_message_has_plan_and_finding_and_names_what_grew():
     planned = memory_plan(DEEPSEEK).ranks[1].phases["update"]
     held = {kind: planned[kind] for kind in ("weights", "gradients", "optimizer")}
-    held |= {ELSE: planned["activations"] + planned["layer at work"] + 9 * GIB, GAPS: 2 * GIB, OUTSIDE: planned["NCCL"] + planned["CUDA"]}
+    held |= {
+        ELSE: planned["activations"] + planned["layer at work"] + planned["push buffers"] + 9 * GIB,
+        GAPS: 2 * GIB,
+        OUTSIDE: planned["NCCL"] + planned["CUDA"],
+    }
     cause = TrainError("rank 16 of 256 failed in update")
     cause.__cause__ = full(held)
     (note,) = note_of(cause)

@@ -71,6 +71,12 @@ def test_a_plan_has_the_numbers_that_the_command_prints():
         moerl.plan(moerl.load(DEMO), gpus_per_server=3)
 
 
+def test_the_memory_has_the_numbers_that_the_command_prints():
+    planned = moerl.memory(moerl.load("grpo-qwen3-235b-16n8g-sync"))
+    assert planned.worst.most == max(rank.device(phase) for rank in planned.ranks for phase in rank.phases) < planned.gpu_bytes
+    assert f"{planned.worst.most / 2**30:.2f}" in str(planned)
+
+
 def test_functions_stay_callable_and_modules_stay_modules_when_modules_of_their_names_are_imported():
     import moerl.check
     import moerl.train.group
