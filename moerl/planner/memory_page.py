@@ -76,7 +76,7 @@ def write_plan(plan: MemoryPlan, json_file: Path | None, html_file: Path | None)
 
 
 def page(plan: MemoryPlan) -> str:
-    letters = dict(zip(kinds_of([*plan.ranks]), "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
+    letters = dict(zip(kinds_of(plan.ranks), "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
     most = max([rank.most_with_margin for rank in plan.ranks] + ([] if plan.gpu_bytes is None else [plan.gpu_bytes]))
     scale = _WIDTH / most
     template = resources.files("moerl.planner").joinpath("memory_page.html.j2").read_text()

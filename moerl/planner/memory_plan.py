@@ -160,7 +160,7 @@ def _told(kinds: Mapping[str, int]) -> str:
 
 
 def _update_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
-    kinds = [kind for kind in kinds_of([*ranks]) if any(rank.phases["update"].get(kind) for rank in ranks)]
+    kinds = kinds_of(ranks, ["update"])
     rows = [["stage", "parameters", *kinds, "in an update"]]
     for rank in ranks:
         sizes = [rank.phases["update"].get(kind, 0) for kind in kinds]

@@ -1,6 +1,6 @@
 """Memory of training ranks by pipeline stage, phase and kind, from the settings alone: no torch, no GPU, some milliseconds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -31,6 +31,11 @@ IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the mean that margins allow for."""
 FRAGMENTATION = 0.1
 """Share of the activations that margins leave for gaps between allocations."""
+
+_KINDS = (
+    "weights", "reference", "gradients", "optimizer", "FP8 copies", "activations", "layer at work", "logits", "push buffers", "NCCL", "CUDA",
+    "server",
+)  # fmt: skip
 
 Kinds = Mapping[str, int]
 """Bytes by kind."""
@@ -136,7 +141,7 @@ def _phase(
                 phase, fixed.ENGINE_ASLEEP
             )
         }
-    return kinds
+    return {kind: kinds[kind] for kind in _KINDS if kind in kinds}
 
 
 def _name(kind: str) -> str:
@@ -204,10 +209,6 @@ def worst_rank(ranks: list[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda each: each.most)
 
 
-def kinds_of(ranks: list[RankMemory]) -> Iterator[str]:
-    """Kinds that any of them has, in the order of the phases."""
-    seen: dict[str, None] = {}
-    for rank in ranks:
-        for kinds in rank.phases.values():
-            seen |= {kind: None for kind, size in kinds.items() if size}
-    yield from seen
+def kinds_of(ranks: Sequence[RankMemory], phases: Sequence[Phase] = PHASES) -> list[str]:
+    """Kinds that any of them has in one of `phases`, in the order of `_KINDS`."""
+    return [kind for kind in _KINDS if any(rank.phases[phase].get(kind) for rank in ranks for phase in phases)]
