@@ -17,8 +17,8 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError", "ConfigError", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
-    "MemoryPlan", "check", "evaluate", "load", "memory", "plan", "train",
+    "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
+    "check", "evaluate", "load", "memory", "plan", "train",
 ]  # fmt: skip
 
 TYPE_CHECKING = False  # that of typing, without its import

@@ -16,8 +16,8 @@ from moerl.planner.transfer import PushPlan, plan_push
 from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped, problem
 
 __all__ = [
-    "CheckpointError", "ConfigError", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
-    "MemoryPlan", "check", "evaluate", "load", "memory", "plan", "train",
+    "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
+    "check", "evaluate", "load", "memory", "plan", "train",
 ]  # fmt: skip
 
 

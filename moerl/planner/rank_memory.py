@@ -33,8 +33,8 @@ FRAGMENTATION = 0.1
 """Share of the activations that margins leave for gaps between allocations."""
 
 _KINDS = (
-    "weights", "reference", "gradients", "optimizer", "FP8 copies", "activations", "layer at work", "logits", "push buffers", "NCCL", "CUDA",
-    "server",
+    "weights", "reference", "gradients", "optimizer", "FP8 copies", "activations", "layer at work", "logits", "push buffers", "NCCL",
+    "CUDA", "server",
 )  # fmt: skip
 
 Kinds = Mapping[str, int]
