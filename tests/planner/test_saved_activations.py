@@ -143,4 +143,4 @@ def test_an_update_needs_no_more_than_is_planned(family, recompute, vocab_size, 
     config = replace(run_config(train), groups_per_step=num_sequences, group_size=1, model=replace(RECIPE.model, max_context=length))
     kernels = ReferenceKernels(train, num_sequences=num_tokens // length)
     (planned,) = StageModel(read_config(directory), config, kernels=kernels).stages()
-    assert planned.kept + planned.update == pytest.approx(found, rel=0.1)
+    assert planned.kept + planned.update == pytest.approx(found, rel=0.15)
