@@ -46,8 +46,10 @@ class RankMemory:
     """Bytes of each rank of a pipeline stage."""
 
     stage: int
+    ranks: range
+    """Numbers of these ranks, as Megatron counts them."""
     parameters: int
-    """Their number, without padding."""
+    """Number of a rank's, without padding."""
     phases: Mapping[Phase, Kinds]
     """On the GPU, with what a server on the same GPU holds."""
     margins: Mapping[Phase, int]
@@ -102,13 +104,14 @@ def rank_memory(hf: Mapping[str, Any], config: RunConfig, server: ServerMemory |
     """Memory of every pipeline stage, whose ranks need alike; for a layout without problems. `server`: on the trainer's GPUs."""
     activations = StageModel(hf, config).stages()
     busier = StageModel(hf, config, imbalance=IMBALANCE).stages()
-    found = []
+    found, per_stage = [], config.train.layout.ranks // config.train.layout.pp
     for stage, chunks in enumerate(rank_parameters(hf, config.train)):
         static = _Static(hf, config, chunks)
         phases = {phase: _phase(phase, hf, config, static, activations[stage], server) for phase in PHASES}
         found.append(
             RankMemory(
                 stage=stage,
+                ranks=range(stage * per_stage, (stage + 1) * per_stage),
                 parameters=static.parameters,
                 phases=phases,
                 margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], server) for phase in PHASES},

@@ -76,7 +76,7 @@ def _told(rank: RankMemory, phase: Phase, gpu: GpuConfig) -> tuple[str, str]:
     """(rule, reason)"""
     size, room = rank.device(phase), gpu.memory_bytes
     rule = (
-        f"needs {size / GIB:.1f} GiB on each rank of pipeline stage {rank.stage} {DURING[phase]}, "
+        f"needs {size / GIB:.1f} GiB on each rank of pipeline stage {rank.stage}, {rank.ranks[0]} to {rank.ranks[-1]}, {DURING[phase]}: "
         f"{(size - room) / GIB:.1f} more than the {room / GIB:.1f} of {gpu.name}"
     )
     return rule, "GiB: " + ", ".join(f"{kind} {held / GIB:.3g}" for kind, held in rank.phases[phase].items() if held)

