@@ -1,5 +1,6 @@
 """Planned memory beside what a run measured, or what was on a GPU when it was full: by kind, with what grew most."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,10 +51,17 @@ def compared(run_dir: Path) -> str:
         rule = "must hold config.yaml and metrics.jsonl, which a run writes until its first step is over"
         raise ReportError(f"{run_dir} = no run directory with a step: {rule}. Name the directory of a run (output_dir/name).")
     rows = read_metrics(source)
-    config = checked(yaml.safe_load(settings.read_text()))
+    try:
+        plain = yaml.safe_load(settings.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ReportError(f"{settings} = damaged: must be YAML, as the run wrote it: {str(error).splitlines()[0]}") from error
+    config = checked(plain if isinstance(plain, dict) else {})
     ranks, _ = planned(model_config(config.model), config)
-    names = {name for row in rows for name in row if name.startswith("memory/")}
-    most = {name: max(row[name] for row in rows if name in row) for name in names}
+    most: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("memory/") and isinstance(value, int | float) and math.isfinite(value):
+                most[name] = max(value, most.get(name, 0.0))
     rank = max(ranks, key=lambda each: sum(each.phases["update"].get(kind, 0) for kind in _STATIC))
     found = [*_update_rows(rank, most), *_host_rows(rank, most)]
     title = f"memory of the rank that holds most, planned as one of stage {rank.stage}, and as measured in {len(rows)} steps; GiB"
@@ -98,7 +106,7 @@ def _update_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compar
     for kind, name in names.items():
         held += (size := int(most.get(name, 0)))
         if size or kinds.get(kind):
-            yield Compared(kind, _planned(kinds, kind), size)
+            yield Compared(kind, _planned(kinds, kind), size if most else None)
     peaks = (most.get(f"memory/peak/{name}") for name in ("allocated", "reserved", "used"))
     allocated, reserved, used = (None if size is None else int(size) for size in peaks)
     yield Compared(ELSE, _planned(kinds, ELSE), None if allocated is None else allocated - held)
@@ -107,8 +115,8 @@ def _update_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compar
 
 
 def _host_rows(rank: RankMemory, most: Mapping[str, float]) -> Iterator[Compared]:
-    copies = [int(size) for name, size in most.items() if name.startswith("memory/host/")]
-    yield Compared("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], sum(copies))
+    copies = sum(int(size) for name, size in most.items() if name.startswith("memory/host/"))
+    yield Compared("host: copies of what leaves the GPU", rank.host["copies of what leaves the GPU"], copies if most else None)
     process = most.get("memory/peak/process")
     yield Compared("host: the whole process", sum(rank.host.values()), None if process is None else int(process))
 

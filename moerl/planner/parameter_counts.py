@@ -30,8 +30,8 @@ class ChunkParameters:
     """Elements of the embedding, one of `dense`, that two pipeline stages hold: it lies in a bucket of its own."""
     dense_shards: int
     expert_shards: int
-    ends: int
-    """Elements of embedding, output layer and last norm, some of `dense`."""
+    layers: Mapping[int, int]
+    """Elements of each layer, by its number in the model; layers of multi-token prediction follow its last one."""
 
     @property
     def count(self) -> int:
@@ -79,18 +79,19 @@ def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[Chun
     for stage, ranges in enumerate(places):
         for chunk, layers in enumerate(ranges):
             is_first, is_last = stage == chunk == 0, (stage, chunk) == (layout.pp - 1, layout.vpp - 1)
-            parts = [_layer(fields, layout, each) for each in layers]
+            parts = {each: _layer(fields, layout, each) for each in layers}
             if is_last and has_mtp:
-                parts += [_mtp_layer(fields, layout) for _ in range(num_mtp_layers(hf))]
+                parts |= {fields["num_layers"] + depth: _mtp_layer(fields, layout) for depth in range(num_mtp_layers(hf))}
             ends, shared = _ends(hf, fields, layout, is_first=is_first, is_last=is_last, has_mtp=has_mtp)
-            dense = [*ends, *(size for sizes, _ in parts for size in sizes)]
-            experts = [size for _, sizes in parts for size in sizes]
+            dense = [*ends, *(size for sizes, _ in parts.values() for size in sizes)]
+            experts = [size for _, sizes in parts.values() for size in sizes]
             if layout.ep == 1 and layout.etp == layout.tp:  # Megatron treats experts as it treats the rest
                 dense, experts = [*dense, *experts], []
             found[stage].append(
                 ChunkParameters(
                     dense=tuple(dense), experts=tuple(experts), shared=shared, dense_shards=layout.dp * layout.cp,
-                    expert_shards=layout.edp, ends=sum(ends),
+                    expert_shards=layout.edp,
+                    layers={each: sum(dense_sizes) + sum(expert_sizes) for each, (dense_sizes, expert_sizes) in parts.items()},
                 )
             )  # fmt: skip
     return found
@@ -98,10 +99,25 @@ def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[Chun
 
 def model_parameters(hf: Mapping[str, Any]) -> tuple[int, int]:
     """Parameters of the whole model without multi-token prediction: those that every expert-parallel rank has, and experts."""
-    fields, whole = FAMILIES[hf["model_type"]].transformer_config(hf), Layout()
-    layers = [_layer(fields, whole, layer) for layer in range(fields["num_layers"])]
-    ends, _ = _ends(hf, fields, whole, is_first=True, is_last=True, has_mtp=False)
-    return sum(ends) + sum(sum(dense) for dense, _ in layers), sum(sum(experts) for _, experts in layers)
+    return server_parameters(hf, tp=1, dense_tp=1, shared_tp=1, drafts=False)
+
+
+def server_parameters(hf: Mapping[str, Any], *, tp: int, dense_tp: int, shared_tp: int, drafts: bool) -> tuple[int, int]:
+    """Parameters beside experts that each GPU of a server holds, and all experts. `tp`: GPUs over which attention, embedding and output
+    layer are cut; `dense_tp`, `shared_tp`: those of dense layers' MLPs, and of experts that every token goes to. Norms, routers and the
+    down-projections of latent attention are on every GPU. `drafts`: with a layer of multi-token prediction."""
+    fields = FAMILIES[hf["model_type"]].transformer_config(hf)
+    layouts = {size: Layout(ranks=size, tp=size) for size in {tp, dense_tp, shared_tp}}
+    ends, _ = _ends(hf, fields, layouts[tp], is_first=True, is_last=True, has_mtp=False)
+    others, experts = sum(ends), 0
+    numbers = [*range(fields["num_layers"]), *([fields["num_layers"] - 1] if drafts else [])]
+    for layer in numbers:
+        is_sparse = is_sparse_layer(fields, layer)
+        with_mlp, routed = _layer(fields, layouts[shared_tp if is_sparse else dense_tp], layer)
+        attention = attention_parameters(fields, layouts[tp])
+        others += sum(attention) + sum(with_mlp) - sum(attention_parameters(fields, layouts[shared_tp if is_sparse else dense_tp]))
+        experts += sum(routed)
+    return others, experts
 
 
 def mtp_parameters(hf: Mapping[str, Any]) -> int:
@@ -124,13 +140,21 @@ def _ends(
 
 def _layer(fields: Mapping[str, Any], layout: Layout, layer: int) -> tuple[list[int], list[int]]:
     """Elements of each parameter of a decoder layer: of what every data-parallel rank holds, and of this rank's experts."""
-    frequency = fields.get("moe_layer_freq", 1)
-    is_sparse = fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
-    attention = _latent_attention(fields, layout) if fields.get("multi_latent_attention") else _attention(fields, layout)
-    if not is_sparse:
+    attention = attention_parameters(fields, layout)
+    if not is_sparse_layer(fields, layer):
         return [*attention, fields["hidden_size"], *_mlp(fields, fields["ffn_hidden_size"], layout.tp)], []
     dense, experts = _experts(fields, layout)
     return [*attention, *dense], experts
+
+
+def is_sparse_layer(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether it has experts."""
+    frequency = fields.get("moe_layer_freq", 1)
+    return fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
+
+
+def attention_parameters(fields: Mapping[str, Any], layout: Layout) -> list[int]:
+    return _latent_attention(fields, layout) if fields.get("multi_latent_attention") else _attention(fields, layout)
 
 
 def _mtp_layer(fields: Mapping[str, Any], layout: Layout) -> tuple[list[int], list[int]]:

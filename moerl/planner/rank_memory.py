@@ -9,7 +9,7 @@ from moerl.config.schema.train_config import TrainConfig
 from moerl.models.families.family import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.parameter_counts import ChunkParameters, rank_parameters
-from moerl.planner.saved_activations import FP8_BYTES, WIDTHS
+from moerl.planner.saved_activations import FP8_WEIGHT_BYTES, WIDTHS
 from moerl.planner.server_memory import ServerMemory
 from moerl.planner.stage_activations import StageActivations, StageModel
 from moerl.train.memory.memory_states import KINDS, ON_DEVICE, State
@@ -79,25 +79,39 @@ class _Static:
     def __init__(self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters]):
         train, wide = config.train, WIDTHS[config.train.dtype]
         buffer, shard, self.parameters = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
-        share, moment = train.optimizer.memory.cpu_fraction, WIDTHS["float64" if train.dtype == "float64" else "float32"]
-        states = optimizer_bytes(train)
         self.kinds: dict[str, int] = {
             "parameters": buffer * wide,
             "gradients": buffer * gradient_bytes(train),
-            "optimizer": round(shard * states),
+            "optimizer": round(shard * optimizer_bytes(train)),
             "reference": self.parameters * wide if config.uses_reference else 0,
         }
         """By the names of moerl/train/memory/memory_states.py."""
+        memory, moment = train.optimizer.memory, WIDTHS["float64" if train.dtype == "float64" else "float32"]
+        share, masters = memory.cpu_fraction, train.dtype == "bfloat16"
         pinned = {width: sum(chunk.pinned_shard(width) for chunk in chunks) for width in {wide, moment, 4}}
-        # Parameters and moments in float32, gradients page-locked, and the page-locked copy through which parameters came, which PyTorch
-        # keeps (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
-        self.on_host = round(share * (shard * (4 + 2 * moment) + pinned[4] + pinned[wide]))
-        masters = 1 if train.dtype == "bfloat16" else 0
-        self.staged = round(pinned[wide] + masters * pinned[4] + 2 * pinned[moment]) if config.checkpoint.async_save else 0
-        # Of a layer's linear modules, row- and columnwise; with the small share of norms and routers, which have none.
-        in_layers = self.parameters - sum(chunk.ends for chunk in chunks)
-        directions = 1 if train.fp8 is not None and train.fp8.recipe in ("tensorwise", "delayed") and _is_blackwell(config) else 2
-        self.fp8 = 0 if train.fp8 is None else round(in_layers * directions * FP8_BYTES[train.fp8.recipe])
+        # Moments in float32, gradients page-locked; so are parameters if the masters are on the GPU, and else in float32 of their own
+        # (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py).
+        self.on_host = round(share * (shard * 2 * moment + pinned[4] + (shard * 4 if memory.precision_aware else pinned[4])))
+        # Page-locked copies but of what is on the host anyway (moerl/train/checkpoint/shard_writer.py).
+        locked = 1 - share
+        copies = pinned[wide] + 2 * moment * shard * share + 2 * pinned[moment] * locked
+        copies += masters * (pinned[4] * locked + 4 * shard * share if memory.precision_aware else pinned[4])
+        self.staged = round(copies) if config.checkpoint.async_save else 0
+        narrow = [name for name in (memory.main_params_dtype, memory.exp_avg_dtype, memory.exp_avg_sq_dtype) if name != "float32"]
+        self.widened = shard * 4 * len(narrow) if memory.precision_aware else 0
+        """States that are narrower are saved in float32, all of a rank at once (moerl/train/checkpoint/sharded_state.py)."""
+        self.fp8 = _fp8_copies(hf, config, chunks)
+
+
+def _fp8_copies(hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters]) -> int:
+    """Bytes of a layer's linear modules, row- and columnwise; with the small share of norms and routers, which have none."""
+    fp8, number = config.train.fp8, hf["num_hidden_layers"]
+    if fp8 is None or config.train.megatron.get("disable_parameter_transpose_cache"):
+        return 0
+    first, last = fp8.first_layers_bf16, number - fp8.last_layers_bf16  # layers of multi-token prediction have numbers from `number` on
+    elements = sum(size for chunk in chunks for layer, size in chunk.layers.items() if first <= layer < last or layer >= number)
+    directions = 1 if fp8.recipe in ("tensorwise", "delayed") and _is_blackwell(config) else 2
+    return round(elements * directions * FP8_WEIGHT_BYTES[fp8.recipe])
 
 
 def rank_memory(hf: Mapping[str, Any], config: RunConfig, server: ServerMemory | None = None) -> list[RankMemory]:
@@ -127,6 +141,8 @@ def _phase(
     train, state = config.train, _STATES[phase]
     held = ON_DEVICE[train.offload][state]
     kinds = {_name(kind): static.kinds[kind] for kind in KINDS if kind in held}
+    if phase == "save":
+        kinds["optimizer"] += static.widened
     if phase != "load":  # from the first update and the first push on
         kinds |= {"FP8 copies": static.fp8, "push buffers": fixed.PUSH_BUFFERS * config.weights.bucket_bytes}
     if phase == "update":
@@ -169,8 +185,9 @@ def _margin(phase: Phase, kinds: Kinds, activations: StageActivations, busier: S
     elif phase == "log-probs":
         more = max(busier.scoring, busier.scoring_logits) - max(activations.scoring, activations.scoring_logits)
     moving = sum(kinds.get(kind, 0) for kind in ("activations", "layer at work", "logits"))
-    reported = fixed.ENGINE_ASLEEP_REPORTED - fixed.ENGINE_ASLEEP if server is not None else 0
-    return more + round(FRAGMENTATION * moving) + reported
+    if server is not None:
+        more += server.margin if phase == "rollout" else fixed.ENGINE_ASLEEP_REPORTED - fixed.ENGINE_ASLEEP
+    return more + round(FRAGMENTATION * moving)
 
 
 def _host(config: RunConfig, static: _Static) -> Kinds:

@@ -12,11 +12,14 @@ from typing import Any, Literal
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.memory_config import RecomputeModule
 from moerl.config.schema.train_config import TrainConfig
+from moerl.planner.parameter_counts import is_sparse_layer
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value."""
 FP8_BYTES = {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "tensorwise": 1.0, "delayed": 1.0}
 """Bytes of a value and its share of a scale, in one direction (pytorch/tensor/storage)."""
+FP8_WEIGHT_BYTES = FP8_BYTES | {"blockwise": 1 + 4 / 128**2}
+"""Bytes of a weight's value likewise; blocks of weights are square."""
 
 Part = Literal["attention", "mlp", "experts"]
 
@@ -62,6 +65,8 @@ class Kernels:
     def __init__(self, train: TrainConfig):
         self.wide = WIDTHS[train.dtype]
         self._linear = self.wide if train.fp8 is None else FP8_BYTES[train.fp8.recipe]
+        self.fuses_activation = bool(train.megatron.get("bias_activation_fusion"))
+        """Megatron's kernel keeps its input alone (megatron/core/fusions/fused_bias_swiglu.py)."""
         self.copies = train.fp8 is not None
         """A linear module keeps an FP8 copy of its own, where another module keeps the same values in `dtype`."""
         self._keeps_original = train.fp8 is None or train.fp8.recipe != "delayed"
@@ -92,10 +97,8 @@ class Kernels:
 
 def layer_terms(fields: Mapping[str, Any], layout: Layout, layer: int, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
     """Terms of decoder layer `layer`; `fields`: of Megatron's TransformerConfig."""
-    frequency = fields.get("moe_layer_freq", 1)
-    is_sparse = fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
     yield from (_latent_attention if fields.get("multi_latent_attention") else _attention)(fields, layout, tokens, kernels)
-    if is_sparse:
+    if is_sparse_layer(fields, layer):
         yield from _experts(fields, layout, tokens, kernels)
         return
     hidden = fields["hidden_size"]
@@ -124,6 +127,8 @@ def mtp_terms(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels
 def _gated(fields: Mapping[str, Any], size: float, kernels: Kernels) -> float:
     """Output of the first linear module, twice as wide; activation of one half, the other half plus an offset, and their product, which is
     the input of the second (transformer/mlp.py, unfused)."""
+    if kernels.fuses_activation:
+        return size * 2 * kernels.wide + kernels.linear(size, size)
     return size * 4 * kernels.wide + kernels.linear(size, size) + _clamped(fields, size, kernels)
 
 
@@ -194,5 +199,6 @@ def _experts(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels:
     yield Term("experts", tokens.routed * 2 * ffn * kernels.wide, whole)
     # As in `_gated`, and the product before it is multiplied by the probability: recomputed together.
     product = kernels.linear(tokens.routed * ffn, tokens.routed * ffn)
-    activated = tokens.routed * 3 * ffn * kernels.wide + _clamped(fields, tokens.routed * ffn, kernels)
+    kept = 0.0 if kernels.fuses_activation else tokens.routed * 3 * ffn * kernels.wide
+    activated = kept + _clamped(fields, tokens.routed * ffn, kernels)
     yield Term("experts", activated + product, frozenset({"moe_act", "moe"}))

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.family_table import FAMILIES
 from moerl.planner import fixed_memory as fixed
-from moerl.planner.parameter_counts import model_parameters
+from moerl.planner.parameter_counts import server_parameters
 from moerl.planner.saved_activations import WIDTHS
 
 GIB = 2**30
@@ -18,13 +19,15 @@ class ServerMemory:
     """Bytes of each GPU of a server, of vLLM or SGLang."""
 
     weights: int
-    """At least: every tensor cut over all GPUs that may share it, FP8 as if nothing stayed wider."""
+    """FP8 as if nothing stayed wider."""
     token: int
     """Keys and values of a token of a request."""
     available: int | None
     """Memory for weights, keys and values. None: nothing says how much there is."""
     runtime: int
     """Bytes that the server needs beside it while it serves."""
+    margin: int
+    """Bytes it may need on top: SGLang leaves so much for activations, graphs and workspaces."""
     groups: int
     """Data-parallel groups of attention, each with requests of its own."""
 
@@ -46,19 +49,28 @@ class ServerMemory:
 
 def server_memory(hf: Mapping[str, Any], config: RunConfig) -> ServerMemory:
     rollout, layout, gpu = config.rollout, config.rollout.layout, config.placement.gpu
-    others, experts = model_parameters(hf)
+    is_sglang = rollout.engine == "sglang"
+    others, experts = server_parameters(
+        hf,
+        tp=layout.tp,
+        dense_tp=1 if is_sglang and layout.dp > 1 else layout.tp,  # moe_dense_tp_size
+        shared_tp=1 if is_sglang and layout.uses_deepep else layout.tp,
+        drafts=layout.mtp_tokens > 0,
+    )
+    if layout.redundant_experts is not None and (number := shape_of_config(hf).num_experts) is not None:
+        experts = experts * (number + layout.redundant_experts) // number
     wide = 1 if layout.weights == "fp8" else WIDTHS[config.rollout_dtype]
     available = None
     if gpu is not None:
-        memory = gpu.memory_mib * fixed.MIB
         # Of vLLM what it computes with is in its share, and was measured before caches were made: at least its context.
-        available = int(memory * fixed.static_fraction(rollout, memory)) - (fixed.CUDA_CONTEXT if rollout.engine == "vllm" else 0)
-    runtime = fixed.CUDA_CONTEXT if rollout.engine == "vllm" else fixed.ENGINE_ASLEEP
+        share = fixed.static_fraction(rollout, gpu.memory_bytes)
+        available = int(gpu.memory_bytes * share) - (0 if is_sglang else fixed.CUDA_CONTEXT)
     return ServerMemory(
-        weights=(others // layout.tp + experts // layout.gpus) * wide,
+        weights=(others + experts // layout.gpus) * wide,
         token=token_bytes(hf, config),
         available=available,
-        runtime=runtime,
+        runtime=fixed.ENGINE_ASLEEP if is_sglang else fixed.CUDA_CONTEXT,
+        margin=fixed.SGLANG_RUNTIME - fixed.ENGINE_ASLEEP if is_sglang else 0,
         groups=layout.dp,
     )
 
@@ -72,4 +84,4 @@ def token_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:
         values = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
     else:
         values = 2 * -(-fields["num_query_groups"] // layout.tp) * fields["kv_channels"]
-    return fields["num_layers"] * values * wide
+    return (fields["num_layers"] + (layout.mtp_tokens > 0)) * values * wide

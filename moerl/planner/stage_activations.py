@@ -15,6 +15,7 @@ from moerl.config.schema.memory_config import FullRecompute, RecomputeModule, Se
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.family import num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
+from moerl.planner.parameter_counts import is_sparse_layer
 from moerl.planner.saved_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
 
 
@@ -107,7 +108,7 @@ class StageModel:
             whole, inputs = whole[self._full.num_layers :], min(self._full.num_layers, len(layers))
         kept = inputs * self._hidden() + sum(_sum(self._terms(self._kind(layer)), self._modules) for layer in whole)
         if not is_last:
-            return kept + self._hidden()  # its output, which Megatron keeps (deallocate_pipeline_outputs)
+            return kept + (0.0 if self._train.megatron.get("deallocate_pipeline_outputs") else self._hidden())  # its output
         for _ in range(self._depths):
             if self._full is not None and self._full.method == "uniform":
                 kept += 3 * self._hidden()  # two inputs, and the output, which the output layer takes
@@ -133,8 +134,7 @@ class StageModel:
         heads = fields["num_attention_heads"] / layout.tp
         key = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] if fields.get("multi_latent_attention") else fields["kv_channels"]
         attention = tokens.sequence * heads * key * (4 * wide + (4 if trains else 0))
-        frequency = fields.get("moe_layer_freq", 1)
-        is_sparse = fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
+        is_sparse = is_sparse_layer(fields, layer)
         if is_sparse:
             ffn = fields["moe_ffn_hidden_size"] / layout.etp
             rows, weights = tokens.routed, 2 * ffn * hidden * fields["num_moe_experts"] / layout.ep
@@ -178,11 +178,11 @@ def micro_batch_tokens(config: RunConfig) -> int:
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Number of full ones in an update on a data-parallel rank, at least one."""
-    return max(1, update_tokens(config) // config.train.micro_batch_tokens)
+    """Number of them in an update on the busiest data-parallel rank."""
+    return -(-update_tokens(config) // config.train.micro_batch_tokens)
 
 
 def update_tokens(config: RunConfig) -> int:
-    """Tokens of an update on a data-parallel rank, where every sample has model.max_context of them."""
+    """Tokens of an update on the data-parallel rank that has most samples, each of model.max_context."""
     samples = config.groups_per_step * config.group_size
-    return samples * config.model.max_context // (config.train.updates_per_step * config.train.layout.dp)
+    return -(-samples // (config.train.updates_per_step * config.train.layout.dp)) * config.model.max_context

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moerl.config.derive.gpu_map import num_shared
+from moerl.config.derive.gpu_map import num_gpus, num_shared
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.hardware_config import GpuConfig
@@ -18,6 +18,8 @@ from moerl.types.errors import ConfigError, Problem, problem
 
 _CAPABILITY = {"blockwise": 9.0, "mxfp8": 10.0, "tensorwise": 8.9, "delayed": 8.9}
 """Least compute capability of each FP8 recipe (transformer_engine/pytorch/quantization.py, check_*_support)."""
+_MOST_EMPTY = 16
+"""Times the GPUs that a run needs: nodes of a larger placement are not looked at."""
 _SERVING: tuple[Phase, ...] = ("rollout", "push")
 _TRAINING: tuple[Phase, ...] = ("load", "log-probs", "update", "save")
 
@@ -29,7 +31,8 @@ def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         return
     yield from _format_problems(config, gpu)
     yield from _domain_problems(config, gpu)
-    if hf is not None and facts.shape is not None and not any(broken_layout(config.train.layout, facts.shape)):
+    is_placed = config.placement.mode != "group_colocated" or config.placement.num_shared is not None  # else reported by validation
+    if hf is not None and facts.shape is not None and is_placed and not any(broken_layout(config.train.layout, facts.shape)):
         found = [*_rank_problems(config, facts, hf, gpu), *_server_problems(config, hf, gpu)]
         yield from found or _host_problems(config, hf, gpu)  # what mends the GPUs changes the nodes
 
@@ -55,8 +58,8 @@ def _domain_problems(config: RunConfig, gpu: GpuConfig) -> Iterator[Problem]:
 
 def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
     """Phases in which the trainer needs too much; then of those in which a server on the same GPU does."""
-    ranks, _ = planned(hf, config)
-    shares = num_shared(config) > 0 and config.rollout.engine in ("vllm", "sglang")
+    ranks, server = planned(hf, config)
+    shares = server is not None and (server.available is None or server.cache > 0) and num_shared(config) > 0
     worst, phase = _worst(ranks, _TRAINING if shares else PHASES)
     if worst.device(phase) <= gpu.memory_bytes:
         serving = _SERVING
@@ -114,7 +117,7 @@ def _server_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -
     )
     wider = next((factor for factor in (2, 4, 8, 16, 32, 64) if _server_bytes(config, hf, factor) < 0.9 * found.available), None)
     gpus = None if wider is None else layout.gpus * wider
-    fix = "larger GPUs: hardware=h200" if gpus is None else f"rollout.layout.gpus={gpus}, with ep={gpus} for experts, and fewer servers"
+    fix = "larger GPUs" if gpus is None else f"rollout.layout.gpus={gpus}, with ep={gpus} for experts, and fewer servers"
     yield problem("rollout.layout.gpus", layout.gpus, rule, "keys and values, and what the engine computes with, come on top", fix)
 
 
@@ -135,8 +138,11 @@ def _cache_problem(config: RunConfig, found: ServerMemory, gpu: GpuConfig) -> Pr
 
 
 def _host_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
-    if gpu.host_memory_gib is None:
+    placement = config.placement
+    if gpu.host_memory_gib is None or placement.gpus_per_node is None:
         return
+    if placement.nodes * placement.gpus_per_node > _MOST_EMPTY * num_gpus(config):
+        return  # mapping all of them takes long
     try:
         worst = _worst_node(config, hf)
     except ConfigError:  # who has no GPU is reported by validation

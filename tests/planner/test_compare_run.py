@@ -4,11 +4,12 @@ import pickle
 import re
 
 import pytest
+import yaml
 from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
 from planned_jobs import filled_gpu
 
-from moerl.config.load import load
+from moerl.config.load import load, to_plain
 from moerl.config.schema.layout import Layout
 from moerl.planner.compare_run import ELSE, GAPS, OUTSIDE, compared, explained
 from moerl.planner.memory_plan import GIB, memory_plan
@@ -64,6 +65,18 @@ def test_other_failures_have_no_such_note():
 def test_a_full_gpu_crosses_processes():
     error = pickle.loads(pickle.dumps(full({"weights": 3}, call="logprobs", stage=2)))
     assert (error.held, error.call, error.stage) == ({"weights": 3}, "logprobs", 2)
+
+
+def test_metrics_that_are_no_numbers_count_as_not_measured_and_settings_that_are_damaged_are_named(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_plain(DEEPSEEK)))
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "memory/peak/allocated": "abc", "memory/peak/reserved": NaN, "memory/host/x": null}\n'
+    )
+    text = compared(tmp_path)
+    assert all(line.split()[-2:] == ["-", "-"] for line in text.splitlines()[2:])
+    (tmp_path / "config.yaml").write_text("a: [1")
+    with pytest.raises(ReportError, match=r"config\.yaml = damaged: must be YAML"):
+        compared(tmp_path)
 
 
 def test_a_directory_that_is_no_run_is_told_what_one_holds(tmp_path):

@@ -33,7 +33,7 @@ def test_shipped_recipes_fit_their_gpus_and_nodes_with_a_margin(recipe):
     plan = memory_plan(load([f"recipe={recipe}"]))
     assert max(rank.most_with_margin for rank in plan.ranks) <= plan.gpu_bytes
     assert plan.worst_node.total <= plan.host_bytes
-    assert plan.server.requests(plan.max_context // 2) >= plan.max_running * 2 // 3
+    assert plan.server.requests(plan.max_context // 2) >= plan.max_running * 3 // 5
 
 
 def test_planning_memory_takes_less_than_five_seconds_and_no_torch():
@@ -62,11 +62,11 @@ def test_deepseek_r1_with_its_optimizer_on_the_host_needs_what_follows_from_its_
     plan = memory_plan(load(["recipe=grpo-deepseek-v3-32n8g-sync", *(f"train.layout.{size}" for size in cut), memory, *served]))
     node = plan.worst_node
     assert node.stages == (1,)
-    # A stage of 16 layers, 8 experts of 3 x 2048 x 7168 on each of 8 ranks: parameters and moments in float32, gradients page-locked in
-    # float32 and a copy in bfloat16, each rounded up to a power of two.
+    # A stage of 16 layers, 8 experts of 3 x 2048 x 7168 on each of 8 ranks: parameters and moments in float32, gradients page-locked, each
+    # rounded up to a power of two.
     first, second = 2 * 2048 * 7168, 2048 * 7168
-    assert 2**23 < second < 2**24 < first < 2**25
-    experts = 8 * 16 * 8 * (12 * (first + second) + 2**27 + 2**26 + 2**26 + 2**25)
+    assert 2**25 < 4 * second < 2**26 < 4 * first < 2**27
+    experts = 8 * 16 * 8 * (12 * (first + second) + 2**27 + 2**26)
     assert experts < node.kinds["optimizer on the CPU"] < 1.04 * experts
     # With what slime offloads beside it, which moerl refuses: weights, and those of servers of 64 GPUs.
     weights, servers = 8 * plan.ranks[1].phases["update"]["weights"], 8 * plan.server.weights

@@ -112,16 +112,33 @@ def test_deepseek_on_32_gpus_is_refused_with_a_layout_that_fits():
     assert told.keys() == {"train.layout"}
     assert "on each rank of pipeline stage 0, 0 to 31, in an update: " in told["train.layout"]
     assert "weights 110, gradients 220, optimizer 238" in told["train.layout"]
-    assert "layout=deepseek-v3-32n8g (" in told["train.layout"]
+    assert "layout=deepseek-v3-32n8g, and no train.layout.* (" in told["train.layout"]
 
 
 def test_every_change_that_a_refusal_names_fits():
     """One expert-parallel rank: 311 GB of experts."""
     told = refused(DEEPSEEK, "train.layout.ep=1")["train.layout"]
     fixes = [fix.rpartition(" (") for fix in told.partition("fix: ")[2].split("; or ")]
-    assert [fix for fix, _, _ in fixes] == ["train.layout.ep=16", "layout=deepseek-v3-32n8g"]
-    for fix, _, size in fixes[:1]:
-        assert update_gib(DEEPSEEK, "train.layout.ep=1", *fix.split()) == pytest.approx(float(size.split()[0]), abs=0.06)
+    assert [fix for fix, _, _ in fixes] == ["train.layout.ep=16", "layout=deepseek-v3-32n8g, and no train.layout.*"]
+    for before, (fix, _, size) in zip((["train.layout.ep=1"], []), fixes, strict=True):
+        words = fix.removesuffix(", and no train.layout.*").split()
+        assert update_gib(DEEPSEEK, *before, *words) == pytest.approx(float(size.split()[0]), abs=0.06)
+        load_checked([DEEPSEEK, *before, *words])
+
+
+def test_changes_that_break_another_rule_are_not_named():
+    """Delayed scales of FP8 cannot be recomputed; more ranks come with their nodes."""
+    told = refused(QWEN, "train.recompute={kind: off}", "train.fp8={recipe: delayed, format: hybrid}")["train.layout"]
+    assert "recompute" not in told.partition("fix: ")[2]
+    assert (
+        "train.layout.ranks=256 placement.nodes=32 ("
+        in refused(GLM, "hardware=h100-80", "rollout.layout.memory_fraction=0.5")["train.layout"]
+    )
+
+
+def test_buffers_that_are_too_large_are_the_first_change():
+    told = refused(QWEN, "weights.bucket_bytes=80000000000")["train.layout"]
+    assert "fix: weights.bucket_bytes=268435456 (" in told
 
 
 def test_a_server_beside_the_trainer_must_leave_room_for_what_it_keeps_asleep():
@@ -134,7 +151,7 @@ def test_a_server_beside_the_trainer_must_leave_room_for_what_it_keeps_asleep():
 
 def test_servers_whose_weights_do_not_fit_are_refused():
     told = refused(DEEPSEEK, "rollout.num_servers=32", "rollout.layout={gpus: 8, dp: 1, ep: 8, memory_fraction: 0.7}")
-    assert "at least 156.2 GiB" in told["rollout.layout.gpus"] and "0.7 of h100-80 has 55.8" in told["rollout.layout.gpus"]
+    assert "at least 162.1 GiB" in told["rollout.layout.gpus"] and "0.7 of h100-80 has 55.8" in told["rollout.layout.gpus"]
     assert "rollout.layout.gpus=32" in told["rollout.layout.gpus"]
 
 
@@ -146,9 +163,9 @@ def test_a_server_that_cannot_hold_one_request_is_refused():
 
 def test_a_node_with_too_little_host_memory_is_named_with_what_it_holds():
     told = refused(DEEPSEEK, "placement.gpu.host_memory_gib=800")["placement.gpu.host_memory_gib"]
-    assert "node 2 needs 911 GiB of host memory" in told
-    assert "copies of what leaves the GPU 307, checkpoint staging 344, process 48, weights of servers asleep 184" in told
-    assert "checkpoint.async_save=false (567 GiB)" in told
+    assert "node 2 needs 973 GiB of host memory" in told
+    assert "copies of what leaves the GPU 307, checkpoint staging 344, process 48, weights of servers asleep 246" in told
+    assert "checkpoint.async_save=false (629 GiB)" in told
 
 
 @pytest.mark.parametrize(
@@ -178,6 +195,13 @@ def test_a_config_json_without_what_is_needed_is_told_the_key(key, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_checked([QWEN, f"model.path={tmp_path}", "model.published=null"])
     assert any(f"needs '{key}' in config.json" in str(problem) for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["placement.mode=group_colocated"], ["placement.gpus_per_node=null"], ["rollout.layout.dp=3"], ["placement.gpu.name=''"]]
+)
+def test_what_another_rule_refuses_is_not_judged_and_breaks_nothing(overrides):
+    assert not {"train.layout", "placement.gpu.host_memory_gib"} & refused(DEEPSEEK, *overrides).keys()
 
 
 def test_an_unknown_gpu_is_answered_with_those_that_are_known():

@@ -12,7 +12,7 @@ from moerl.config.schema.strict import Positive, Size, Strict
 class GpuConfig(Strict):
     """GPU of every node."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     """As messages call it."""
     memory_mib: Positive
     """MiB in all, as `nvidia-smi --query-gpu=memory.total` prints them."""
