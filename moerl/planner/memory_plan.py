@@ -10,6 +10,7 @@ from moerl.config.rules.facts import facts_of
 from moerl.config.schema.run_config import RunConfig
 from moerl.planner.node_memory import NodeMemory, checkpoint_bytes, node_memory
 from moerl.planner.rank_memory import DURING, FRAGMENTATION, IMBALANCE, PHASES, RankMemory, kinds_of, rank_memory, worst_rank
+from moerl.planner.saved_activations import megatron_release
 from moerl.planner.server_memory import ServerMemory, server_memory
 
 GIB = 2**30
@@ -81,7 +82,8 @@ class MemoryPlan:
 
     def _lines(self) -> Iterator[str]:
         of = "" if self.gpu_bytes is None else f" of {self.gpu_bytes / GIB:.1f} on {self.gpu}"
-        yield f"memory of a rank, GiB{of} (docs/design/memory.md)"
+        major, minor = megatron_release()
+        yield f"memory of a rank with Megatron-Core {major}.{minor}, GiB{of} (docs/design/memory.md)"
         yield from aligned(_update_rows(self.ranks))
         yield ""
         yield f"by phase, GiB; margin: {IMBALANCE:g} times the tokens at the busiest experts, and {FRAGMENTATION:.0%} between allocations"

@@ -1,12 +1,13 @@
 """Tensors that a transformer layer keeps of one micro-batch for its backward pass, in bytes, without torch.
 
 What a module of Transformer Engine keeps is what its source hands to `save_for_backward` (2.9, transformer_engine/pytorch): `Kernels`. The
-rest are PyTorch's own operations in Megatron-Core's Python (0.16.1). Tests put the sizes of the CPU's reference modules in the place of
-`Kernels` and hold the sums against storages that autograd really kept.
+rest are PyTorch's own operations in Megatron-Core's Python (0.16.1 to 0.19.2, whichever is installed). Tests put the sizes of the CPU's
+reference modules in the place of `Kernels` and hold the sums against storages that autograd really kept.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Literal
 
 from moerl.config.schema.layout import Layout
@@ -22,6 +23,12 @@ FP8_WEIGHT_BYTES = FP8_BYTES | {"blockwise": 1 + 4 / 128**2}
 """Bytes of a weight's value likewise; blocks of weights are square."""
 
 Part = Literal["attention", "mlp", "experts"]
+
+
+def megatron_release() -> tuple[int, int]:
+    """Of Megatron-Core as it is installed here: (0, 16)."""
+    major, minor, *_ = version("megatron-core").split(".")
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class Kernels:
         self.copies = train.fp8 is not None
         """A linear module keeps an FP8 copy of its own, where another module keeps the same values in `dtype`."""
         self._keeps_original = train.fp8 is None or train.fp8.recipe != "delayed"
+        self.megatron = megatron_release()
 
     def norm(self, part: Part, rows: float, width: int, modules: frozenset[RecomputeModule] = frozenset()) -> Term:
         """Input, which is kept for a recomputation too, and a float32 a row (module/layernorm_linear.py, ops/basic/rmsnorm.py)."""
@@ -83,12 +91,14 @@ class Kernels:
         return 0.0 if is_shared and not self.copies else local * self._linear
 
     def attention(
-        self, tokens: Tokens, heads: float, groups: float, key: int, value: int, up: frozenset[RecomputeModule]
+        self, tokens: Tokens, heads: float, groups: float, key: int, value: int, up: frozenset[RecomputeModule], *, padding: int = 0
     ) -> Iterator[Term]:
         """Queries, keys, values, and the log of each softmax's sum (attention/dot_product_attention/backends.py). `heads`, `groups` of
-        keys and values: of this rank; `key`, `value`: channels of one. `up`: modules that make the first three again."""
+        keys and values: of this rank; `key`, `value`: channels of one. `up`: modules that make the first three again. `padding`: channels
+        of zeros at the end of each value, which the output has too until they are cut off."""
         yield Term("attention", tokens.sequence * (heads * key + groups * (key + value)) * self.wide, up)
-        yield Term("attention", tokens.sequence * heads * 4, frozenset({"core_attn"}))
+        padded = tokens.sequence * ((heads + groups) * padding + (heads * value if padding else 0)) * self.wide
+        yield Term("attention", tokens.sequence * heads * 4 + padded, frozenset({"core_attn"}))
 
     def attention_output(self, size: float) -> float:
         """Output of attention, which is the input of the projection after it (save_original_input)."""
@@ -171,7 +181,9 @@ def _latent_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens,
             yield Term("attention", kernels.linear(tokens.hidden * width, tokens.sequence * width), up)
     # In its place the channels of keys that are rotated, which all heads share.
     yield Term("attention", _rotary(tokens, rotary, kernels), up, tokens.sequence * rotary * kernels.wide)
-    yield from kernels.attention(tokens, heads, heads, plain + rotary, value, up)
+    # Packed values get as many channels as keys have (_prepare_mla_core_attention_value).
+    padding = max(plain + rotary - value, 0) if kernels.megatron >= (0, 18) else 0
+    yield from kernels.attention(tokens, heads, heads, plain + rotary, value, up, padding=padding)
     yield Term("attention", kernels.attention_output(tokens.sequence * heads * value))
 
 
@@ -192,8 +204,10 @@ def _experts(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels:
         kept = takes + _gated(fields, tokens.sequence * shared // layout.tp, kernels)
         yield Term("mlp", kept, frozenset({"shared_experts", "moe"}))
         yield Term("mlp", gate, whole)
-    # Scores and probabilities of all experts in float32, where a token goes (a byte each), chosen indices twice, chosen scores.
-    yield Term("experts", tokens.hidden * (number * 9 + top_k * 20), whole)
+    # Scores of all experts in float32, chosen indices twice, chosen scores; and by which copies are picked: probabilities of all in float32
+    # and where a token goes (a byte each), since 0.17 the order of all and the chosen once more.
+    picked = number * 8 + top_k * 8 if kernels.megatron >= (0, 17) else number * 5
+    yield Term("experts", tokens.hidden * (number * 4 + top_k * 20 + picked), whole)
     ffn = fields["moe_ffn_hidden_size"] / layout.etp
     yield Term("experts", kernels.linear(tokens.routed * hidden, tokens.routed * hidden) + tokens.routed * 4, whole)
     yield Term("experts", tokens.routed * 2 * ffn * kernels.wide, whole)

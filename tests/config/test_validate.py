@@ -123,6 +123,7 @@ def test_wandb_that_is_not_installed_is_named(monkeypatch):
 QWEN3_MOE = {
     "rope_theta": 10000.0,
     "model_type": "qwen3_moe",
+    "vocab_size": 100,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

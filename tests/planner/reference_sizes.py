@@ -27,10 +27,11 @@ class ReferenceKernels(Kernels):
             return 0.0 if is_shared else local * self.wide
         return gathered * self.wide
 
-    def attention(self, tokens: Tokens, heads, groups, key, value, up) -> Iterator[Term]:
+    def attention(self, tokens: Tokens, heads, groups, key, value, up, *, padding=0) -> Iterator[Term]:
         """What goes into scaled_dot_product_attention and comes out (attention.py). Without a kernel for it all scores are kept."""
         rows, wide = tokens.sequence, self.wide
         keys = rows * self._layout.cp  # of all context-parallel ranks
+        unpadded, value = value, value + padding
         is_fused, is_cut = key == value, self._layout.cp > 1
         width = wide if is_fused else self._computed
         size = rows * heads * key * width + keys * groups * (key + value) * width + rows * 16
@@ -41,7 +42,8 @@ class ReferenceKernels(Kernels):
         yield Term("attention", size, frozenset({"core_attn"}))
         if "core_attn" in self._recomputed and not up & set(self._recomputed):
             # Values are a view of what they were cut from.
-            inputs = 2 * heads * key + groups * (2 * key + value) if is_fused else heads * (2 * key + value)
+            is_wide = is_fused and not padding
+            inputs = 2 * heads * key + groups * (2 * key + unpadded) if is_wide else heads * (2 * key + unpadded)
             yield Term("attention", rows * inputs * wide)
 
     def attention_output(self, size: float) -> float:

@@ -10,6 +10,7 @@ from moerl.check import load_checked
 from moerl.config.compose import compose, options
 from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.load import build
+from moerl.planner import saved_activations
 from moerl.planner.memory_plan import GIB, described, planned
 from moerl.types.errors import ConfigError
 
@@ -208,7 +209,8 @@ def test_an_unknown_gpu_is_answered_with_those_that_are_known():
     assert "h100-80" in refused(DEEPSEEK, "hardware=h100")["hardware"]
 
 
-def test_without_a_gpu_figures_are_told_and_nothing_is_judged():
+def test_without_a_gpu_figures_are_told_and_nothing_is_judged(monkeypatch):
+    monkeypatch.setattr(saved_activations, "megatron_release", lambda: (0, 16))
     config = load_checked([DEEPSEEK, *ONE_STAGE, *SEPARATE, "placement.gpu=null"])
     assert next(described(config)).startswith("memory          590.6 GiB on a rank of stage 0 in an update")
 
