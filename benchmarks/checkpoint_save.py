@@ -86,11 +86,11 @@ def build_engine(model_dir: Path, num_ranks: int) -> Any:
 
 
 def step(engine: Any) -> None:
-    from moerl.algorithms.sft import SFT
+    from moerl.algorithms.algorithm import SUPERVISED
     from moerl.train.batching.build_batch import sft_batch
 
     batch = sft_batch([(tuple(range(5, 35)), tuple(range(40, 100))) for _ in range(32)])
-    engine.update(batch, SFT(), lr=1e-4, num_updates=1)
+    engine.update(batch, SUPERVISED, lr=1e-4, num_updates=1)
 
 
 def measure(engine: Any, save: Any, directory: Path) -> dict[str, float]:

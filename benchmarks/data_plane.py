@@ -32,8 +32,8 @@ import ray
 from canned_servers import ID, SECRET, Connected, canned_servers
 from pydantic import TypeAdapter
 
-from moerl.algorithms.algorithm_table import build_algorithm
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import build_algorithm
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.rollout_config import RolloutConfig
@@ -228,7 +228,7 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
         model=ModelConfig(scratch=ScratchModel(num_layers=arguments.layers), max_context=arguments.prompt + arguments.tokens),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"exact": RewardTerm(kind="exact")}),
-        algorithm=GRPOConfig(),
+        algorithm=algorithm("grpo"),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), router_replay="rollout"),
         rollout=RolloutConfig(max_response_tokens=arguments.tokens),
     )

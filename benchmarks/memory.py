@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.memory_config import FullRecompute, NoRecompute, SelectiveRecompute
 from moerl.config.schema.model_config import ScratchModel
@@ -118,9 +118,9 @@ def _engine(settings: EngineSettings, **changes: Any) -> Any:
 
 
 def _update(engine: Any, batch: TrainBatch) -> Any:
-    from moerl.algorithms.grpo import GRPO
+    from moerl.algorithms.algorithm import loss_of
 
-    return engine.update(batch, GRPO(GRPOConfig()), lr=1e-4, num_updates=1)
+    return engine.update(batch, loss_of(algorithm("grpo")), lr=1e-4, num_updates=1)
 
 
 def _update_seconds(engine: Any, batch: TrainBatch) -> float:
@@ -136,10 +136,10 @@ def _kept_bytes(engine: Any, batch: TrainBatch) -> float:
     parameters = {parameter.untyped_storage()._cdata for chunk in engine.model.chunks for parameter in chunk.parameters()}
     token_logprobs = engine.step.token_logprobs
 
-    def measure(*args: Any) -> Any:
+    def measure(*args: Any, **options: Any) -> Any:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in kept}
         answers.append(sum(num_bytes for key, num_bytes in storages.items() if key not in parameters))
-        return token_logprobs(*args)
+        return token_logprobs(*args, **options)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor)

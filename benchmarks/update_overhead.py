@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: 
 from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from moerl.algorithms.sft import SFT  # noqa: E402
+from moerl.algorithms.algorithm import SUPERVISED  # noqa: E402
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig  # noqa: E402
 from moerl.train.engine_settings import EngineSettings  # noqa: E402
 from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
@@ -167,7 +167,7 @@ def main() -> None:
     micro_batches = ready(engine, batch)
     calls: dict[str, Callable[[], object]] = {
         "bare": lambda: bare_update(engine, micro_batches),
-        "moerl": lambda: engine.update(batch, SFT(), lr=LR, num_updates=1),
+        "moerl": lambda: engine.update(batch, SUPERVISED, lr=LR, num_updates=1),
     }
     for call in calls.values():
         call()

@@ -7,6 +7,7 @@
     print(moerl.plan(config))            what a push of its weights moves
     report = moerl.train(config)         trains, or goes on; the path of the report
     results = moerl.evaluate(config)     of its newest checkpoint, on the data sets of eval.*
+    loss = moerl.algorithm_loss(...)     advantages, loss and metrics of an algorithm, from plain arrays
 
 The functions are in moerl/api.py, which is imported when the first of them is used: `import moerl` imports nothing.
 """
@@ -17,17 +18,19 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
-    "check", "evaluate", "load", "memory", "plan", "train",
+    "AlgorithmConfig", "AlgorithmResult", "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result",
+    "RunConfig", "RunStopped", "TokenArrays", "algorithm", "algorithm_loss", "check", "evaluate", "load", "memory", "plan", "train",
 ]  # fmt: skip
 
 TYPE_CHECKING = False  # that of typing, without its import
 if TYPE_CHECKING:
-    from moerl.api import check, evaluate, load, memory, plan, train
+    from moerl.api import algorithm, check, evaluate, load, memory, plan, train
+    from moerl.config.schema.algorithm_config import AlgorithmConfig
     from moerl.config.schema.run_config import RunConfig
     from moerl.evaluation.estimates import Result
     from moerl.planner.memory_plan import MemoryPlan
     from moerl.planner.transfer import PushPlan
+    from moerl.train.loss.plain_loss import AlgorithmResult, TokenArrays, algorithm_loss
     from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped
 else:
 

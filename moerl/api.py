@@ -5,20 +5,34 @@ as a user's commands are, and what is wrong is a ConfigError with every problem.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moerl.check import checked_evaluation, checked_run
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.compose import compose
 from moerl.config.load import checked, to_plain
+from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
 from moerl.planner.memory_plan import MemoryPlan, memory_plan
 from moerl.planner.transfer import PushPlan, plan_push
 from moerl.types.errors import CheckpointError, ConfigError, MoerlError, Problem, RunStopped, problem
 
+if TYPE_CHECKING:
+    from moerl.train.loss.plain_loss import AlgorithmResult, TokenArrays, algorithm_loss
+
 __all__ = [
-    "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result", "RunConfig", "RunStopped",
-    "check", "evaluate", "load", "memory", "plan", "train",
+    "AlgorithmConfig", "AlgorithmResult", "CheckpointError", "ConfigError", "MemoryPlan", "MoerlError", "Problem", "PushPlan", "Result",
+    "RunConfig", "RunStopped", "TokenArrays", "algorithm", "algorithm_loss", "check", "evaluate", "load", "memory", "plan", "train",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("AlgorithmResult", "TokenArrays", "algorithm_loss"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from moerl.train.loss import plain_loss  # imports torch
+
+    return getattr(plain_loss, name)
 
 
 def load(recipe: str, *overrides: str, config_dir: str | Path | None = None) -> RunConfig:

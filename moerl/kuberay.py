@@ -22,8 +22,8 @@ from moerl.config.compose import compose
 from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.load import Check, build
 from moerl.config.rules.facts import facts_of
-from moerl.config.rules.kubernetes_rules import job_name, launch_problems
-from moerl.config.schema.kubernetes_config import VolumeConfig
+from moerl.config.rules.job_rules import job_name, launch_problems
+from moerl.config.schema.job_config import VolumeConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.validate import validate
 from moerl.types.errors import ConfigError, MoerlError

@@ -9,12 +9,12 @@ free again only after the weights that its group trained were pushed.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from moerl.algorithms.objective import Algorithm
+from moerl.algorithms.algorithm import Algorithm
 from moerl.cluster.stop import Stop
 from moerl.config.derive.eval_settings import is_evaluated
 from moerl.config.derive.model_configs import routes_to_replay
@@ -28,7 +28,7 @@ from moerl.residency import Residency
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
-from moerl.train.batching.build_batch import build_batch
+from moerl.train.batching.build_batch import build_batch, credited, with_proximal
 from moerl.train.group import TrainGroup
 from moerl.train.learning_rates import learning_rate
 from moerl.types.errors import MoerlError, RunStopped
@@ -50,7 +50,7 @@ async def run(
             prompts.refuse_other_data(state)
     with observe.phase("push"):
         await weights.push(first_version)
-    buffer, routes = _buffer(config, algorithm, state), routes_to_replay(config)
+    buffer, routes, algorithm = _buffer(config, algorithm, state), routes_to_replay(config), algorithm.resumed(state)
     cursor = buffer.oldest_untrained_ticket
     observe.ask(buffer, weights, residency)
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
@@ -62,23 +62,23 @@ async def run(
             except RunStopped:
                 if step > first_version and not _is_saved(config, step):
                     await residency.train()
-                    await _save(step, cursor, prompts, train, observe)
+                    await _save(step, cursor, prompts, algorithm, train, observe)
                 raise
             batch = build_batch(groups, algorithm, routes, weights.servers, recomputes=config.rollout.partial)
             with observe.phase("switch"):
                 asked = await weights.ask(groups, batch)
                 await residency.train()
                 await weights.compare(asked)
-            batch = await _with_logprobs(config, batch, train, observe)
-            with observe.phase("update"):
-                stats = await train.update(batch, algorithm, lr=learning_rate(step, config.train.optimizer, config.num_steps))
+            batch = await _completed(config, step, groups, batch, algorithm, train, observe)
+            stats = await _update(config, step, batch, algorithm, train, observe)
+            algorithm = algorithm.after_step(stats.kl_reference, batch.num_sequences)
             is_refused = weights.refuses(stats, step=step + 1)
             _check(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
             version, cursor = step + 1, buffer.oldest_untrained_ticket
             observe.step(version, groups, stats)
             del groups, batch  # with them go their samples in the object store
             if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs
-                await _save(version, cursor, prompts, train, observe)
+                await _save(version, cursor, prompts, algorithm, train, observe)
             with observe.phase("push"):
                 await weights.push(version)
             buffer.release(config.groups_per_step)  # only now may new groups start
@@ -103,9 +103,9 @@ def _is_saved(config: RunConfig, version: int) -> bool:
     return version == config.num_steps or (config.save_every > 0 and version % config.save_every == 0)
 
 
-async def _save(version: int, cursor: int, prompts: PromptSource, train: TrainGroup, observe: Observer) -> None:
+async def _save(version: int, cursor: int, prompts: PromptSource, algorithm: Algorithm, train: TrainGroup, observe: Observer) -> None:
     with observe.phase("save"):
-        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows})
+        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows, **algorithm.state()})
 
 
 @asynccontextmanager
@@ -167,10 +167,14 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -
     )
 
 
-async def _with_logprobs(config: RunConfig, batch: StoredBatch, train: TrainGroup, observe: Observer) -> StoredBatch:
-    """The log-probs the update needs beside the policy's own, by reference."""
+async def _completed(
+    config: RunConfig, step: int, groups: Sequence[Group], batch: StoredBatch, algorithm: Algorithm, train: TrainGroup, observe: Observer
+) -> StoredBatch:
+    """The log-probs the update needs beside the policy's own, by reference, and the credit that follows from them."""
     if config.train.old_logprobs == "rollout":
         batch = replace(batch, old_logprobs="rollout")
+    if config.train.old_logprobs == "log_linear":
+        batch = with_proximal(batch, groups, algorithm, step)
     if config.needs_old_logprobs or config.records_routes:
         with observe.phase("logprobs"):
             logprobs = await train.logprobs(batch, records_routes=config.records_routes)
@@ -179,7 +183,17 @@ async def _with_logprobs(config: RunConfig, batch: StoredBatch, train: TrainGrou
     if config.uses_reference:
         with observe.phase("reference"):
             batch = replace(batch, reference_logprobs=await train.reference_logprobs(batch))
+    if config.algorithm.credits_tokens:
+        batch = await asyncio.to_thread(credited, batch, groups, algorithm)
     return batch
+
+
+async def _update(
+    config: RunConfig, step: int, batch: StoredBatch, algorithm: Algorithm, train: TrainGroup, observe: Observer
+) -> StepStats:
+    with observe.phase("update"):
+        stats = await train.update(batch, algorithm.loss, lr=learning_rate(step, config.train.optimizer, config.num_steps))
+    return replace(stats, **algorithm.state())
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool, is_reference: bool) -> None:

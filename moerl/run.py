@@ -18,7 +18,7 @@ import ray
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from moerl import loop
-from moerl.algorithms.algorithm_table import build_algorithm
+from moerl.algorithms.algorithm import build_algorithm
 from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds

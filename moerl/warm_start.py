@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from moerl.algorithms.sft import SFT
+from moerl.algorithms.algorithm import SUPERVISED
 from moerl.cluster.placement import ProcessPlace
 from moerl.config.schema.run_config import RunConfig, SFTConfig
 from moerl.observe.guards import check_finite
@@ -42,7 +42,7 @@ async def warm_start(
         for step in range(sft.num_steps):
             drawn = [prompts.prompt_at(step * sft.batch_size + i) for i in range(sft.batch_size)]
             pairs = [(prompt.token_ids, answer_ids(tokenizer, demonstration(prompt))) for prompt in drawn]
-            stats = await group.update(sft_batch(pairs), SFT(), lr=learning_rate(step, optimizer, sft.num_steps))
+            stats = await group.update(sft_batch(pairs), SUPERVISED, lr=learning_rate(step, optimizer, sft.num_steps))
             check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
             if (step + 1) % _REPORT_EVERY == 0 or step + 1 == sft.num_steps:
                 observe.notice(f"warm start {step + 1}/{sft.num_steps}: loss {stats.loss:.4f}")

@@ -8,7 +8,7 @@ A test holds the files equal to this. They use .venv of the directory they are s
 from pathlib import Path
 
 from moerl.config.load import load
-from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.config.schema.job_config import SlurmConfig
 from moerl.slurm.job_script import render_convert, render_eval, render_train
 
 TRAIN = {

@@ -1,4 +1,4 @@
-"""Algorithms: which groups to keep, what credit a sample gets, what a token costs. One file each, and a row in algorithm_table.
+"""Algorithms: which groups to keep, what credit a token gets, what it costs, and what corrects a server's other probabilities.
 
 Nothing here masks, sums or scales a loss (train/loss).
 """

@@ -20,6 +20,10 @@ Node = Mapping[str, Any]
 """A JSON schema, or a part of one."""
 
 LEFT_OUT = {
+    "algorithm.name": (
+        "an algorithm is what configs/algorithm/NAME.yaml makes it of",
+        "algorithm=NAME in the command, or /algorithm: NAME among the recipe's defaults",
+    ),
     "rollout.over_sampling": (
         "the first to finish of more groups than needed are the shorter ones, and the prompts of the others are lost",
         "max_staleness=1, which starts twice as many groups as a step takes and trains them all, with rollout.partial=true",

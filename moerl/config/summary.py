@@ -40,4 +40,6 @@ def _derived(config: RunConfig) -> list[str]:
 def _old_logprobs(config: RunConfig) -> str:
     if config.train.old_logprobs == "rollout":
         return "the rollout server's"
+    if config.train.old_logprobs == "log_linear":
+        return "between the rollout server's and the policy's, by their age"
     return "the trainer's, in a pass of their own" if config.needs_old_logprobs else "the trainer's, from the update itself"

@@ -1,10 +1,11 @@
 """Rules across fields: what the schema cannot say. Each broken one is a `Problem` with its reason and what to write."""
 
+from moerl.config.rules.algorithm_rules import algorithm_problems
 from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems, tls_problems
 from moerl.config.rules.eval_rules import eval_problems
 from moerl.config.rules.facts import Facts, Rule
 from moerl.config.rules.fp8_rules import fp8_problems
-from moerl.config.rules.kubernetes_rules import kubernetes_problems
+from moerl.config.rules.job_rules import kubernetes_problems, slurm_problems
 from moerl.config.rules.megatron_rules import megatron_problems
 from moerl.config.rules.memory_rules import memory_problems
 from moerl.config.rules.model_rules import bridge_problems, length_problems, model_problems, mtp_problems
@@ -15,12 +16,10 @@ from moerl.config.rules.run_rules import (
     network_problems,
     observe_problems,
     optimizer_problems,
-    overlong_problems,
     run_problems,
     staleness_problems,
 )
 from moerl.config.rules.server_layout_rules import layout_problems
-from moerl.config.rules.slurm_rules import slurm_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem
 
@@ -33,7 +32,7 @@ _RULES: tuple[Rule, ...] = (
     train_layout_problems,
     optimizer_problems,
     memory_problems,
-    overlong_problems,
+    algorithm_problems,
     eval_problems,
     server_problems,
     tls_problems,

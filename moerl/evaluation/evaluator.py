@@ -17,7 +17,7 @@ from typing import Self
 from transformers import PreTrainedTokenizerBase
 
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
-from moerl.config.schema.eval_config import EvalConfig, EvalDataset
+from moerl.config.schema.data_config import EvalConfig, EvalDataset
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result, result_of
 from moerl.evaluation.samples import Record, SampleFile, outcome_of, record_of, samples_path

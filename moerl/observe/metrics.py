@@ -5,7 +5,7 @@ that ends in `*` stands for a family. Metrics are for looking at; nothing in a r
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import chain
 from typing import Literal
@@ -74,11 +74,23 @@ METRICS = (
     Metric("train/kl_old", "nats/token", "zero", MEAN, "KL(policy || old policy), first mini-batch; exactly 0 with the trainer's own"),
     Metric("train/kl_reference", "nats/token", "steady", MEAN, "KL(policy || initial model); absent without a reference"),
     Metric("train/clip_fraction", "share", "steady", MEAN, "response tokens whose ratio was clipped"),
+    Metric("train/kl_old_k1", "nats/token", "zero", MEAN, "KL(old policy || policy), k1 estimate, first mini-batch"),
+    Metric("train/kl_coefficient", "weight", "none", LAST, "of an adaptive KL, in the update"),
+    Metric("objective/*", "", "none", MEAN, "what the objective tells, mean over response tokens: dual_clipped, selected"),
+    Metric("correction/weight", "factor", "steady", MEAN, "mean factor of corrections on the policy loss of a token; 1 without any"),
+    Metric("correction/bounded", "share", "down", MEAN, "tokens at a bound of a correction, dropped ones included"),
+    Metric("correction/dropped", "share", "down", MEAN, "tokens that a correction took out of the mini-batch"),
     Metric("train/mtp_loss", "nats/token", "down", MEAN, "cross-entropy of multi-token prediction; absent unless train.mtp_loss > 0"),
     Metric("train/skipped_updates", "updates", "zero", SUM, "mini-batches that changed no weight: loss or gradient was not finite"),
     Metric("mismatch/mean", "nats/token", "zero", MEAN, "mean |log-prob(trainer) - log-prob(rollout)| of the sampled tokens"),
     Metric("mismatch/max", "nats/token", "zero", MAX, "the same, largest over the step's tokens"),
     Metric("mismatch/kl", "nats/token", "zero", MEAN, "KL(rollout || trainer), k3 estimate"),
+    Metric("mismatch/k1", "nats/token", "zero", MEAN, "KL(rollout || trainer), k1 estimate"),
+    Metric("mismatch/chi2", "", "zero", MEAN, "mean of (trainer / rollout probability)^2 - 1"),
+    Metric("mismatch/effective", "share", "up", MEAN, "samples that count in effect: 1 / mean((rho / mean rho)^2), rho that ratio"),
+    Metric("mismatch/correlation", "", "up", MEAN, "Pearson's, of the log-probs of trainer and rollout"),
+    Metric("mismatch/trainer_perplexity", "", "steady", MEAN, "exp(-mean log-prob) of the sampled tokens under the trainer"),
+    Metric("mismatch/server_perplexity", "", "steady", MEAN, "the same under the servers"),
     Metric("tokens/response", "tokens", "none", SUM, "response tokens generated for the trained groups"),
     Metric("tokens/trained", "tokens", "none", SUM, "response tokens that carried loss"),
     Metric("tokens/per_second", "tokens/s", "up", MEAN, "tokens/response divided by time/step"),
@@ -109,6 +121,7 @@ METRICS = (
     Metric("push/written_bytes", "bytes", "none", MEAN, "of its files (weights.transport=disk)"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),
+    Metric("time/whole_minibatch", "s", "down", SUM, "part of time/update: log-prob passes that the objective needs before its updates"),
     Metric("time/*", "s", "down", SUM, "wall time of one phase of the loop, by its name; push, save, eval: those after the step before"),
 )  # fmt: skip
 
@@ -242,10 +255,18 @@ def _train_metrics(stats: StepStats) -> dict[str, float]:
         **({} if stats.kl_reference is None else {"train/kl_reference": stats.kl_reference}),
         "train/clip_fraction": stats.clip_fraction,
         **({} if stats.mtp_loss is None else {"train/mtp_loss": stats.mtp_loss}),
+        "train/kl_old_k1": stats.kl_old_k1,
+        **({} if stats.kl_coefficient is None else {"train/kl_coefficient": stats.kl_coefficient}),
+        **{f"objective/{name}": value for name, value in stats.objective.items()},
+        "correction/weight": stats.correction_weight,
+        "correction/bounded": stats.correction_bounded,
+        "correction/dropped": stats.correction_dropped,
         "train/skipped_updates": float(len(stats.skipped_updates)),
         "mismatch/mean": stats.mismatch_mean,
         "mismatch/max": stats.mismatch_max,
         "mismatch/kl": stats.mismatch_kl,
+        **({} if stats.mismatch is None else {f"mismatch/{name}": value for name, value in asdict(stats.mismatch).items()}),
+        **({} if stats.whole_minibatch_seconds == 0 else {"time/whole_minibatch": stats.whole_minibatch_seconds}),
     }
 
 

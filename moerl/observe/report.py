@@ -88,7 +88,7 @@ def _facts(config: Mapping[str, Any]) -> dict[str, str]:
     facts = {
         "Model": _at(config, "model.path") or (scratch and f"{scratch.get('family')} from scratch"),
         "Data": _at(config, "data.task") or _at(config, "data.files"),
-        "Algorithm": _at(config, "algorithm.name"),
+        "Algorithm": ", ".join(filter(None, (_at(config, f"algorithm.{part}.kind") for part in ("advantage", "objective")))),
         "Batch": _at(config, "group_size") and f"{config.get('groups_per_step')} groups of {config['group_size']}",
         "Learning rate": _at(config, "train.optimizer.lr"),
         "Training": sizes,

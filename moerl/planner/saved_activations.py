@@ -26,7 +26,7 @@ Part = Literal["attention", "mlp", "experts"]
 
 
 def megatron_release() -> tuple[int, int]:
-    """Of Megatron-Core as it is installed here: (0, 16)."""
+    """Release of Megatron-Core as it is installed here: (0, 16)."""
     major, minor, *_ = version("megatron-core").split(".")
     return int(major), int(minor)
 

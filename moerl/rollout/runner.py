@@ -19,25 +19,34 @@ class GroupRunner:
         self._config, self._pool, self._rewards = config, pool, rewards
         self._stop_token_ids = stop_token_ids
         self._returns_routes = routes_to_replay(config) is not None
+        self._has_greedy = "greedy_sample" in config.algorithm.needs
 
     async def run(self, prompt: Prompt) -> Group:
         """Raises DataError if not one completion of the prompt could be scored, EngineError for routes that are not the completion's."""
-        outcomes = await asyncio.gather(*(self._sample(prompt, index) for index in range(self._config.group_size)))
+        outcomes = await asyncio.gather(
+            *(self._sample(prompt, index) for index in range(self._config.group_size)),
+            *([self._sample(prompt, self._config.group_size, temperature=0.0)] if self._has_greedy else []),
+        )
+        outcomes, greedy = (outcomes[:-1], outcomes[-1].score) if self._has_greedy else (outcomes, None)
         samples = tuple(sample for sample in outcomes if sample.score.error is None)
         errors = tuple(sample.score.error for sample in outcomes if sample.score.error is not None)
         if not samples:
             raise DataError(
                 f"prompt {prompt.index} ({prompt.data_source}): none of its {len(errors)} samples could be scored; the first: {errors[0]}"
             ).began_in(Origin(who="reward worker", node=socket.gethostname(), doing="rollout"))
-        return Group(prompt=prompt, samples=samples, errors=errors)
+        if greedy is not None and greedy.error is not None:
+            name = f"prompt {prompt.index} ({prompt.data_source})"
+            raise DataError(f"{name}: its completion at temperature 0 could not be scored: {greedy.error}")
+        return Group(prompt=prompt, samples=samples, errors=errors, greedy=greedy)
 
-    async def _sample(self, prompt: Prompt, index: int) -> Sample:
+    async def _sample(self, prompt: Prompt, index: int, *, temperature: float | None = None) -> Sample:
+        """`temperature`: None: that of the settings."""
         rollout = self._config.rollout
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
             # The prompt's index is unique over the run, so no two samples of any two steps share a seed.
             seed=seed_of(self._config.seed, prompt.index, index),
-            temperature=rollout.temperature,
+            temperature=rollout.temperature if temperature is None else temperature,
             stop_token_ids=self._stop_token_ids,
             returns_routes=self._returns_routes,
         )

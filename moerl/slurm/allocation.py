@@ -12,7 +12,7 @@ import psutil
 
 import moerl
 from moerl.cluster.topology import expand
-from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.config.schema.job_config import SlurmConfig
 from moerl.hardware.hardware_tools import Absent, run_tool
 from moerl.types.errors import MoerlError
 

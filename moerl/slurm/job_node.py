@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from moerl.cluster.descendants import END_SECONDS, end_with_parent, no_descendant_outlives
 from moerl.cluster.process_log import process_seconds
 from moerl.config.derive.gpu_map import num_gpus
+from moerl.config.schema.job_config import has_preflight
 from moerl.config.schema.run_config import RunConfig
-from moerl.config.schema.slurm_config import has_preflight
 from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, foreign_rays, node_facts, place_of, too_few_nodes
 from moerl.slurm.meeting import Guest, common_address, hold_meeting, join_meeting
 from moerl.slurm.ray_daemons import RayEnded, RayNode, wait_until_registered

@@ -12,9 +12,9 @@ from pathlib import Path
 import jinja2
 
 from moerl.config.derive.gpu_map import num_gpus
-from moerl.config.rules.slurm_rules import size_problems
+from moerl.config.rules.job_rules import size_problems
+from moerl.config.schema.job_config import ContainerConfig, SlurmConfig
 from moerl.config.schema.run_config import RunConfig
-from moerl.config.schema.slurm_config import ContainerConfig, SlurmConfig
 from moerl.slurm.job_node import LAST_SECONDS
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.exit_codes import ExitCode

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moerl.algorithms.objective import Objective
+from moerl.algorithms.algorithm import Loss
 from moerl.hangs.watched import WatchedProcess
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import read_state
@@ -81,7 +81,7 @@ class FakeTrainGroup:
     async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
         return await self.logprobs(batch)
 
-    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
+    async def update(self, batch: Batch, loss: Loss, *, lr: float) -> StepStats:
         with self._residency.running("update"):
             whole = batch.laid_out(np.arange(batch.num_sequences))
             self.batches.append(whole)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from moerl.algorithms.objective import Objective
+from moerl.algorithms.algorithm import Loss
 from moerl.cluster.placement import ProcessPlace, find_placement
 from moerl.cluster.ray_nodes import only_on
 from moerl.config.derive.gpu_map import num_shared
@@ -63,7 +63,7 @@ class TrainGroup(Protocol):
     async def reference_logprobs(self, batch: Batch) -> Stored[np.ndarray]:
         """The same under the initial weights, whose routers choose for themselves."""
 
-    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats: ...
+    async def update(self, batch: Batch, loss: Loss, *, lr: float) -> StepStats: ...
 
     async def close(self) -> None:
         """End every rank; safe to call twice."""
@@ -178,9 +178,9 @@ class MegatronTrainGroup:
         num_updates = self._config.train.updates_per_step
         return (await self._on_shares("reference_logprobs", batch, num_updates))[0]
 
-    async def update(self, batch: Batch, objective: Objective, *, lr: float) -> StepStats:
+    async def update(self, batch: Batch, loss: Loss, *, lr: float) -> StepStats:
         num_updates = self._config.train.updates_per_step
-        return (await self._on_shares("update", batch, num_updates, objective, lr, num_updates))[0]
+        return (await self._on_shares("update", batch, num_updates, loss, lr, num_updates))[0]
 
     async def hosts(self) -> list[str]:
         return await self._all("address")

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.algorithms.objective import Objective
+from moerl.algorithms.algorithm import Loss
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.batching.balance import split_mini_batches
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.batch_loss import step_statistics
+from moerl.train.loss.loss_sums import step_statistics
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.optimizer import NoOptimizer, build_optimizer
@@ -106,12 +106,12 @@ class MegatronEngine:
             finally:
                 self._swap_reference()
 
-    def update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+    def update(self, batch: Batch, loss: Loss, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
         with self._running("update"):
-            return self._update(batch, objective, lr=lr, num_updates=num_updates)
+            return self._update(batch, loss, lr=lr, num_updates=num_updates)
 
-    def _update(self, batch: Batch, objective: Objective, *, lr: float, num_updates: int) -> StepStats:
+    def _update(self, batch: Batch, loss: Loss, *, lr: float, num_updates: int) -> StepStats:
         begin_peaks()
         self.model.routing.check(batch, self._train.router_replay)
         for group in self.optimizer.param_groups:
@@ -119,20 +119,19 @@ class MegatronEngine:
             # Megatron marks norms and biases with wd_mult = 0, which only its scheduler (not used here) would read.
             group["weight_decay"] = self._train.optimizer.weight_decay * group.get("wd_mult", 1.0)
         first, *later = split_mini_batches(batch.num_sequences, num_updates)
-        results = [self.step.mini_batch(batch.select(first), objective, samples=first)]
+        results = [self.step.mini_batch(batch.select(first), loss, samples=first)]
         if not results[0].refused:  # after an update the policy has moved: nothing is compared any more
-            results += [self.step.mini_batch(batch.select(part).without_servers(), objective, samples=part) for part in later]
+            results += [self.step.mini_batch(batch.select(part).without_servers(), loss, samples=part) for part in later]
         applied = [result for result in results if result.trouble is None]
         balance = sum((result.balance for result in results[1:]), results[0].balance)
         counted = applied if applied else results  # without any update the statistics say why: they are not finite
         return StepStats(
-            **step_statistics(  # type: ignore[arg-type]
-                [result.sums for result in counted], uses_reference=objective.uses_reference, trains_mtp=self._train.mtp_loss > 0
-            ),
+            **step_statistics([result.sums for result in counted], uses_reference=loss.uses_reference, trains_mtp=self._train.mtp_loss > 0),
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
             memory=largest_over_ranks(replace(self._residency.stats(), peaks=peaks())),
             server_mismatch=results[0].sums.server_mismatch(),
+            whole_minibatch_seconds=sum(result.whole_minibatch_seconds for result in results),
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),
             rank_imbalance=balance.rank_imbalance,

@@ -5,9 +5,10 @@ rank alone.
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from moerl.algorithms.objective import Objective
+from moerl.algorithms.algorithm import Loss
 from moerl.train.batching.balance import Balance, Bins, Planner
 from moerl.train.batching.packing import PackedMicroBatch, pack, unpack_logprobs
 from moerl.train.batching.rank_share import Share
 from moerl.train.batching.token_costs import attention_tokens
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.batch_loss import Denominators, LossColumns, LossSums, micro_batch_loss
+from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
+from moerl.train.loss.before_update import corrected, selected
 from moerl.train.loss.logprobs import logprobs_and_entropy
+from moerl.train.loss.loss_sums import LossSums
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
 from moerl.train.megatron.expert_routing import KeptRoutes
@@ -64,18 +67,20 @@ class TrainStep:
         reduce_over_micro_batches(total_T)
         return total_T.cpu().numpy()
 
-    def mini_batch(self, batch: Batch, objective: Objective, samples: np.ndarray) -> "MiniBatchResult":
+    def mini_batch(self, batch: Batch, loss: Loss, samples: np.ndarray) -> "MiniBatchResult":
         """One optimizer step, or none if loss or gradient is not finite, or a server's log-probs are not the model's. `samples`: where the
         sequences stand in the whole batch."""
         plan = self.plan(batch)
-        share = self.share(batch, plan)
+        began = time.perf_counter()
+        share, denominators = self._before_update(batch, plan, loss)
+        seconds = time.perf_counter() - began if "whole_minibatch" in loss.needs else 0.0
         packed = self.micro_batches(share)
         if self._train.router_replay == "trainer":
             packed = self.kept_routes.take(packed)
         for chunk in self.model.wrapped:
             chunk.zero_grad_buffer()  # type: ignore[operator]
         self.optimizer.zero_grad()
-        loss = self.loss(objective, Denominators.of(batch), self._mtp_loss(share.batch, batch))
+        loss_of_logits = self.loss(loss, denominators, self._mtp_loss(share.batch, batch))
         counts = torch.tensor(
             [sum(m.num_padding for m in packed), sum(m.num_positions for m in packed)], device=torch.cuda.current_device()
         )
@@ -83,12 +88,13 @@ class TrainStep:
         biases = self.model.routers.biases()
         self.model.routers.begin(num_tokens=int(counts[1] - counts[0]))
         with self.model.routing.run(packed, trains=True):
-            outputs = self.run(packed, loss, forward_only=False)
+            outputs = self.run(packed, loss_of_logits, forward_only=False)
         routing = self.model.routing.counts()
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         # Only the last stage has outputs.
-        total = sum((out["sums"] for out in outputs), LossSums.zero(torch.device(torch.cuda.current_device()), batch.num_servers))
+        zero = LossSums.zero(torch.device(torch.cuda.current_device()), batch.num_servers, loss.metric_names)
+        total = sum((out["sums"] for out in outputs), zero)
         reduce_over_micro_batches(total.sums)
         reduce_over_micro_batches(total.mismatch_max, dist.ReduceOp.MAX)
         trouble, refused = None, bool(disagreeing(total.server_mismatch(), self._mismatch_limit))
@@ -97,7 +103,7 @@ class TrainStep:
         elif math.isfinite(grad_norm) and math.isfinite(total.loss):
             self.optimizer.step()
         else:
-            trouble = self._locate_nonfinite(share, packed, loss, samples)
+            trouble = self._locate_nonfinite(share, packed, loss_of_logits, samples)
             self.model.routers.restore(biases)
         return MiniBatchResult(
             sums=total,
@@ -108,11 +114,21 @@ class TrainStep:
             routing=routing,
             trouble=trouble,
             refused=refused,
+            whole_minibatch_seconds=seconds,
         )
 
-    def loss(self, objective: Objective, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
+    def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss) -> tuple[Share, Denominators]:
+        """Sequences of this rank with what must be known of the whole mini-batch. Collective."""
+        share = self.share(batch, plan)
+        own, denominators = corrected(share.batch, loss, Denominators.of(batch), reduce_over_shares)
+        share = replace(share, batch=own)
+        if "whole_minibatch" in loss.needs:
+            share = selected(share, batch, self.logprobs(batch.without_servers(), plan), loss, reduce_over_shares)
+        return share, denominators
+
+    def loss(self, loss: Loss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
         """Function of a micro-batch and its logits that `run` takes for an update."""
-        return partial(_loss, self.token_logprobs, objective, denominators, mtp)
+        return partial(_loss, partial(self.token_logprobs, entropy_has_gradient=loss.entropy_bonus > 0), loss, denominators, mtp)
 
     def _locate_nonfinite(self, share: Share, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
         """Collective. Leaves the gradient buffers in disorder; the next mini-batch zeroes them."""
@@ -172,10 +188,12 @@ class TrainStep:
         with model.routers.micro_batch(micro, trains=trains), model.routing.micro_batch(micro, trains=trains):
             yield
 
-    def token_logprobs(self, logits: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-        return self._label_logprobs(logits, micro.labels_T, temperature=self._temperature)
+    def token_logprobs(self, logits: Tensor, micro: PackedMicroBatch, *, entropy_has_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        return self._label_logprobs(logits, micro.labels_T, temperature=self._temperature, entropy_has_gradient=entropy_has_gradient)
 
-    def _label_logprobs(self, logits: Tensor, labels_T: np.ndarray, *, temperature: float) -> tuple[Tensor, Tensor]:
+    def _label_logprobs(
+        self, logits: Tensor, labels_T: np.ndarray, *, temperature: float, entropy_has_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropy(
             logits[0],
             torch.from_numpy(labels_T).to(logits.device),
@@ -183,6 +201,7 @@ class TrainStep:
             vocab_size=self.model.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_tokens=self._train.logprob_chunk_tokens,
+            entropy_has_gradient=entropy_has_gradient,
         )
 
     def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
@@ -207,12 +226,23 @@ class MiniBatchResult:
     """Where loss or gradient was not finite; then nothing was updated."""
     refused: bool
     """Nothing was updated: a server sampled with other weights than it says."""
+    whole_minibatch_seconds: float
+    """Time of the pass that the objective needs before the update."""
 
 
 def reduce_over_micro_batches(values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
     """In place: over data and context parallel ranks, and from the last pipeline stage (the others hold 0) to all."""
     dist.all_reduce(values, op=op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(values, op=op, group=parallel_state.get_pipeline_model_parallel_group())
+
+
+def reduce_over_shares(values: Tensor) -> None:
+    """Sum in place over the data-parallel ranks, which have different sequences; `values` on the CPU."""
+    device = torch.device(torch.cuda.current_device())
+    reduced = values.to(device)
+    dist.all_reduce(reduced, group=parallel_state.get_data_parallel_group())
+    if reduced is not values:
+        values.copy_(reduced)
 
 
 def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
@@ -231,7 +261,7 @@ def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model
 
 def _loss(
     token_logprobs: Any,
-    objective: Objective,
+    loss_of_tokens: Loss,
     denominators: Denominators,
     mtp: MTPLoss | None,
     micro: PackedMicroBatch,
@@ -241,7 +271,8 @@ def _loss(
     logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
     logp_T, entropy_T = token_logprobs(logits, micro)
     columns = LossColumns.of(micro, device=logits.device)
-    loss, sums = micro_batch_loss(logp_T, entropy_T, columns, objective, denominators)
+    ranks = parallel_state.get_context_parallel_group() if parallel_state.get_context_parallel_world_size() > 1 else None
+    loss, sums = micro_batch_loss(logp_T, entropy_T, columns, loss_of_tokens, denominators, ranks)
     if mtp is not None:
         mtp_loss = mtp.of(deeper, micro.label_index_T)
         loss, sums = loss + mtp.coefficient * mtp_loss, sums.with_mtp(mtp_loss)

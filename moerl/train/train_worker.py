@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from moerl.algorithms.objective import Objective
+from moerl.algorithms.algorithm import Loss
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
 from moerl.cluster.run_secret import RunSecret
@@ -138,8 +138,8 @@ class TrainWorker:
     def reference_logprobs(self, batch: Batch) -> InStore[np.ndarray] | None:
         return self._stored(self._engine.reference_logprobs(batch))
 
-    def update(self, batch: Batch, objective: Objective, lr: float, num_updates: int) -> StepStats:
-        return self._engine.update(batch, objective, lr=lr, num_updates=num_updates)
+    def update(self, batch: Batch, loss: Loss, lr: float, num_updates: int) -> StepStats:
+        return self._engine.update(batch, loss, lr=lr, num_updates=num_updates)
 
     def _stored(self, values_T: np.ndarray) -> InStore[np.ndarray] | None:
         return keep(values_T) if self._rank == 0 else None

@@ -22,6 +22,15 @@ class TrainBatch:
     offsets: np.ndarray  # int64 [num_sequences + 1]
     old_logprobs_T: np.ndarray | None = None  # float32, from the trainer before the update
     reference_logprobs_T: np.ndarray | None = None  # float32, from the frozen initial model
+    teacher_logprobs_T: np.ndarray | None = None  # float32, from the teacher that kl_weight_T is about
+    rl_weight_T: np.ndarray | None = None  # float32, factor of the objective's loss; None: 1
+    ce_weight_T: np.ndarray | None = None  # float32, weight of the token's cross-entropy, also where the policy did not produce it; None: 0
+    kl_weight_T: np.ndarray | None = None  # float32, weight of the distance from the teacher; None: 0
+    correction_T: np.ndarray | None = None  # float32, factor of the policy loss that corrections gave before the update
+    kept_T: np.ndarray | None = None  # bool, False for what corrections took out; None: True
+    bounded_T: np.ndarray | None = None  # bool, a correction's bound was reached
+    selected_T: np.ndarray | None = None  # bool, what the objective picked of the mini-batch
+    proximal_T: np.ndarray | None = None  # float32, where between server (0) and policy (1) the old policy is, in log-probs
     server_T: np.ndarray | None = None  # int16, who sampled it with the weights that the update starts from; -1: other weights, or nobody
     routes_T: np.ndarray | None = None  # uint8 or uint16 [T, layers, top_k], from the engine; unknown_route where it has none
 

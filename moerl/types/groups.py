@@ -50,6 +50,8 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
     errors: tuple[str, ...] = ()
+    greedy: Score | None = None
+    """Score of one more completion, at temperature 0, which is not trained on; None where no algorithm asks for it."""
 
     @property
     def rewards_G(self) -> np.ndarray:

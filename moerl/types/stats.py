@@ -71,6 +71,23 @@ def disagreeing(mismatches: Sequence[ServerMismatch], limit: float) -> tuple[int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchStats:
+    """Trainer against server over the tokens that servers sampled; d is trainer minus server log-prob, rho its exponential."""
+
+    k1: float
+    """mean(-d), the k1 estimate of KL(server || trainer)."""
+    chi2: float
+    """mean(rho^2) - 1"""
+    effective: float
+    """Share of the samples that count in effect: 1 / mean((rho / mean rho)^2)."""
+    trainer_perplexity: float
+    """exp(-mean log-prob)"""
+    server_perplexity: float
+    correlation: float
+    """Pearson's, of the log-probs; 1 where they do not vary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
     """Measurements of one `TrainGroup.update`, reduced over every rank. `d` is trainer minus rollout log-prob of a token."""
 
@@ -98,6 +115,21 @@ class StepStats:
     """Work of the busiest data-parallel rank divided by the mean over ranks; attention's quadratic cost included."""
     round_imbalance: float
     """The same if ranks wait for each other after every micro-batch, as they do when they share experts; never less."""
+    kl_old_k1: float = field(default=0.0, compare=False)
+    """k1 estimate of KL(old policy || policy), likewise."""
+    kl_coefficient: float | None = field(default=None, compare=False)
+    """Coefficient of an adaptive KL; None: it is that of the settings."""
+    mismatch: MismatchStats | None = field(default=None, compare=False)
+    correction_weight: float = field(default=1.0, compare=False)
+    """Mean factor that corrections gave the policy loss of a token."""
+    correction_bounded: float = field(default=0.0, compare=False)
+    """Share of tokens at a bound of a correction, dropped ones included."""
+    correction_dropped: float = field(default=0.0, compare=False)
+    """Share of tokens that a correction took out."""
+    objective: dict[str, float] = field(default_factory=dict, compare=False)
+    """Means over response tokens of what the objective tells."""
+    whole_minibatch_seconds: float = field(default=0.0, compare=False)
+    """Time of the log-prob passes that an objective needs before its updates."""
     server_mismatch: tuple[ServerMismatch, ...] = ()
     """By the server's number, over the first mini-batch. Where one of them is above weights.mismatch_limit nothing was updated."""
     mtp_loss: float | None = None

@@ -71,6 +71,10 @@ class StoredBatch:
     """float32 [T] of the whole step, from the trainer before the update; "rollout": those of the payloads."""
     reference_logprobs: Stored[np.ndarray] | None = None
     """float32 [T] of the whole step, from the frozen initial model."""
+    token_advantages: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, in the place of `advantages`."""
+    proximal: tuple[tuple[tuple[float, int], ...], ...] | None = None
+    """Spans of each sequence: (where the old policy lies between server, 0, and policy, 1; tokens), one after the other."""
 
     @property
     def num_sequences(self) -> int:
@@ -105,7 +109,8 @@ class StoredBatch:
         chosen = np.asarray(sequences, dtype=np.int64)
         columns = {name: getattr(self, name)[chosen] for name in ("prompt_lengths", "response_lengths", "advantages", "starts")}
         fresh = None if self.fresh is None else self.fresh[chosen]
-        return replace(self, payloads=tuple(self.payloads[i] for i in chosen), fresh=fresh, **columns)
+        proximal = None if self.proximal is None else tuple(self.proximal[i] for i in chosen)
+        return replace(self, payloads=tuple(self.payloads[i] for i in chosen), fresh=fresh, proximal=proximal, **columns)
 
     def share(self, sequences: Collection[int]) -> "StoredBatch":
         """With the payloads of these sequences alone."""
@@ -125,6 +130,7 @@ class StoredBatch:
         rollout_logprobs_T, advantages_T = np.zeros(num_tokens, dtype=np.float32), np.zeros(num_tokens, dtype=np.float32)
         routes_T = None if self.routes is None else no_routes(num_tokens, self.routes)
         server_T = None if self.fresh is None else np.full(num_tokens, -1, dtype=np.int16)
+        proximal_T = None if self.proximal is None else np.zeros(num_tokens, dtype=np.float32)
         for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
             response = slice(start + len(payload.prompt_ids), end)
             token_ids_T[start : response.start] = payload.prompt_ids
@@ -135,16 +141,21 @@ class StoredBatch:
             if self.fresh is not None and server_T is not None:
                 server, num_fresh = self.fresh[index]
                 server_T[end - num_fresh : end] = server
+            if self.proximal is not None and proximal_T is not None:
+                places, counts = zip(*self.proximal[index], strict=True)
+                proximal_T[response] = np.repeat(places, counts)
             if routes_T is not None and payload.routes is not None:
                 routes_T[start : end - 1] = payload.routes
         old = rollout_logprobs_T if self.old_logprobs == "rollout" else self._column(self.old_logprobs)
+        token_advantages_T = self._column(self.token_advantages)
         return TrainBatch(
             token_ids_T=token_ids_T,
             response_mask_T=response_mask_T,
             rollout_logprobs_T=rollout_logprobs_T,
-            advantages_T=advantages_T,
+            advantages_T=advantages_T if token_advantages_T is None else token_advantages_T,
             offsets=offsets,
             old_logprobs_T=old,
+            proximal_T=proximal_T,
             reference_logprobs_T=self._column(self.reference_logprobs),
             server_T=server_T,
             routes_T=routes_T,

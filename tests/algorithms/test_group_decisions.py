@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_here import stored_here
 
-from moerl.algorithms.algorithm_table import ALGORITHMS, build_algorithm
-from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.algorithms.algorithm import build_algorithm
+from moerl.config.algorithm_settings import algorithm as settings_of
+from moerl.config.compose import options
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.groups import Group, Prompt, Sample, Score
 
@@ -37,12 +38,21 @@ def make_group(rewards, *, lengths=None, truncated=(), errors=()):
     return Group(prompt=prompt, samples=tuple(samples))
 
 
+def build(name, **settings):
+    return build_algorithm(settings_of(name, *(f"{key}={value}" for key, value in settings.items())), LIMIT)
+
+
 def grpo(**settings):
-    return build_algorithm(GRPOConfig(**settings), LIMIT)
+    return build("grpo", **settings)
 
 
 def dapo(**settings):
-    return build_algorithm(DAPOConfig(**{"overlong": "none", **settings}), LIMIT)
+    return build("dapo", **{"overlong": "none", **settings})
+
+
+def credit(algorithm, group):
+    """Of the samples in the mask."""
+    return algorithm.credit(algorithm.scored_step([group])).advantages_S
 
 
 @settings(derandomize=True, deadline=None)
@@ -52,23 +62,23 @@ def test_grpo_credit_is_the_centered_reward_over_the_unbiased_std(rewards):
     if len(rewards) >= 2:
         mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
         expected = [(reward - mean) / (std + 1e-6) for reward in rewards]
-    np.testing.assert_allclose(grpo().advantages(make_group(rewards)), expected, rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(credit(grpo(), make_group(rewards)), expected, rtol=1e-7, atol=1e-7)
 
 
 def test_a_known_group_gets_known_credit():
-    credit = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    np.testing.assert_allclose(grpo().advantages(make_group([1, 0, 0, 1])), [credit, -credit, -credit, credit], rtol=1e-12)
+    size = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    np.testing.assert_allclose(credit(grpo(), make_group([1, 0, 0, 1])), [size, -size, -size, size], rtol=1e-12)
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1e6])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
 def test_equal_rewards_give_exactly_zero_credit(reward, size):
-    assert grpo().advantages(make_group([reward] * size)).tolist() == [0.0] * size
+    assert credit(grpo(), make_group([reward] * size)).tolist() == [0.0] * size
 
 
 def test_a_group_without_samples_gets_no_credit():
     group = make_group([])
-    assert grpo().advantages(group).shape == (0,)
+    assert credit(grpo(), group).shape == (0,)
     assert not dapo().keep(group)
 
 
@@ -76,8 +86,8 @@ def test_a_group_without_samples_gets_no_credit():
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=8), st.data())
 def test_credit_does_not_depend_on_the_order_of_samples(rewards, data):
     order = data.draw(st.permutations(range(len(rewards))))
-    permuted = grpo().advantages(make_group([rewards[i] for i in order]))
-    np.testing.assert_allclose(permuted, grpo().advantages(make_group(rewards))[list(order)], rtol=1e-6, atol=1e-6)
+    permuted = credit(grpo(), make_group([rewards[i] for i in order]))
+    np.testing.assert_allclose(permuted, credit(grpo(), make_group(rewards))[list(order)], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e300])
@@ -86,8 +96,7 @@ def test_the_reward_of_a_sample_that_could_not_be_scored_changes_nothing(algorit
     group = make_group([1, poison, 0, 0.5], errors={1})
     without = make_group([1, 0, 0.5])
     assert algorithm.sample_mask(group).tolist() == [True, False, True, True]
-    assert algorithm.advantages(group)[[0, 2, 3]].tolist() == algorithm.advantages(without).tolist()
-    assert algorithm.advantages(group)[1] == 0
+    assert credit(algorithm, group).tolist() == credit(algorithm, without).tolist()
 
 
 @pytest.mark.parametrize("poison", [math.nan, 0.0, 5.0])
@@ -95,11 +104,11 @@ def test_overlong_mask_takes_truncated_samples_out_of_loss_and_baseline(poison):
     algorithm = dapo(overlong="mask")
     group = make_group([1, poison, 0], truncated={1})
     assert algorithm.sample_mask(group).tolist() == [True, False, True]
-    assert algorithm.advantages(group)[[0, 2]].tolist() == algorithm.advantages(make_group([1, 0])).tolist()
+    assert credit(algorithm, group).tolist() == credit(algorithm, make_group([1, 0])).tolist()
 
 
 def test_a_group_that_loses_all_but_one_sample_gets_no_credit():
-    assert grpo().advantages(make_group([1, 0, 0], errors={1, 2})).tolist() == [0, 0, 0]
+    assert credit(grpo(), make_group([1, 0, 0], errors={1, 2})).tolist() == [0]
 
 
 @pytest.mark.parametrize(
@@ -145,17 +154,26 @@ def test_dynamic_sampling_ignores_samples_outside_the_mask():
     assert not dapo(overlong="mask").keep(make_group([1, 0], truncated={0, 1}))
 
 
-def test_every_configured_name_has_a_row():
-    assert set(ALGORITHMS) == {GRPOConfig().name, DAPOConfig().name}
+def test_algorithms_declare_what_a_step_must_bring():
+    assert grpo().config.needs == frozenset()
+    assert grpo(kl_coefficient=0.1).loss.uses_reference
+    assert grpo(kl_coefficient=0.1, kl_in="reward").config.needs == {"reference", "old_logprobs"}
+    assert build("remax").config.needs == {"greedy_sample"}
+    assert build("m2po").config.needs == {"whole_minibatch"}
+    assert (grpo().max_attempts, dapo(max_attempts=5).max_attempts) == (1, 5)
 
 
-def test_algorithms_declare_what_the_trainer_must_know():
-    assert grpo().normalize_by == "sequence"
-    assert grpo(normalize_by="token").normalize_by == "token"
-    assert (grpo().uses_reference, grpo(kl_coefficient=0.1).uses_reference, dapo().uses_reference) == (False, True, False)
-    assert (grpo().max_attempts, dapo(max_attempts=5).max_attempts, dapo().normalize_by) == (1, 5, "token")
+@pytest.mark.parametrize("name", options("algorithm"))
+def test_losses_travel_pickled(name):
+    loss = build(name, fixed_length=8).loss if name == "dr_grpo" else build(name).loss
+    assert pickle.loads(pickle.dumps(loss)) == loss
 
 
-@pytest.mark.parametrize("algorithm", [grpo(kl_coefficient=0.1), dapo()])
-def test_algorithms_travel_pickled(algorithm):
-    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+def test_an_adaptive_kl_follows_its_target_and_is_saved_with_a_checkpoint():
+    algorithm = grpo(kl_coefficient=0.1, kl_target=0.02, kl_horizon=100)
+    after = algorithm.after_step(0.04, 10)
+    assert after.loss.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
+    assert algorithm.after_step(0.021, 10).kl_coefficient == pytest.approx(0.1 * (1 + 0.05 * 10 / 100))
+    assert algorithm.resumed(after.state()) == after
+    fixed = grpo(kl_coefficient=0.1)
+    assert (fixed.after_step(0.04, 10), fixed.state()) == (fixed, {})

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moerl.config.schema.slurm_config import SlurmConfig
+from moerl.config.schema.job_config import SlurmConfig
 from moerl.slurm.allocation import AllocatedNode, JobPlace, check_allocation, node_facts, place_of, too_few_nodes
 from moerl.types.errors import MoerlError
 

@@ -12,7 +12,7 @@ import yaml
 
 import moerl
 from moerl.config.load import load
-from moerl.config.rules.kubernetes_rules import job_name
+from moerl.config.rules.job_rules import job_name
 from moerl.kuberay import create_rayjob, load_for_pods, render_rayjob
 from moerl.types.errors import ConfigError, MoerlError
 

@@ -7,7 +7,7 @@ import pytest
 
 from moerl.config.load import load
 from moerl.config.reference import explanation
-from moerl.config.rules.kubernetes_rules import launch_problems
+from moerl.config.rules.job_rules import launch_problems
 from moerl.config.schema.rollout_config import TLSConfig
 from moerl.types.errors import ConfigError, Problem
 

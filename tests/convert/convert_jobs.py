@@ -6,8 +6,8 @@ import torch.distributed as dist
 from checkpoint_jobs import save
 from engine_jobs import new_engine
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.models.hf_checkpoint import write_shards
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
@@ -16,14 +16,14 @@ from moerl.types.batch import TrainBatch
 def load_and_export(settings: EngineSettings, batch: TrainBatch, directory: Path, target: Path) -> float:
     """Train a step away from the model's weights, load, export; then the gradient norm of a step, which needs a working optimizer."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-2, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-2, num_updates=1)
     engine.shards.load(directory)
     tensors = engine.export()
     if dist.get_rank() == 0:
         write_shards(tensors, target, shard_bytes=10**9)
     for _ in tensors:
         pass
-    return engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1).grad_norm
+    return engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1).grad_norm
 
 
 def load_all(cases: list[tuple[EngineSettings, Path, Path]], batch: TrainBatch) -> None:
@@ -38,7 +38,7 @@ def load_all(cases: list[tuple[EngineSettings, Path, Path]], batch: TrainBatch) 
 def train_save_export(settings: EngineSettings, batch: TrainBatch, directory: Path, target: Path) -> list:
     """A step, a checkpoint, and the same weights as the engine exports them; what each rank wrote."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-2, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-2, num_updates=1)
     written = save(engine, directory)
     tensors = engine.export()
     if dist.get_rank() == 0:

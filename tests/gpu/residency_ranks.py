@@ -23,8 +23,8 @@ def _rank(rank: int, num_ranks: int, store: Path, settings: Any, batch: Any, sle
 
     torch.cuda.set_device(rank)
     megatron_patches.activate()
-    from moerl.algorithms.grpo import GRPO
-    from moerl.config.schema.algorithm_config import GRPOConfig
+    from moerl.algorithms.algorithm import loss_of
+    from moerl.config.algorithm_settings import algorithm
     from moerl.train.megatron.megatron_model import initialize_groups
     from moerl.train.megatron_engine import MegatronEngine
 
@@ -35,7 +35,7 @@ def _rank(rank: int, num_ranks: int, store: Path, settings: Any, batch: Any, sle
     for _ in range(3):
         before_T = engine.logprobs(batch)
         scoring = _memory()
-        stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        stats = engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
         training, asleep = _memory(), None
         if sleeps:
             engine.sleep()

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from moerl import loop
-from moerl.algorithms.algorithm_table import build_algorithm
+from moerl.algorithms.algorithm import build_algorithm
 from moerl.cluster.stop import Stop
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.scratch_config import VOCAB_SIZE
-from moerl.config.schema.algorithm_config import GRPOConfig
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.rollout_config import RolloutConfig
@@ -51,7 +51,7 @@ def make_config(tmp_path: Path, **changes: Any) -> RunConfig:
         model=ModelConfig(scratch=ScratchModel(), max_context=MAX_CONTEXT),
         data=TinyData(task="repeat", size=25, chat_template=False),
         reward=RewardConfig(terms={"parity": RewardTerm(kind="exact")}),
-        algorithm=GRPOConfig(),
+        algorithm=algorithm("grpo"),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3)),
         rollout=RolloutConfig(engine="fake", max_response_tokens=16),
         observe=ObserveConfig(terminal=False, tensorboard=False, dump_every=0),

@@ -8,14 +8,14 @@ import pytest
 from in_process_run import InProcessRun, make_config, new_engine, play
 
 from moerl import loop
-from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.types.errors import DynamicSamplingError
 from moerl.types.groups import Score
 
-GRPO, DAPO = GRPOConfig(), DAPOConfig(overlong="none", max_attempts=50)
+GRPO, DAPO = algorithm("grpo"), algorithm("dapo", "overlong=none", "max_attempts=50")
 both = pytest.mark.parametrize("algorithm", [GRPO, DAPO], ids=["grpo", "dapo"])
 
 
@@ -135,8 +135,8 @@ def test_grpo_trains_every_group_and_dapo_only_those_that_tell_samples_apart(tmp
 
 
 def test_a_step_that_drops_every_group_stops_the_run_and_explains_the_rewards(tmp_path):
-    algorithm = DAPOConfig(overlong="none", max_attempts=3)
-    run = InProcessRun(make_config(tmp_path, algorithm=algorithm), score=lambda prompt, text: Score(reward=0.25))
+    dapo = algorithm("dapo", "overlong=none", "max_attempts=3")
+    run = InProcessRun(make_config(tmp_path, algorithm=dapo), score=lambda prompt, text: Score(reward=0.25))
     with pytest.raises(DynamicSamplingError, match=r"(?s)max_attempts = 3: .*scored 0.25 for every sample\n.*fix: lowest score everywhere"):
         asyncio.run(run.play())
     assert ("updated", 1) not in run.events

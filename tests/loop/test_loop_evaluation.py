@@ -9,8 +9,7 @@ import pytest
 from in_process_run import InProcessRun, make_config, new_engine, parity, play
 
 from moerl.config.derive.model_configs import routes_to_replay
-from moerl.config.schema.data_config import TinyData
-from moerl.config.schema.eval_config import EvalConfig, EvalDataset
+from moerl.config.schema.data_config import EvalConfig, EvalDataset, TinyData
 from moerl.observe.report import write_report
 from moerl.types.errors import RunStopped
 from moerl.types.groups import Score

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from in_process_run import InProcessRun, make_config, play
 
-from moerl.config.schema.algorithm_config import DAPOConfig, GRPOConfig
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.fake_group import FakeTrainGroup
 from moerl.types.errors import CheckpointError, DataError
 
-GRPO, DAPO = GRPOConfig(), DAPOConfig(overlong="none", max_attempts=50)
+GRPO, DAPO = algorithm("grpo"), algorithm("dapo", "overlong=none", "max_attempts=50")
 
 
 def play_until_saved(config, version, *, turns):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from stored_here import stored_here
 
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.rollout_config import RolloutConfig
@@ -31,7 +31,7 @@ def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
             model=ModelConfig(scratch=ScratchModel(), max_context=64),
             data=TinyData(task="repeat"),
             reward=RewardConfig(terms={"prefix": RewardTerm(kind="prefix")}),
-            algorithm=GRPOConfig(),
+            algorithm=algorithm("grpo"),
             train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3)),
             rollout=RolloutConfig(max_response_tokens=8),
             observe=ObserveConfig(**{"terminal": False, "tensorboard": False, **observe}),

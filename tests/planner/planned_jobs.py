@@ -13,8 +13,8 @@ from engine_jobs import new_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
@@ -24,7 +24,7 @@ from moerl.types.errors import OutOfDeviceMemory
 def trained_bytes(settings: EngineSettings, batch: TrainBatch) -> list[dict[str, int]]:
     """Bytes of each rank after an update."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     buffers = [buffer for chunk in engine.model.wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     optimizers = engine.optimizer.chained_optimizers
     states = [value for each in optimizers for state in each.optimizer.state.values() for value in state.values()]
@@ -159,7 +159,7 @@ def most_kept_bytes(settings: EngineSettings, batch: TrainBatch) -> list[int]:
     parameters = [tensor for chunk in engine.model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     storages = SavedStorages(tensor.untyped_storage() for tensor in parameters)
     with torch.autograd.graph.saved_tensors_hooks(storages.pack, storages.unpack):
-        engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, storages.most)
     return found
@@ -197,7 +197,7 @@ class LiveStorages(TorchDispatchMode):
 def most_live_bytes(settings: EngineSettings, batch: TrainBatch) -> int:
     """Of one rank in an update, after one that made what stays: every tensor there is while micro-batches run."""
     engine = new_engine(settings)
-    objective = GRPO(GRPOConfig())
+    objective = loss_of(algorithm("grpo"))
     engine.update(batch, objective, lr=1e-3, num_updates=1)
     with LiveStorages() as live:
         engine.update(batch, objective, lr=1e-3, num_updates=1)
@@ -207,14 +207,14 @@ def most_live_bytes(settings: EngineSettings, batch: TrainBatch) -> int:
 def filled_gpu(settings: EngineSettings, batch: TrainBatch) -> tuple[str, int, dict[str, int], str, Any]:
     """What an update of the last stage ends with when its ranks find no memory, and what is left of it behind a pipe."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
 
     def no_memory(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.\nGPU 0 has a total capacity of 79.11 GiB")
 
     engine.step.mini_batch = no_memory
     try:
-        engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     except OutOfDeviceMemory as error:
         mine = (error.call, error.stage, dict(error.held), str(error), pickle.loads(pickle.dumps(error)))
     found: list[Any] = [None] * dist.get_world_size()

@@ -7,7 +7,7 @@ import pytest
 from tiny_servers import push
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig
@@ -26,7 +26,7 @@ def config(*, deterministic=False, **rollout):
         model=ModelConfig(path="unused", max_context=128),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"exact": RewardTerm(kind="exact")}),
-        algorithm=GRPOConfig(),
+        algorithm=algorithm("grpo"),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), dtype="float32"),
         rollout=RolloutConfig(max_response_tokens=16, **rollout),
         deterministic=deterministic,

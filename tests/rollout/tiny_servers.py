@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig
@@ -174,7 +174,7 @@ def native_config(kind: str, checkpoint: Checkpoint, **rollout: Any) -> RunConfi
         model=ModelConfig(path=str(checkpoint.directory), max_context=NATIVE_MAX_CONTEXT),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"exact": RewardTerm(kind="exact")}),
-        algorithm=GRPOConfig(),
+        algorithm=algorithm("grpo"),
         train=TrainConfig(
             optimizer=OptimizerConfig(lr=1e-3), dtype="float32", router_replay="rollout" if name == "sglang" and model in ROUTES else "off"
         ),

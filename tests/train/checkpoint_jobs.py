@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from engine_jobs import new_engine
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import CheckpointError
@@ -47,7 +47,7 @@ def write(engine: Any, directory: Path) -> list[Any]:
 def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Continued, Continued, list[Any]]:
     """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint; and what each rank wrote."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=2)
     engine.shards.stage(copies=True)
     straight = two_steps(engine, batch)
     written = write(engine, directory)  # of the weights before those steps
@@ -58,7 +58,7 @@ def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
 def save_refused(settings: EngineSettings, refused: TrainBatch, batch: TrainBatch, directory: Path) -> Continued:
     """Two steps after a checkpoint of an optimizer that has taken no step, because the first update was not applied."""
     engine = new_engine(settings)
-    engine.update(refused, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(refused, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     save(engine, directory)
     return two_steps(engine, batch)
 
@@ -73,7 +73,7 @@ def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
 def save_and_score(settings: EngineSettings, batch: TrainBatch, directory: Path) -> np.ndarray:
     """Log-probs after an update, of weights that were then saved."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=2)
     save(engine, directory)
     return engine.logprobs(batch)
 
@@ -87,7 +87,7 @@ def load_and_score(settings: EngineSettings, batch: TrainBatch, directory: Path)
 
 
 def two_steps(engine: Any, batch: TrainBatch) -> Continued:
-    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
+    steps = [engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1) for _ in range(2)]
     weights = {name: tensor.double().numpy() for name, tensor in engine.export()}
     return Continued(steps=steps, logprobs_T=engine.logprobs(batch), weights=weights)
 
@@ -95,7 +95,7 @@ def two_steps(engine: Any, batch: TrainBatch) -> Continued:
 def save_once(settings: EngineSettings, batch: TrainBatch, directory: Path, copies: bool = True) -> list[Any]:
     """What each rank wrote, after one step."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     return save(engine, directory, copies=copies)
 
 
@@ -108,7 +108,7 @@ def load_and_save(settings: EngineSettings, before: Path, after: Path) -> None:
 def staged_and_held(settings: EngineSettings, batch: TrainBatch, directory: Path) -> list[tuple[int, int, int]]:
     """By rank, in bytes: what a checkpoint stages; the moments of the rank's optimizer; its weights."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     staged = engine.shards.stage(copies=True)
     moments = [tensor for each in engine.optimizer.chained_optimizers for state in each.state.values() for tensor in state.values()]
     weights = [weight for chunk in engine.model.chunks for weight in chunk.parameters()]
@@ -130,7 +130,7 @@ class Runs:
 def refused_loads(settings: EngineSettings, batch: TrainBatch, directory: Path, mark: Path) -> dict[str, str]:
     """What loading says of a checkpoint whose named part runs a command when it is unpickled."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     directory.mkdir()
     save(engine, directory)
     said = {}

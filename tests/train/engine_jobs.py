@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.models.hf_checkpoint import write_shards
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
@@ -53,7 +53,7 @@ def parameters(engine: Any) -> list[Any]:
 def train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 3, num_updates: int = 2) -> Trained:
     """GRPO steps, with a penalty on the distance from the reference if there is one."""
     engine = new_engine(settings)
-    objective = GRPO(GRPOConfig(kl_coefficient=0.1 if settings.uses_reference else 0.0))
+    objective = loss_of(algorithm("grpo", f"kl_coefficient={0.1 if settings.uses_reference else 0.0}"))
     before_T = engine.logprobs(batch)
     steps = []
     for _ in range(num_steps):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.push import TensorSpec
@@ -51,7 +51,7 @@ def prove(chosen: Sequence[EngineSettings], batch: TrainBatch) -> list[Proof]:
         is_cut = settings.train.layout.cp > 1
         packed, padded = ([], []) if is_cut else (packed_logits(engine, batch), _padded_logits(engine, batch))
         wrong, pieces, pushed = wrong_names(engine, settings), wrong_pieces(engine, settings), engine.pushed.specs()
-        stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        stats = engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
         proofs.append(Proof(packed=packed, padded=padded, wrong_names=wrong, wrong_pieces=pieces, pushed=pushed, stats=stats))
     return proofs
 

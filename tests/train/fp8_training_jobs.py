@@ -9,8 +9,8 @@ import torch.distributed as dist
 from checkpoint_jobs import save
 from engine_jobs import Trained, new_engine, parameters, train
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.batching.packing import pack
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
@@ -30,7 +30,7 @@ def names_in_fp8(settings: EngineSettings, batch: TrainBatch) -> tuple[set[str],
 
     linear.quantized_linear = spy
     try:
-        engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     finally:
         linear.quantized_linear = upstream
     return seen, set(of_weight.values()) - seen
@@ -66,7 +66,7 @@ def padded_to(settings: EngineSettings, batch: TrainBatch, multiple: int) -> tup
     engine.step.pack = lambda whole, members: pack(whole, members, multiple)
     batch = replace(batch, old_logprobs_T=batch.rollout_logprobs_T)
     logprobs_T = engine.logprobs(batch)
-    stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    stats = engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     return logprobs_T, stats.loss, stats.grad_norm
 
 
@@ -83,7 +83,7 @@ def saved_and_continued(settings: EngineSettings, batch: TrainBatch, directory: 
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     def two_steps(engine: Any) -> list[float]:
-        return [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1).grad_norm for _ in range(2)]
+        return [engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1).grad_norm for _ in range(2)]
 
     engine = new_engine(settings)
     two_steps(engine)
@@ -109,7 +109,7 @@ def small_updates(settings: EngineSettings, batch: TrainBatch, num_steps: int, l
     start, alone, before = rounded(), rounded(), masters()
     largest = 0.0
     for _ in range(num_steps):
-        engine.update(batch, GRPO(GRPOConfig()), lr=lr, num_updates=1)
+        engine.update(batch, loss_of(algorithm("grpo")), lr=lr, num_updates=1)
         after = masters()
         # The same updates added to parameters that have nothing but bfloat16.
         alone = (alone.float() + (after - before)).bfloat16()
@@ -131,7 +131,7 @@ def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
 
     engine = new_engine(settings)
     engine.model.config.finalize_model_grads_func = None
-    loss = engine.step.loss(GRPO(GRPOConfig()), Denominators.of(batch))
+    loss = engine.step.loss(loss_of(algorithm("grpo")), Denominators.of(batch))
     micro_batches = [engine.step.pack(batch, [index]) for index in range(batch.num_sequences)]
 
     def gradients(chosen: list[Any]) -> torch.Tensor:
@@ -170,7 +170,7 @@ def reduced_gradients(settings: EngineSettings, batch: TrainBatch, plan: list[li
         found.update({name: p.main_grad.numpy().copy() for chunk in engine.model.chunks for name, p in chunk.named_parameters()})
 
     engine.optimizer.step = note
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     return found
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from engine_jobs import new_engine, parameters
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.layout import Layout
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
@@ -69,12 +69,12 @@ def _measure(engine: Any, batch: TrainBatch, *, trains: bool) -> Measured:
     gradients: dict[str, np.ndarray] = {}
     # The step itself would consume them: they are read when the optimizer is about to.
     apply, engine.optimizer.step = engine.optimizer.step, lambda: gradients.update(_gradients(engine))
-    stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    stats = engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     engine.optimizer.step = apply
     weights = {}
     if trains:
         for _ in range(NUM_STEPS):
-            engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+            engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
         weights = _exported(engine)
     return Measured(
         loss=stats.loss, grad_norm=stats.grad_norm, logprobs_T=logprobs_T, entropy_T=entropy_T, gradients=gradients, weights=weights

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from moerl.algorithms.objective import Objective
+from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.columns import TokenColumns
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import check, read_state
 from moerl.train.engine_settings import EngineSettings
@@ -102,21 +103,21 @@ class HFTrainGroup:
             sequences = [self._sequence(model, batch, start, end)[0] for start, end in pairwise(batch.offsets)]
         return torch.cat(sequences).numpy()
 
-    async def update(self, batch: TrainBatch, objective: Objective, *, lr: float) -> StepStats:
+    async def update(self, batch: TrainBatch, loss: Loss, *, lr: float) -> StepStats:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         count = min(self._settings.train.updates_per_step, batch.num_sequences)
         parts = [batch.select(part) for part in np.array_split(np.arange(batch.num_sequences), count)]
         with self._residency.running("update"):
-            results = [self._mini_batch(part, objective) for part in parts]
-        return _statistics(results, objective, lr)
+            results = [self._mini_batch(part, loss) for part in parts]
+        return _statistics(results, loss, lr)
 
-    def _mini_batch(self, batch: TrainBatch, objective: Objective) -> dict[str, Any]:
+    def _mini_batch(self, batch: TrainBatch, loss_of_tokens: Loss) -> dict[str, Any]:
         """One optimizer step, or none if loss or gradient is not finite: the loss, the norm, and columns over the response tokens."""
         self._optimizer.zero_grad()
-        pieces = [self._sequence_loss(batch, start, end, objective) for start, end in pairwise(batch.offsets)]
+        pieces = [self._sequence_loss(batch, start, end, loss_of_tokens) for start, end in pairwise(batch.offsets)]
         trained = [piece for piece in pieces if len(piece["loss"])]
-        if objective.normalize_by == "token":
+        if loss_of_tokens.normalize_by == "token":
             loss = torch.cat([piece["loss"] for piece in trained]).mean()
         else:
             loss = torch.stack([piece["loss"].mean() for piece in trained]).mean()
@@ -129,7 +130,7 @@ class HFTrainGroup:
         columns = {name: torch.cat([piece[name].detach().double() for piece in trained]).numpy() for name in trained[0]}
         return {**columns, "loss": float(loss.detach()), "norm": float(norm), "applied": applied}
 
-    def _sequence_loss(self, batch: TrainBatch, start: int, end: int, objective: Objective) -> dict[str, Tensor]:
+    def _sequence_loss(self, batch: TrainBatch, start: int, end: int, loss: Loss) -> dict[str, Tensor]:
         """Columns over the response tokens of one sequence; `loss` has a gradient."""
         mask_T = torch.from_numpy(batch.response_mask_T[start:end])
 
@@ -139,7 +140,20 @@ class HFTrainGroup:
         logp_T, entropy_T = (values_T[mask_T] for values_T in self._sequence(self.model, batch, start, end))
         old_T = logp_T.detach() if batch.old_logprobs_T is None else column(batch.old_logprobs_T)
         reference_T = None if batch.reference_logprobs_T is None else column(batch.reference_logprobs_T)
-        loss_T, clipped_T = objective.token_loss(logp_T, old_T, column(batch.advantages_T), reference_T)
+        if loss.objective is None:
+            loss_T, clipped_T = -logp_T, torch.zeros_like(logp_T, dtype=torch.bool)
+        else:
+            ones_T = torch.ones_like(logp_T)
+            columns = TokenColumns(
+                logp_T=logp_T, old_logp_T=old_T, rollout_logp_T=column(batch.rollout_logprobs_T), advantage_T=column(batch.advantages_T),
+                mask_T=ones_T.bool(), tokens_T=ones_T * len(logp_T), sequence_T=torch.zeros(len(logp_T), dtype=torch.int64),
+                num_sequences=1,
+            )  # fmt: skip
+            found = loss.objective.token_loss(columns)
+            loss_T, clipped_T = found.loss_T, found.clipped_T
+            if loss.kl_coefficient > 0:
+                distance_T = logp_T - reference_T
+                loss_T = loss_T + loss.kl_coefficient * (torch.exp(-distance_T) + distance_T - 1).clamp(max=10)
         return {
             "loss": loss_T,
             "logp": logp_T,
@@ -208,7 +222,7 @@ def _no_modes() -> Iterator[None]:
         yield
 
 
-def _statistics(results: list[dict[str, Any]], objective: Objective, lr: float) -> StepStats:
+def _statistics(results: list[dict[str, Any]], loss: Loss, lr: float) -> StepStats:
     """As StepStats documents them; mini-batches that changed nothing count only if there is no other."""
     counted = [result for result in results if result["applied"]] or results
     first, whole = counted[0], {name: np.concatenate([result[name] for result in counted]) for name in counted[0] if name in _COLUMNS}
@@ -220,7 +234,7 @@ def _statistics(results: list[dict[str, Any]], objective: Objective, lr: float) 
         num_tokens=len(whole["logp"]),
         entropy=float(whole["entropy"].mean()),
         kl_old=float(_k3(first["logp"] - first["old"]).mean()),
-        kl_reference=float(_k3(whole["logp"] - whole["reference"]).mean()) if objective.uses_reference else None,
+        kl_reference=float(_k3(whole["logp"] - whole["reference"]).mean()) if loss.uses_reference else None,
         clip_fraction=float(whole["clipped"].mean()),
         mismatch_mean=float(np.abs(mismatch).mean()),
         mismatch_max=float(np.abs(mismatch).max()),

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from checkpoint_jobs import write
 from engine_jobs import Trained, new_engine
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import MemoryStats, StepStats
@@ -26,7 +26,7 @@ def with_train(settings: EngineSettings, **changes: Any) -> EngineSettings:
 def train_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool, num_steps: int = 2) -> Trained:
     """The phases of RL steps: old and reference log-probs, update, export, each after a sleep if `sleeps`."""
     engine = new_engine(settings)
-    objective = GRPO(GRPOConfig(kl_coefficient=0.1))
+    objective = loss_of(algorithm("grpo", "kl_coefficient=0.1"))
 
     def doze_if_told() -> None:
         if sleeps:
@@ -49,7 +49,7 @@ def train_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool, n
 def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path, sleeps: bool) -> tuple[Any, Any]:
     """Two steps after a checkpoint: straight on while it is not yet written, and again from it. Each after a sleep if `sleeps`."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=2)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=2)
     if sleeps:
         doze(engine)
     engine.stage(copies=True)
@@ -69,14 +69,14 @@ def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
 def _two_steps(engine: Any, batch: TrainBatch, sleeps: bool) -> tuple[list[StepStats], np.ndarray]:
     if sleeps:
         doze(engine)
-    steps = [engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1) for _ in range(2)]
+    steps = [engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1) for _ in range(2)]
     return steps, engine.logprobs(batch)
 
 
 def save_in_place(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs before and after a checkpoint that is written from the device's own memory, and a sleep."""
     engine = new_engine(settings)
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     before_T = engine.logprobs(batch)
     engine.stage(copies=False)
     write(engine, directory)
@@ -106,7 +106,7 @@ def bytes_by_state(settings: EngineSettings, batch: TrainBatch) -> tuple[MemoryS
 
     for _ in range(2):
         engine.logprobs(batch)
-        stats = engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        stats = engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
         awake = sizes()
         engine.sleep()
         asleep = sizes()
@@ -136,13 +136,13 @@ def call_asleep(settings: EngineSettings, batch: TrainBatch) -> dict[str, str]:
     if dist.get_rank() == 0:
         next(exporting)
         said["sleep exporting"] = refusal(engine.sleep)
-        said["update exporting"] = refusal(lambda: engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1))
+        said["update exporting"] = refusal(lambda: engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1))
     list(exporting)
     engine.sleep()
     said |= {
         "sleep": refusal(engine.sleep),
         "logprobs": refusal(lambda: engine.logprobs(batch)),
-        "update": refusal(lambda: engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)),
+        "update": refusal(lambda: engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)),
         "export": refusal(lambda: list(engine.export())),
         "save": refusal(lambda: engine.stage(copies=True)),
         "load": refusal(lambda: engine.load(Path("unused"))),
@@ -155,7 +155,7 @@ def call_asleep(settings: EngineSettings, batch: TrainBatch) -> dict[str, str]:
 def update_asleep(settings: EngineSettings, batch: TrainBatch) -> None:
     engine = new_engine(settings)
     engine.sleep()
-    engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
 
 
 def groups_asleep(settings: EngineSettings) -> tuple[int, int, int, str]:
@@ -209,7 +209,7 @@ def saved_bytes_and_forwards(settings: EngineSettings, batch: TrainBatch) -> tup
 
     engine.step.token_logprobs = measure_first
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.update(batch, GRPO(GRPOConfig()), lr=1e-3, num_updates=1)
+        engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     return answers[0], counts
 
 

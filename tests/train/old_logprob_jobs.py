@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 
-REFERENCE = GRPO(GRPOConfig(kl_coefficient=0.1))
+REFERENCE = loss_of(algorithm("grpo", "kl_coefficient=0.1"))
 
 
 def first_steps(chosen: Sequence[EngineSettings], batches: Sequence[TrainBatch]) -> list[list[tuple[float, float]]]:

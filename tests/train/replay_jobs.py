@@ -7,13 +7,13 @@ import torch
 from engine_jobs import Trained, new_engine
 from gate_jobs import _gradients
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import StepStats
 
-OBJECTIVE = GRPO(GRPOConfig())
+OBJECTIVE = loss_of(algorithm("grpo"))
 
 
 def record_disturb_train(settings: EngineSettings, batch: TrainBatch, num_steps: int = 1, factor: float = -1.0) -> Trained:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from engine_jobs import new_engine
 from gate_jobs import _gradients
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 
-OBJECTIVE = GRPO(GRPOConfig())
+OBJECTIVE = loss_of(algorithm("grpo"))
 
 
 def biases(settings: EngineSettings, batch: TrainBatch, num_updates: int = 1) -> tuple[Any, dict[str, np.ndarray], dict[str, np.ndarray]]:

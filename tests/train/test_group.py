@@ -14,8 +14,9 @@ import psutil
 import pytest
 from awake import awake
 
-from moerl.algorithms.sft import SFT
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import SUPERVISED, Loss
+from moerl.algorithms.columns import TokenLoss
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.config.schema.layout import Layout
@@ -52,7 +53,7 @@ def run_with(connected, checkpoints, tmp_path):
         model=ModelConfig(path=str(checkpoints["qwen3_moe"]), max_context=32),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"reward": RewardTerm(kind="prefix")}),
-        algorithm=GRPOConfig(),
+        algorithm=algorithm("grpo"),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
         rollout=RolloutConfig(max_response_tokens=8),
         output_dir=str(tmp_path / "runs"),
@@ -137,7 +138,7 @@ def test_ranks_meet_over_the_network_that_the_run_names(run_with):
         names = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
         assert await group._all("use_network", group._config.network) == [{**names, "NCCL_DEBUG": "WARN"}] * 2
         assert await group._all("use_network", NetworkConfig()) == [{}] * 2
-        stats = await group.update(BATCH, SFT(), lr=1e-3)
+        stats = await group.update(BATCH, SUPERVISED, lr=1e-3)
         assert stats.num_tokens == 5
 
     run_with(scenario)
@@ -174,7 +175,7 @@ def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with
         return work.text == "update" and micro_batch is not None and micro_batch.first >= 2
 
     async def scenario(group, pids):
-        updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
+        updating = asyncio.create_task(group.update(LONG_BATCH, SUPERVISED, lr=1e-3))
         await asyncio.to_thread(signal_when, signal.SIGSTOP, pids[1], in_second_micro_batch)
         with pytest.raises(HangError) as caught:
             await updating
@@ -227,7 +228,7 @@ def test_a_rank_whose_file_system_hangs_in_a_push_is_named_although_all_others_w
 
 def test_a_rank_frozen_in_the_staging_of_a_save_is_named(run_with):
     async def scenario(group, pids):
-        await group.update(BATCH, SFT(), lr=1e-3)
+        await group.update(BATCH, SUPERVISED, lr=1e-3)
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(HangError, match=r"^save: rank 1 did not arrive within 2 s \(deadlines.save_seconds\)\n") as caught:
             await group.save(1, {})
@@ -250,7 +251,7 @@ def test_a_rank_whose_file_system_hangs_while_it_writes_a_checkpoint_is_named(ru
     monkeypatch.setattr(checkpoint_dirs, "begin", begin)
 
     async def scenario(group, pids):
-        await group.update(BATCH, SFT(), lr=1e-3)
+        await group.update(BATCH, SUPERVISED, lr=1e-3)
         await group.save(1, {})
         with pytest.raises(CheckpointError, match=r"could not be written.*\nsave: rank 1 did not arrive within 2 s") as caught:
             await group.saved(wait=True)
@@ -263,17 +264,19 @@ def test_a_rank_whose_file_system_hangs_while_it_writes_a_checkpoint_is_named(ru
 
 
 def test_an_exception_of_one_rank_in_the_middle_of_collectives_is_told_with_its_own_frames_first(run_with):
-    class Failing(SFT):
-        def token_loss(self, *args, **kwargs):
+    class Failing:
+        metric_names = ()
+
+        def token_loss(self, columns):
             import torch.distributed
 
             if torch.distributed.get_rank() == 1:
                 raise ZeroDivisionError("rank 1 alone")
-            return super().token_loss(*args, **kwargs)
+            return TokenLoss(loss_T=columns.logp_T, clipped_T=columns.mask_T)
 
     async def scenario(group, pids):
         with pytest.raises(TrainError) as caught:
-            await group.update(BATCH, Failing(), lr=1e-3)
+            await group.update(BATCH, Loss(objective=Failing()), lr=1e-3)
         first, error, innermost, next_one, *_ = str(caught.value).splitlines()
         assert first == f"rank 1 of 2 failed in update, on node {socket.gethostname()}"
         assert error == "    ZeroDivisionError: rank 1 alone"
@@ -294,7 +297,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_
     monkeypatch.setattr(rank_calls, "memory_kills", lambda counter: upstream(counter) + 1)
 
     async def scenario(group, pids):
-        updating = asyncio.create_task(group.update(LONG_BATCH, SFT(), lr=1e-3))
+        updating = asyncio.create_task(group.update(LONG_BATCH, SUPERVISED, lr=1e-3))
         await asyncio.to_thread(signal_when, signal.SIGKILL, pids[1], lambda lines: MICRO_BATCH in lines)
         with pytest.raises(TrainError) as caught:
             await updating
@@ -315,9 +318,9 @@ def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
         async with awake(group):
             assert await group.load() == (0, {})
         with pytest.raises(ResidencyError, match=r"^update: the trainer is asleep; legal now: wake$"):
-            await group.update(BATCH, SFT(), lr=1e-3)
+            await group.update(BATCH, SUPERVISED, lr=1e-3)
         async with awake(group):
-            stats = await group.update(BATCH, SFT(), lr=1e-3)
+            stats = await group.update(BATCH, SUPERVISED, lr=1e-3)
             await push_to_one(group)
             await group.save(1, {})
         async with awake(group):

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from moerl.algorithms.sft import SFT
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import SUPERVISED
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.model_config import ModelConfig
@@ -37,7 +37,7 @@ def run_with(connected, checkpoints, tmp_path):
         model=ModelConfig(path=str(checkpoints["qwen3_moe"]), max_context=32),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"reward": RewardTerm(kind="prefix")}),
-        algorithm=GRPOConfig(),
+        algorithm=algorithm("grpo"),
         train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
         rollout=RolloutConfig(max_response_tokens=8),
         output_dir=str(tmp_path / "runs"),
@@ -60,7 +60,7 @@ def run_with(connected, checkpoints, tmp_path):
 
 
 def update(group):
-    return group.update(BATCH, SFT(), lr=1e-3)
+    return group.update(BATCH, SUPERVISED, lr=1e-3)
 
 
 def test_checkpoints_written_beside_updates_hold_the_weights_before_them_also_for_other_ranks(run_with, tmp_path):

@@ -10,8 +10,8 @@ from engine_jobs import Trained, train
 from engine_ranks import run_ranks
 from hf_trainer import HFTrainGroup
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.layout import Layout
 
 STATISTICS = ("loss", "entropy", "kl_old", "kl_reference", "clip_fraction", "mismatch_mean", "mismatch_max", "mismatch_kl")
@@ -24,7 +24,7 @@ def train_plainly(chosen, batch, num_steps=3, num_updates=2):
     async def scenario():
         group = HFTrainGroup(chosen, checkpoint_dir=chosen.model_dir)
         await group.start()
-        objective = GRPO(GRPOConfig(kl_coefficient=0.1 if chosen.uses_reference else 0.0))
+        objective = loss_of(algorithm("grpo", f"kl_coefficient={0.1 if chosen.uses_reference else 0.0}"))
         before_T, steps, given = (await group.logprobs(batch)).get(), [], batch
         for _ in range(num_steps):
             if chosen.uses_reference:

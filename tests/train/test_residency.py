@@ -9,7 +9,7 @@ from awake import awake
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moerl.algorithms.sft import SFT
+from moerl.algorithms.algorithm import SUPERVISED
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.fake_group import FakeTrainGroup
 from moerl.train.memory.memory_states import KINDS, ON_DEVICE, Bytes, Call, MemoryStates, Offload
@@ -112,9 +112,9 @@ def test_a_trainer_without_a_model_refuses_the_same_calls(tmp_path):
 
     async def scenario():
         async with awake(group):
-            await group.update(batch, SFT(), lr=1e-3)
+            await group.update(batch, SUPERVISED, lr=1e-3)
             await group.save(1, {})
-        for call in (group.update(batch, SFT(), lr=1e-3), group.logprobs(batch), group.save(2, {}), group.load()):
+        for call in (group.update(batch, SUPERVISED, lr=1e-3), group.logprobs(batch), group.save(2, {}), group.load()):
             with pytest.raises(ResidencyError, match="the trainer is asleep; legal now: wake"):
                 await call
         async with awake(group):

@@ -82,15 +82,15 @@ def plain_gradients(chosen, batch):
     """By the names of the checkpoint."""
     import asyncio
 
-    from moerl.algorithms.grpo import GRPO
-    from moerl.config.schema.algorithm_config import GRPOConfig
+    from moerl.algorithms.algorithm import loss_of
+    from moerl.config.algorithm_settings import algorithm
 
     async def scenario():
         group = HFTrainGroup(with_train(chosen, updates_per_step=1), checkpoint_dir=chosen.model_dir)
         await group.start()
         group._optimizer.step = lambda: None
         group._settings = with_train(group._settings, optimizer=replace(chosen.train.optimizer, clip_grad=None))
-        await group.update(batch, GRPO(GRPOConfig()), lr=1e-3)
+        await group.update(batch, loss_of(algorithm("grpo")), lr=1e-3)
         for parameter in group.model.parameters():
             parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return {name: tensor.numpy() for name, tensor in group.weights().items()}

@@ -12,8 +12,8 @@ from awake import awake
 from engine_cases import random_batch, settings
 from hf_trainer import HFTrainGroup
 
-from moerl.algorithms.grpo import GRPO
-from moerl.config.schema.algorithm_config import GRPOConfig
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.model_config import ModelConfig
@@ -31,7 +31,7 @@ from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
-OBJECTIVE, BATCH = GRPO(GRPOConfig(kl_coefficient=0.1)), random_batch()
+OBJECTIVE, BATCH = loss_of(algorithm("grpo", "kl_coefficient=0.1")), random_batch()
 
 
 def megatron(directory, checkpoint_dir):

@@ -1,7 +1,6 @@
 """Settings of an evaluation where they fall back to those of the run."""
 
-from moerl.config.schema.data_config import RewardConfig
-from moerl.config.schema.eval_config import EvalDataset
+from moerl.config.schema.data_config import EvalDataset, RewardConfig
 from moerl.config.schema.run_config import RunConfig
 
 

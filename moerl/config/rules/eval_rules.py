@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
 from moerl.config.rules.facts import Facts
-from moerl.config.schema.data_config import DataConfig, FileData, RewardConfig
-from moerl.config.schema.eval_config import EvalConfig, EvalDataset
+from moerl.config.schema.data_config import DataConfig, EvalConfig, EvalDataset, FileData, RewardConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, problem
 

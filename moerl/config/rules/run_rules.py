@@ -4,8 +4,8 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
+from moerl.config.rules.algorithm_rules import compares_samples
 from moerl.config.rules.facts import Facts
-from moerl.config.schema.algorithm_config import DAPOConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem
 
@@ -17,8 +17,8 @@ def run_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if not can_be(config.run_dir):
         reason = "the run's directory is made there, and no file system takes that"
         yield problem("output_dir", config.output_dir, "must be a path, and name a part of one", reason, "shorter names")
-    if config.group_size < 2:
-        reason = f"{config.algorithm.name} compares the samples of one prompt with each other; one sample has advantage 0"
+    if config.group_size < 2 and compares_samples(config.algorithm):
+        reason = f"{config.algorithm.advantage.kind} compares the samples of one prompt with each other; one sample has advantage 0"
         yield problem("group_size", config.group_size, "must be at least 2", reason, "group_size=8")
     samples = config.groups_per_step * config.group_size
     if config.train.updates_per_step > samples:
@@ -35,9 +35,10 @@ def staleness_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if config.deterministic:
         reason = "which weights sample a group then depends on timing"
         yield problem("deterministic", True, "needs max_staleness=0", reason, "max_staleness=0 or deterministic=false")
-    if config.train.old_logprobs == "trainer":
+    if config.train.old_logprobs == "trainer" and not config.algorithm.corrections:
         reason = "samples of older weights must be corrected by the probability they were drawn with, which the server recorded"
-        yield problem("train.old_logprobs", "trainer", "must be rollout when max_staleness > 0", reason, "train.old_logprobs=rollout")
+        fix = "train.old_logprobs=rollout or log_linear, or a correction, as algorithm.corrections=[{kind: tis}]"
+        yield problem("train.old_logprobs", "trainer", "needs algorithm.corrections when max_staleness > 0", reason, fix)
 
 
 def micro_batch_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -68,24 +69,6 @@ def optimizer_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         if not 0 <= beta < 1:
             rule, reason = "must be in [0, 1)", "it is the weight of the past in a running mean"
             yield problem(f"{path}.betas.{index}", beta, rule, reason, f"{path}.betas=[0.9,0.95]")
-
-
-def overlong_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    algorithm, limit = config.algorithm, config.rollout.max_response_tokens
-    if not isinstance(algorithm, DAPOConfig):
-        return
-    buffer, path = algorithm.overlong_buffer, "algorithm.overlong_buffer"
-    if algorithm.overlong != "penalty":
-        if buffer is not None:
-            reason = f"it is the length of the penalty's ramp, and algorithm.overlong={algorithm.overlong}"
-            yield problem(path, buffer, "has no effect", reason, "leave it out, or algorithm.overlong=penalty")
-    elif buffer is None:
-        reason = "the penalty grows over this many tokens before rollout.max_response_tokens"
-        yield problem(path, None, "must be given for overlong=penalty", reason, f"{path}={max(1, limit // 5)}, or algorithm.overlong=mask")
-    elif buffer >= limit:
-        reason = f"the penalty starts at max_response_tokens - overlong_buffer = {limit - buffer} tokens"
-        fix = f"{path}={max(1, limit // 5)}"
-        yield problem(path, buffer, f"must be less than rollout.max_response_tokens={limit}", reason, fix)
 
 
 def observe_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:

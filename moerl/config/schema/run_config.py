@@ -9,15 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from moerl.config.schema.algorithm_config import AlgorithmConfig, GRPOConfig
-from moerl.config.schema.data_config import DataConfig, RewardConfig
+from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.config.schema.data_config import DataConfig, EvalConfig, RewardConfig
 from moerl.config.schema.deadlines import DeadlineConfig
-from moerl.config.schema.eval_config import EvalConfig
 from moerl.config.schema.hardware_config import GpuConfig
-from moerl.config.schema.kubernetes_config import KubernetesConfig
+from moerl.config.schema.job_config import KubernetesConfig, SlurmConfig
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig, WeightsConfig
-from moerl.config.schema.slurm_config import SlurmConfig
 from moerl.config.schema.strict import NotNegative, Positive, Seconds, Size, Strict
 from moerl.config.schema.train_config import TrainConfig
 
@@ -134,8 +132,8 @@ class RunConfig(Strict):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """With one update per step the old policy is the policy itself, and no extra pass is needed."""
-        return self.train.old_logprobs == "trainer" and self.train.updates_per_step > 1
+        """With one update per step the old policy is the policy itself: no extra pass, unless the algorithm looks at it before."""
+        return self.train.old_logprobs == "trainer" and (self.train.updates_per_step > 1 or "old_logprobs" in self.algorithm.needs)
 
     @property
     def records_routes(self) -> bool:
@@ -144,7 +142,7 @@ class RunConfig(Strict):
 
     @property
     def uses_reference(self) -> bool:
-        return isinstance(self.algorithm, GRPOConfig) and self.algorithm.kl_coefficient > 0
+        return "reference" in self.algorithm.needs
 
     @property
     def rollout_dtype(self) -> str:

@@ -10,6 +10,7 @@ MOST = 2**17
 Size = Annotated[int, Field(gt=0, le=MOST)]
 """Number of things that are counted out one by one, as GPUs and layers are: a slip of the keyboard must not compute for hours."""
 Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Strict:

@@ -66,8 +66,9 @@ class TrainConfig(Strict):
     save memory; some hundred keep a GPU busy."""
     updates_per_step: Positive = 1
     """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Whose log-probs are the old policy of the ratio. trainer: recomputed before the update (free if updates_per_step=1)."""
+    old_logprobs: Literal["trainer", "rollout", "log_linear"] = "trainer"
+    """Whose log-probs are the old policy of the ratio. trainer: recomputed before the update (free if updates_per_step=1). rollout: the
+    server's. log_linear: between the server's and the policy's, by the age of the weights that sampled the token; no pass of its own."""
     router_replay: Literal["off", "trainer", "rollout"] = "off"
     """Which experts a token goes to in an update; the routers' probabilities of them, and their gradients, are always the current ones.
     off: those its routers choose. trainer (R2): those chosen in a log-prob pass before the update, which is run for this even if

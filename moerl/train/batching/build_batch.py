@@ -1,17 +1,21 @@
 """From scored groups to a StoredBatch, from prompts and answers to a TrainBatch. Order in, order out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
-from moerl.algorithms.objective import Algorithm
+from moerl.algorithms.advantages import ScoredTokens
+from moerl.algorithms.algorithm import Algorithm
+from moerl.algorithms.kl import kl_estimate
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
-from moerl.types.groups import Group
+from moerl.types.groups import Group, Sample
 from moerl.types.routes import RouteShape
-from moerl.types.stored import StoredCompletion
+from moerl.types.stored import Here, Stored, StoredCompletion
 from moerl.types.stored_batch import StoredBatch
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
@@ -29,13 +33,13 @@ def build_batch(
     those that have the weights from which the update starts, by the nonces of the pushes that brought them. `recomputes`: a completion that
     goes on after a push does so on keys and values of the new weights (rollout.partial); else of a mixture, which nobody can compare.
 
-    Left out: samples with an error, outside the algorithm's mask, or without a token. Raises DataError for an advantage that is
-    not a number, for an empty prompt, and for a batch in which nothing is left.
+    Left out: samples with an error, outside the algorithm's mask, or without a token. Raises DataError for a reward or an advantage that
+    is not a number, for an empty prompt, and for a batch in which nothing is left.
     """
-    kept = [sample for group in groups for sample in _credited(group, algorithm)]
-    if not kept:
+    _check_rewards(groups, algorithm)
+    completions = _completions(groups, algorithm)
+    if not completions:
         raise DataError(_nothing_left(groups))
-    completions = [completion for completion, _ in kept]
     missing = [completion.request_id for completion in completions if routes is not None and not completion.routes_bytes]
     assert not missing, f"completions {missing[:4]}: no routes, for which collectors look"
     prompts = np.array([completion.num_prompt for completion in completions], dtype=np.int64)
@@ -44,11 +48,51 @@ def build_batch(
         payloads=tuple(completion.payload for completion in completions),
         prompt_lengths=prompts,
         response_lengths=responses,
-        advantages=np.array([advantage for _, advantage in kept], dtype=np.float32),
+        advantages=_advantages(groups, algorithm),
         starts=np.concatenate([[0], np.cumsum(prompts + responses)[:-1]]).astype(np.int64),
         fresh=np.array([_fresh(completion.spans, servers, recomputes=recomputes) for completion in completions], dtype=np.int64),
         routes=routes,
     )
+
+
+def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) -> StoredBatch:
+    """With advantages of tokens, which follow from log-probs too: waits for those. Raises DataError for one that is not a number."""
+    offsets, responses = batch.offsets, batch.response_lengths
+    is_response_T = np.repeat(np.tile([False, True], batch.num_sequences), np.stack([batch.prompt_lengths, responses], 1).ravel())
+    step = replace(algorithm.scored_step(groups), tokens=ScoredTokens(penalties_N=_penalties(batch, algorithm, is_response_T)))
+    advantages_T = np.zeros(int(offsets[-1]), dtype=np.float32)
+    advantages_T[is_response_T] = algorithm.credit(step).by_token(step)
+    if not np.isfinite(advantages_T).all():
+        raise DataError(f"advantages of tokens by algorithm.advantage.kind={algorithm.config.advantage.kind} are not all finite")
+    return replace(batch, token_advantages=Here(advantages_T))
+
+
+def with_proximal(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, version: int) -> StoredBatch:
+    """With an old policy that lies between those that sampled and the one after the update, which starts from `version`."""
+
+    def places(spans: Sequence[VersionSpan]) -> tuple[tuple[float, int], ...]:
+        return tuple(((version - span.version) / (version + 1 - span.version), span.num_tokens) for span in spans)
+
+    return replace(batch, proximal=tuple(places(completion.spans) for completion in _completions(groups, algorithm)))
+
+
+def _completions(groups: Sequence[Group], algorithm: Algorithm) -> list[StoredCompletion]:
+    """Those that are trained on, in the order of the batch."""
+    samples = [sample for group in groups for sample in _trained(group, algorithm)]
+    return [sample.completion for sample in samples if sample.completion.num_tokens]
+
+
+def _penalties(batch: StoredBatch, algorithm: Algorithm, is_response_T: np.ndarray) -> np.ndarray | None:
+    """float64 [N]: what the KL takes from the reward of each token."""
+    config = algorithm.config
+    if config.kl_coefficient == 0 or config.kl_in == "loss":
+        return None
+    assert batch.reference_logprobs is not None and isinstance(batch.old_logprobs, Stored), "a KL in the reward needs both first"
+    old_N, reference_N = (
+        torch.from_numpy(stored.get()[is_response_T]).double() for stored in (batch.old_logprobs, batch.reference_logprobs)
+    )
+    kl_N = kl_estimate(config.kl_estimator, old_N, reference_N, torch.zeros_like(old_N))
+    return algorithm.kl_coefficient * kl_N.numpy()
 
 
 def _fresh(spans: Sequence[VersionSpan], servers: Mapping[str, int], *, recomputes: bool) -> tuple[int, int]:
@@ -58,33 +102,59 @@ def _fresh(spans: Sequence[VersionSpan], servers: Mapping[str, int], *, recomput
 
 
 def sft_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
-    """(prompt, answer) token ids. Rollout log-probs and advantages are zeros: no engine made the answers and SFT ignores credit."""
+    """(prompt, answer) token ids. Cross-entropy is what answers are trained by; rollout log-probs and advantages are zeros: no engine made
+    them."""
     for prompt, _ in pairs:
         _check_prompt(len(prompt), "warm-start example")
     lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
     zeros_T = np.zeros(sum(lengths), dtype=np.float32)
+    is_answer_T = np.array([of_answer for prompt, answer in pairs for of_answer in [False] * len(prompt) + [True] * len(answer)])
     return TrainBatch(
         token_ids_T=np.array([token for pair in pairs for tokens in pair for token in tokens], dtype=np.int64),
-        response_mask_T=np.array([of_answer for prompt, answer in pairs for of_answer in [False] * len(prompt) + [True] * len(answer)]),
+        response_mask_T=is_answer_T,
+        ce_weight_T=is_answer_T.astype(np.float32),
         rollout_logprobs_T=zeros_T,
         advantages_T=zeros_T,
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
     )
 
 
-def _credited(group: Group, algorithm: Algorithm) -> Iterator[tuple[StoredCompletion, float]]:
-    """Samples that are trained on, with its advantage."""
-    mask_G, advantages_G = algorithm.sample_mask(group), algorithm.advantages(group)
-    for sample, kept, advantage in zip(group.samples, mask_G, advantages_G, strict=True):
-        if kept and sample.score.error is None and sample.completion.num_tokens:
-            name = f"prompt {group.prompt.index} ({group.prompt.data_source})"
-            _check_prompt(sample.completion.num_prompt, name)
-            if not np.isfinite(advantage):
-                raise DataError(
-                    f"{name}: advantage = {advantage} from rewards {group.rewards_G.tolist()}: must be finite, because one such sample "
-                    "turns every weight into NaN; let the reward return a number or raise"
-                )
-            yield sample.completion, float(advantage)
+def _trained(group: Group, algorithm: Algorithm) -> list[Sample]:
+    return [sample for sample, kept in zip(group.samples, algorithm.sample_mask(group), strict=True) if kept]
+
+
+def _advantages(groups: Sequence[Group], algorithm: Algorithm) -> np.ndarray:
+    """float32 [sequences]; 0 where the advantages of tokens come later."""
+    step = algorithm.scored_step(groups)
+    some = step.lengths_S > 0
+    if algorithm.config.credits_tokens:
+        return np.zeros(int(some.sum()), dtype=np.float32)
+    advantages_S = algorithm.credit(step).advantages_S
+    assert advantages_S is not None, "an estimator of samples has one advantage for each"
+    for group, advantage in zip(step.group_S, advantages_S, strict=True):
+        if not np.isfinite(advantage):
+            raise _not_finite("advantage", advantage, groups[group])
+    return advantages_S[some].astype(np.float32)
+
+
+def _check_rewards(groups: Sequence[Group], algorithm: Algorithm) -> None:
+    for group in groups:
+        for sample in _trained(group, algorithm):
+            if sample.completion.num_tokens:
+                _check_prompt(sample.completion.num_prompt, _name(group))
+            if not np.isfinite(sample.score.reward):
+                raise _not_finite("reward", sample.score.reward, group)
+
+
+def _not_finite(what: str, value: float, group: Group) -> DataError:
+    return DataError(
+        f"{_name(group)}: {what} = {value} from rewards {group.rewards_G.tolist()}: must be finite, because one such sample turns every "
+        "weight into NaN; let the reward return a number or raise"
+    )
+
+
+def _name(group: Group) -> str:
+    return f"prompt {group.prompt.index} ({group.prompt.data_source})"
 
 
 def _check_prompt(num_tokens: int, name: str) -> None:

@@ -31,11 +31,21 @@ class PackedMicroBatch:
     labels_T: np.ndarray  # int64
     label_index_T: np.ndarray  # int64, where the label stands in the batch's `_T` arrays; -1: no label
     response_mask_T: np.ndarray  # bool, the label is a response token
-    response_tokens_T: np.ndarray  # int64, response tokens of the whole sequence; 0 where there is no label
+    response_tokens_T: np.ndarray  # int64, response tokens of the whole sequence that are trained on; 0 where there is no label
+    sequence_T: np.ndarray  # int64, number of the slot
     rollout_logprobs_T: np.ndarray  # float32
     advantages_T: np.ndarray  # float32
     old_logprobs_T: np.ndarray | None  # float32
     reference_logprobs_T: np.ndarray | None  # float32
+    teacher_logprobs_T: np.ndarray | None  # float32
+    rl_weight_T: np.ndarray | None  # float32, as the next two
+    ce_weight_T: np.ndarray | None
+    kl_weight_T: np.ndarray | None
+    correction_T: np.ndarray | None  # float32
+    kept_T: np.ndarray | None  # bool
+    bounded_T: np.ndarray | None  # bool
+    selected_T: np.ndarray | None  # bool
+    proximal_T: np.ndarray | None  # float32
     server_T: np.ndarray | None  # int16; -1: not to be compared
     routes_T: np.ndarray | None  # uint8 or uint16 [T, layers, top_k], of the token that stands there
     cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
@@ -43,6 +53,11 @@ class PackedMicroBatch:
     num_padding: int  # of the whole micro-batch
     members: tuple[int, ...]  # sequences of the batch, in order
     kept_routes: np.ndarray | None = None  # [T / tp, layers of this rank, top_k], which the rank noted in an earlier pass
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences, and the padding at the end if there is any."""
+        return len(self.cu_seqlens) - 1
 
     @property
     def num_positions(self) -> int:
@@ -82,13 +97,14 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
     if boundaries[-1] < num_tokens:
         boundaries = np.append(boundaries, num_tokens)
 
+    trained_T = batch.response_mask_T if batch.kept_T is None else batch.response_mask_T & batch.kept_T
     source_T = np.full(num_tokens, -1, dtype=np.int64)
     label_index_T = np.full(num_tokens, -1, dtype=np.int64)
     response_tokens_T = np.zeros(num_tokens, dtype=np.int64)
     for slot, start, length in zip(boundaries[: len(starts)], starts, lengths, strict=True):
         source_T[slot : slot + length] = np.arange(start, start + length)
         label_index_T[slot : slot + length - 1] = np.arange(start + 1, start + length)
-        response_tokens_T[slot : slot + length - 1] = batch.response_mask_T[start : start + length].sum()
+        response_tokens_T[slot : slot + length - 1] = trained_T[start : start + length].sum()
     return PackedMicroBatch(
         token_ids_T=_gather(batch.token_ids_T, source_T),
         position_ids_T=np.arange(num_tokens) - np.repeat(boundaries[:-1], np.diff(boundaries)),
@@ -99,8 +115,8 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
         response_tokens_T=response_tokens_T,
         rollout_logprobs_T=_gather(batch.rollout_logprobs_T, label_index_T),
         advantages_T=_gather(batch.advantages_T, label_index_T),
-        old_logprobs_T=None if batch.old_logprobs_T is None else _gather(batch.old_logprobs_T, label_index_T),
-        reference_logprobs_T=None if batch.reference_logprobs_T is None else _gather(batch.reference_logprobs_T, label_index_T),
+        sequence_T=np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries)),
+        **{name: None if (column := getattr(batch, name)) is None else _gather(column, label_index_T) for name in _OF_LABELS},
         server_T=None if batch.server_T is None else _gather(batch.server_T, label_index_T, fill=-1),
         routes_T=None if batch.routes_T is None else _gather(batch.routes_T, source_T, fill=unknown_route(batch.routes_T.dtype)),
         cu_seqlens=boundaries.astype(np.int32),
@@ -108,6 +124,13 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
         num_padding=int((source_T < 0).sum()),
         members=tuple(map(int, indices)),
     )
+
+
+_OF_LABELS = (
+    "old_logprobs_T", "reference_logprobs_T", "teacher_logprobs_T", "rl_weight_T", "ce_weight_T", "kl_weight_T", "correction_T", "kept_T",
+    "bounded_T", "selected_T", "proximal_T",
+)  # fmt: skip
+"""Columns of a batch that it may lack, gathered for labels with 0 where there is none."""
 
 
 def unpack_logprobs(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch: TrainBatch, *, dtype: str = "float32") -> np.ndarray:

@@ -47,6 +47,12 @@ class Share:
             spread_T[offsets[sequence] : offsets[sequence + 1]] = values_T[start:end]
         return spread_T
 
+    def gathered(self, values_T: np.ndarray, whole: Batch) -> np.ndarray:
+        """[T of the share], from `values_T` [T of the whole batch]."""
+        offsets = whole.offsets
+        pieces = [values_T[offsets[sequence] : offsets[sequence + 1]] for sequence in self.sequences]
+        return np.concatenate(pieces or [values_T[:0]])
+
     def named(self, micro: PackedMicroBatch, samples: np.ndarray) -> PackedMicroBatch:
         """With its members by their names: `samples` [sequences of the whole batch]."""
         return replace(micro, members=tuple(int(samples[self.sequences[member]]) for member in micro.members))

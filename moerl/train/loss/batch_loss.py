@@ -1,22 +1,26 @@
 """The one place that masks, sums and scales a loss. Algorithms return per-token losses; nothing else divides.
 
+The loss of a mini-batch is S_rl / N_rl + S_ce / N_ce + S_kl / N_kl: what an objective makes of the policy's own tokens, cross-entropy, and
+the distance from a teacher, each with weights of its own for tokens and a count of its own.
+
 Invariants, by the names of their tests:
 * plain_sums: the contributions of all micro-batches and ranks add up to the loss of the mini-batch; no further division.
 * split_free: loss, gradient and statistics do not depend on micro-batches, packing order, padding or a cut inside a sequence.
 * masked_values: whatever stands outside the response mask, NaN and inf included, changes nothing.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from moerl.algorithms.objective import NormalizeBy, Objective
-from moerl.algorithms.token_losses import kl_k3
+from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.columns import TokenColumns
+from moerl.algorithms.kl import kl_estimate
 from moerl.train.batching.packing import PackedMicroBatch
-from moerl.types.stats import ServerMismatch
+from moerl.train.loss.loss_sums import LossSums, Observed, by_server, observed_sums
 from moerl.types.stored_batch import Batch
 
 
@@ -30,6 +34,12 @@ class Denominators:
     """Sequences with at least one response token."""
     num_servers: int = 0
     """Servers whose tokens are compared."""
+    num_ce: int = 0
+    """Tokens whose weight of cross-entropy is not 0."""
+    num_kl: int = 0
+    """Tokens whose weight of the distance from a teacher is not 0."""
+    num_dropped: int = 0
+    """Response tokens that a correction took out; in no other count."""
 
     @classmethod
     def of(cls, mini_batch: Batch) -> "Denominators":
@@ -43,10 +53,21 @@ class LossColumns:
 
     response_mask_T: Tensor  # bool
     response_tokens_T: Tensor  # int64
+    sequence_T: Tensor  # int64
+    num_sequences: int
     rollout_logprobs_T: Tensor  # float32
     advantages_T: Tensor  # float32
     old_logprobs_T: Tensor | None = None  # float32; None: the old policy is the policy itself
     reference_logprobs_T: Tensor | None = None  # float32
+    teacher_logprobs_T: Tensor | None = None  # float32
+    rl_weight_T: Tensor | None = None  # float32; None: 1
+    ce_weight_T: Tensor | None = None  # float32; None: 0
+    kl_weight_T: Tensor | None = None  # float32; None: 0
+    correction_T: Tensor | None = None  # float32
+    kept_T: Tensor | None = None  # bool; None: True
+    bounded_T: Tensor | None = None  # bool; None: False
+    selected_T: Tensor | None = None  # bool
+    proximal_T: Tensor | None = None  # float32
     server_T: Tensor | None = None  # int16
 
     @classmethod
@@ -54,138 +75,131 @@ class LossColumns:
         def place(array: np.ndarray | None) -> Tensor | None:
             return None if array is None else torch.from_numpy(array).to(device)
 
-        return cls(**{column.name: place(getattr(packed, column.name)) for column in fields(cls)})  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSums:
-    """Detached float64 sums over response tokens, in two tensors so that ranks reduce them with one SUM and one MAX."""
-
-    sums: Tensor  # [len(SUMMED) + 2 * num_servers], in that order, then the mismatch and the tokens of each server
-    mismatch_max: Tensor  # []
-
-    @classmethod
-    def zero(cls, device: torch.device | str, num_servers: int = 0) -> "LossSums":
-        return cls(
-            sums=torch.zeros(len(SUMMED) + 2 * num_servers, dtype=torch.float64, device=device),
-            mismatch_max=torch.zeros((), dtype=torch.float64, device=device),
-        )
-
-    @property
-    def loss(self) -> float:
-        return float(self.sums[SUMMED.index("loss")])
-
-    def server_mismatch(self) -> tuple[ServerMismatch, ...]:
-        pairs = self.sums[len(SUMMED) :].view(-1, 2).tolist()
-        return tuple(ServerMismatch(mean=total / max(num_tokens, 1), num_tokens=round(num_tokens)) for total, num_tokens in pairs)
-
-    def with_mtp(self, mtp_loss: Tensor) -> "LossSums":
-        """With this micro-batch's share of the loss of multi-token prediction, before its coefficient."""
-        sums = self.sums.clone()
-        sums[SUMMED.index("mtp_loss")] = mtp_loss.detach()
-        return LossSums(sums=sums, mismatch_max=self.mismatch_max)
-
-    def __add__(self, other: "LossSums") -> "LossSums":
-        return LossSums(sums=self.sums + other.sums, mismatch_max=torch.maximum(self.mismatch_max, other.mismatch_max))
-
-
-SUMMED = ("loss", "num_tokens", "entropy", "kl_old", "kl_reference", "clipped", "mismatch", "mismatch_kl", "mtp_loss")
+        columns = {column.name: place(getattr(packed, column.name)) for column in fields(cls) if column.name.endswith("_T")}
+        return cls(num_sequences=packed.num_slots, **columns)  # type: ignore[arg-type]
 
 
 def micro_batch_loss(
-    logp_T: Tensor, entropy_T: Tensor, columns: LossColumns, objective: Objective, denominators: Denominators
+    logp_T: Tensor,
+    entropy_T: Tensor,
+    columns: LossColumns,
+    loss: Loss,
+    denominators: Denominators,
+    ranks: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, LossSums]:
     """This micro-batch's share of the mini-batch loss, with gradient, and its statistics.
 
-    `logp_T`, `entropy_T` [T]: the trainer's values at every label position. A micro-batch of padding alone gives a 0 that still
-    has a gradient path, so that every rank runs the same backward collectives.
+    `logp_T`, `entropy_T` [T]: the trainer's values at every label position. `ranks`: of context parallelism, if there is any. A micro-batch
+    of padding alone gives a 0 that still has a gradient path, so that every rank runs the same backward collectives.
     """
-    mask_T = columns.response_mask_T
-    # Masked before any arithmetic: the gradient of torch.where is 0 there, while NaN * 0 would be NaN.
-    logp_T = torch.where(mask_T, at_least_float32(logp_T), 0.0)
-    rollout_T, advantage_T = _masked(columns.rollout_logprobs_T, mask_T), _masked(columns.advantages_T, mask_T)
-    old_T = logp_T.detach() if columns.old_logprobs_T is None else _masked(columns.old_logprobs_T, mask_T)
-    reference_T = None if columns.reference_logprobs_T is None else _masked(columns.reference_logprobs_T, mask_T)
-
-    token_loss_T, clipped_T = objective.token_loss(logp_T, old_T, advantage_T, reference_T)
-    weight_T = _token_weights(columns.response_tokens_T.to(logp_T.dtype), objective.normalize_by, denominators)
-    loss = torch.where(mask_T, token_loss_T * weight_T, 0.0).sum()
+    logp_T, entropy_T = at_least_float32(logp_T), at_least_float32(entropy_T)
+    tokens = token_columns(logp_T, columns, ranks)
+    # An empty component keeps the gradient path of a micro-batch that has none.
+    total, told = torch.where(tokens.mask_T, logp_T, 0.0).sum() * 0.0, Observed.nothing(tokens)
+    if loss.objective is not None:
+        total, told = _rl(tokens, entropy_T, columns, loss, denominators)
+    if columns.ce_weight_T is not None:
+        total = total + _weighted(-logp_T, columns.ce_weight_T, denominators.num_ce)
+    if columns.kl_weight_T is not None:
+        assert columns.teacher_logprobs_T is not None, "kl_weight_T needs a teacher's log-probs"
+        total = total + _weighted(_from_teacher(logp_T, columns), columns.kl_weight_T, denominators.num_kl)
     with torch.no_grad():
-        sums = _sums(mask_T, loss, logp_T, _masked(entropy_T, mask_T), old_T, reference_T, rollout_T, clipped_T)
-        by_server = _by_server((logp_T.double() - rollout_T.double()).abs(), columns.server_T, denominators.num_servers)
-    return loss, replace(sums, sums=torch.cat([sums.sums, by_server.flatten()]))
+        sampled_T = columns.response_mask_T
+        sums = observed_sums(
+            total, tokens, told, sampled_T,
+            logp_T=masked(logp_T, sampled_T), rollout_T=masked(columns.rollout_logprobs_T, sampled_T),
+            entropy_T=masked(entropy_T, tokens.mask_T), metric_names=loss.metric_names,
+        )  # fmt: skip
+        mismatch_T = (masked(logp_T, sampled_T).double() - masked(columns.rollout_logprobs_T, sampled_T).double()).abs()
+        servers = by_server(mismatch_T, columns.server_T, denominators.num_servers)
+    return total, replace(sums, sums=torch.cat([sums.sums, servers.flatten()]))
 
 
-def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, trains_mtp: bool) -> dict[str, float | int | None]:
-    """Fields of StepStats from the sums of each mini-batch of a step, in order, reduced over every rank.
-
-    loss, mtp_loss: mean over the mini-batches. kl_old and the mismatch: the first mini-batch, before the policy moved. kl_reference: None
-    without a reference. The rest: token means over the step.
-    """
-    per_batch = [dict(zip(SUMMED, batch.sums.tolist(), strict=False)) for batch in mini_batches]
-    first = per_batch[0]
-    num_tokens = sum(batch["num_tokens"] for batch in per_batch)
-
-    def mean(name: str) -> float:
-        return sum(batch[name] for batch in per_batch) / max(num_tokens, 1)
-
-    def first_mean(name: str) -> float:
-        return first[name] / max(first["num_tokens"], 1)
-
-    return {
-        "loss": sum(batch["loss"] for batch in per_batch) / len(per_batch),
-        "num_tokens": round(num_tokens),
-        "entropy": mean("entropy"),
-        "kl_old": first_mean("kl_old"),
-        "kl_reference": mean("kl_reference") if uses_reference else None,
-        "clip_fraction": mean("clipped"),
-        "mismatch_mean": first_mean("mismatch"),
-        "mismatch_max": float(mini_batches[0].mismatch_max),
-        "mismatch_kl": first_mean("mismatch_kl"),
-        "mtp_loss": sum(batch["mtp_loss"] for batch in per_batch) / len(per_batch) if trains_mtp else None,
-    }
+def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup | None = None) -> TokenColumns:
+    """Columns as objectives and corrections see them. Masked before any arithmetic: the gradient of torch.where is 0 there, while NaN * 0
+    would be NaN."""
+    mask_T = columns.response_mask_T if columns.kept_T is None else columns.response_mask_T & columns.kept_T
+    logp_T = torch.where(mask_T, logp_T, 0.0)
+    rollout_T = masked(columns.rollout_logprobs_T, mask_T)
+    if columns.proximal_T is not None:
+        # Between server and policy in log-space, by age (AReaL's approximation of a policy that is not computed).
+        old_T = rollout_T + masked(columns.proximal_T, mask_T) * (logp_T.detach() - rollout_T)
+    else:
+        old_T = logp_T.detach() if columns.old_logprobs_T is None else masked(columns.old_logprobs_T, mask_T)
+    return TokenColumns(
+        logp_T=logp_T,
+        old_logp_T=old_T,
+        rollout_logp_T=rollout_T,
+        advantage_T=masked(columns.advantages_T, mask_T),
+        mask_T=mask_T,
+        reference_logp_T=None if columns.reference_logprobs_T is None else masked(columns.reference_logprobs_T, mask_T),
+        selected_T=columns.selected_T,
+        sequence_T=columns.sequence_T,
+        num_sequences=columns.num_sequences,
+        tokens_T=columns.response_tokens_T.to(logp_T.dtype).clamp(min=1),
+        ranks=ranks,
+    )
 
 
 def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
+def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.where(mask_T, at_least_float32(values_T.detach()), 0.0)
 
 
-def _token_weights(response_tokens_T: Tensor, normalize_by: NormalizeBy, denominators: Denominators) -> Tensor | float:
+def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Loss, denominators: Denominators) -> tuple[Tensor, Observed]:
+    assert loss.objective is not None
+    found = loss.objective.token_loss(tokens)
+    loss_T, weight_T = found.loss_T, None if columns.correction_T is None else masked(columns.correction_T, tokens.mask_T)
+    bounded_T = torch.zeros_like(tokens.mask_T) if columns.bounded_T is None else columns.bounded_T
+    for correction in loss.live_corrections:
+        weights = correction.weights(tokens)
+        weight_T = weights.weight_T if weight_T is None else weight_T * weights.weight_T
+        bounded_T = bounded_T | weights.is_bounded_T
+    if weight_T is not None:
+        loss_T = loss_T * weight_T.detach()
+    if loss.kl_coefficient > 0:
+        assert tokens.reference_logp_T is not None, "kl_coefficient > 0 needs reference log-probs"
+        loss_T = loss_T + loss.kl_coefficient * kl_estimate(loss.kl_estimator, tokens.logp_T, tokens.reference_logp_T, tokens.log_ratio_T())
+    if loss.drift_penalty > 0:
+        loss_T = loss_T + loss.drift_penalty * tokens.log_ratio_T() ** 2
+    if loss.entropy_bonus > 0:
+        loss_T = loss_T - loss.entropy_bonus * torch.where(tokens.mask_T, entropy_T, 0.0)
+    if columns.rl_weight_T is not None:
+        loss_T = loss_T * masked(columns.rl_weight_T, tokens.mask_T)
+    scale_T = _token_weights(tokens, loss, denominators)
+    total = torch.where(tokens.mask_T, loss_T * scale_T, 0.0).sum()
+    return total, Observed(clipped_T=found.clipped_T, metrics=found.metrics, weight_T=weight_T, bounded_T=bounded_T)
+
+
+def _weighted(loss_T: Tensor, weight_T: Tensor, count: int) -> Tensor:
+    """Sum over the tokens with a weight / their number in the mini-batch."""
+    used_T = weight_T != 0
+    used_loss_T = torch.where(used_T, loss_T, 0.0) * masked(weight_T, used_T)
+    return (used_loss_T * (1.0 / max(count, 1))).sum()
+
+
+def _from_teacher(logp_T: Tensor, columns: LossColumns) -> Tensor:
+    """Signal of on-policy distillation: its gradient is that of KL(policy || teacher) at tokens of the policy, whatever drew them."""
+    assert columns.teacher_logprobs_T is not None and columns.kl_weight_T is not None
+    used_T = columns.kl_weight_T != 0
+    teacher_T = masked(columns.teacher_logprobs_T, used_T)
+    own_T = torch.where(used_T, logp_T, 0.0)
+    return (own_T.detach() - teacher_T) * (own_T - own_T.detach()).exp()
+
+
+def _token_weights(tokens: TokenColumns, loss: Loss, denominators: Denominators) -> Tensor | float:
     """Weights by which a response token's loss is multiplied, in their own dtype. Counts of 0 occur only where there is nothing to
     weigh."""
-    if normalize_by == "token":
-        return 1.0 / max(denominators.num_tokens, 1)
-    return 1.0 / (response_tokens_T.clamp(min=1) * max(denominators.num_sequences, 1))
-
-
-def _by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) -> Tensor:
-    """float64 [num_servers, 2]: sum of the mismatch and number of the tokens that each sampled."""
-    totals = mismatch_T.new_zeros((num_servers + 1, 2))
-    if server_T is None:
-        return totals[1:]
-    return totals.index_add_(0, server_T.long() + 1, torch.stack([mismatch_T, torch.ones_like(mismatch_T)], dim=1))[1:]
-
-
-def _sums(
-    mask_T: Tensor, loss: Tensor, logp_T: Tensor, entropy_T: Tensor, old_T: Tensor, reference_T: Tensor | None, rollout_T: Tensor,
-    clipped_T: Tensor,
-) -> LossSums:  # fmt: skip
-    """All inputs are 0 outside the mask, where every estimator is 0 as well."""
-    logp_T, old_T, rollout_T = logp_T.double(), old_T.double(), rollout_T.double()
-    mismatch_T = (logp_T - rollout_T).abs()
-    by_name = {
-        "loss": loss.double(),
-        "num_tokens": mask_T.double().sum(),
-        "entropy": entropy_T.double().sum(),
-        "kl_old": kl_k3(logp_T, old_T).sum(),
-        "kl_reference": loss.new_zeros((), dtype=torch.float64) if reference_T is None else kl_k3(logp_T, reference_T.double()).sum(),
-        "clipped": (clipped_T & mask_T).double().sum(),
-        "mismatch": mismatch_T.sum(),
-        "mismatch_kl": kl_k3(rollout_T, logp_T).sum(),
-        "mtp_loss": loss.new_zeros((), dtype=torch.float64),
-    }
-    return LossSums(sums=torch.stack([by_name[name] for name in SUMMED]), mismatch_max=mismatch_T.max())
+    num_sequences = max(denominators.num_sequences, 1)
+    match loss.normalize_by:
+        case "token":
+            return 1.0 / max(denominators.num_tokens, 1)
+        case "sequence":
+            return 1.0 / (tokens.tokens_T * num_sequences)
+        case "sequence_sum":
+            return 1.0 / num_sequences
+    assert loss.fixed_length is not None, "normalize_by=fixed_length needs fixed_length"
+    return 1.0 / (num_sequences * loss.fixed_length)

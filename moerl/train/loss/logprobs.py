@@ -14,9 +14,10 @@ from torch import Tensor
 
 
 def logprobs_and_entropy(
-    logits_TV: Tensor, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """[T] log-prob of each label, with gradient, and entropy in nats, without (no loss has an entropy term); both of
+    logits_TV: Tensor, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_tokens: int,
+    entropy_has_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[T] log-prob of each label, with gradient, and entropy in nats, without if no loss has an entropy term; both of
     softmax(logits / temperature), in float32, or in float64 for logits in float64.
 
     `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0, like logits of
@@ -30,6 +31,7 @@ def logprobs_and_entropy(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         group=group,
+        entropy_has_gradient=entropy_has_gradient,
     )
     return _ChunkedLogProbs.apply(logits_TV, labels_T, shard)
 
@@ -44,6 +46,7 @@ class _Shard:
     temperature: float
     chunk_tokens: int
     group: dist.ProcessGroup
+    entropy_has_gradient: bool = False
 
     def chunks(self, logits_TV: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Tokens, and their scaled logits in one buffer that every chunk uses again."""
@@ -77,21 +80,32 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_sum_T, mean_T, label_T = sums_3T[0].log(), sums_3T[1] / sums_3T[0], sums_3T[2]
         entropy_T = log_sum_T - mean_T
         log_sum_T += maximum_T
-        ctx.save_for_backward(logits_TV, labels_T, log_sum_T)
         ctx.shard = shard
-        ctx.mark_non_differentiable(entropy_T)
+        if shard.entropy_has_gradient:
+            ctx.save_for_backward(logits_TV, labels_T, log_sum_T, entropy_T)
+        else:
+            ctx.save_for_backward(logits_TV, labels_T, log_sum_T)
+            ctx.mark_non_differentiable(entropy_T)
         return label_T - log_sum_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Gradient of a log-prob over its logits: (1 at the label - probability) / temperature."""
-        logits_TV, labels_T, log_sum_T = ctx.saved_tensors
+        """Gradients over logits, / temperature: of a log-prob 1 at the label - probability; of the entropy -probability * (log
+        probability + entropy)."""
+        logits_TV, labels_T, log_sum_T, *entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         weight_T = gradients[0] / shard.temperature
         columns_T, here_T = shard.local(labels_T)
         gradient_TV = torch.empty_like(logits_TV)
         for tokens, scaled_CV in shard.chunks(logits_TV):
-            scaled_CV.sub_(log_sum_T[tokens, None]).exp_().mul_(-weight_T[tokens, None])
+            scaled_CV.sub_(log_sum_T[tokens, None])
+            if entropy:
+                # Log-probs so low that their product with a probability of 0 would not be 0 stand for padding.
+                above_CV = scaled_CV.clamp(min=-1e4).add_(entropy[0][tokens, None])
+                factor_CV = above_CV.mul_(-gradients[1][tokens, None] / shard.temperature).sub_(weight_T[tokens, None])
+                scaled_CV.exp_().mul_(factor_CV)
+            else:
+                scaled_CV.exp_().mul_(-weight_T[tokens, None])
             scaled_CV.scatter_add_(1, columns_T[tokens, None], (weight_T * here_T)[tokens, None])
             gradient_TV[tokens] = scaled_CV
         return gradient_TV, None, None

@@ -1,0 +1,162 @@
+"""Algorithm: what the driver decides about groups, and the loss that the ranks compute; both from one section of settings.
+
+Axis suffixes: `_G` samples of a group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moerl.algorithms.advantages import Credit, ScoredStep, estimator, whitened
+from moerl.algorithms.corrections import Correcting, correction_of
+from moerl.algorithms.kl import Estimator, adapted
+from moerl.algorithms.objectives import Objective, objective_of
+from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.config.schema.custom_part import Need
+from moerl.types.groups import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Loss of a mini-batch as the ranks compute it; it travels to them pickled."""
+
+    objective: Objective | None = None
+    """None: nothing of the policy is trained by reward; the batch has tokens with other weights."""
+    corrections: tuple[Correcting, ...] = ()
+    normalize_by: str = "token"
+    """As AlgorithmConfig has it."""
+    fixed_length: int | None = None
+    kl_coefficient: float = 0.0
+    """Weight in the loss."""
+    kl_estimator: Estimator = "k3"
+    entropy_bonus: float = 0.0
+    drift_penalty: float = 0.0
+    needs: frozenset[Need] = frozenset()
+
+    @property
+    def uses_reference(self) -> bool:
+        return "reference" in self.needs
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return () if self.objective is None else tuple(self.objective.metric_names)
+
+    @property
+    def live_corrections(self) -> tuple[Correcting, ...]:
+        """Those that are asked with every micro-batch."""
+        return tuple(each for each in self.corrections if "old_logprobs" not in getattr(each, "needs", ()))
+
+    @property
+    def corrections_before(self) -> tuple[Correcting, ...]:
+        """Those that are asked before an update."""
+        return tuple(each for each in self.corrections if "old_logprobs" in getattr(each, "needs", ()))
+
+
+SUPERVISED = Loss()
+"""Negative log-likelihood of the tokens that a batch weighs (`ce_weight_T`): supervised fine-tuning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """All methods are pure."""
+
+    config: AlgorithmConfig
+    max_response_tokens: int
+    kl_coefficient: float
+    """As it is now; that of the settings, unless it is adaptive."""
+    loss: Loss
+
+    @property
+    def max_attempts(self) -> int:
+        """A step may draw this many times its groups; 1 where `keep` never says no."""
+        return self.config.max_attempts
+
+    def keep(self, group: Group) -> bool:
+        """Whether the group is worth training on; one that is not is replaced by the next prompt (dynamic sampling).
+
+        DAPO's condition is on correctness (section 3.2), hence on rewards *before* shaping: after it, a group that is right everywhere and
+        long once would count as informative and train on length alone.
+        """
+        if self.config.max_attempts == 1:
+            return True
+        rewards = group.rewards_G[self.sample_mask(group)]
+        return len(rewards) > 0 and bool((rewards != rewards[0]).any())
+
+    def sample_mask(self, group: Group) -> np.ndarray:
+        """bool [G]. A sample outside the mask carries no loss, and its reward enters nothing; with overlong=mask, truncated ones too."""
+        scored = np.array([sample.score.error is None for sample in group.samples], dtype=bool)
+        return scored & ~_truncated(group) if self.config.overlong == "mask" else scored
+
+    def rewards(self, group: Group) -> np.ndarray:
+        """float64 [G], after shaping."""
+        if self.config.overlong != "penalty":
+            return group.rewards_G
+        return group.rewards_G + overlong_penalty(self.config, self.max_response_tokens, group.lengths_G, _truncated(group))
+
+    def scored_step(self, groups: Sequence[Group]) -> ScoredStep:
+        """Samples in the masks, of all groups in order."""
+        masks = [self.sample_mask(group) for group in groups]
+        rewards_S = np.concatenate([self.rewards(group)[mask] for group, mask in zip(groups, masks, strict=True)] or [np.zeros(0)])
+        lengths_S = np.concatenate([group.lengths_G[mask] for group, mask in zip(groups, masks, strict=True)] or [np.zeros(0, np.int64)])
+        counts = [int(mask.sum()) for mask in masks]
+        greedy = [group.greedy for group in groups]
+        return ScoredStep(
+            rewards_S=whitened(rewards_S) if self.config.whiten_rewards else rewards_S.astype(np.float64),
+            group_S=np.repeat(np.arange(len(groups)), counts),
+            lengths_S=lengths_S,
+            greedy_S=np.repeat([0.0 if each is None else each.reward for each in greedy], counts),
+        )
+
+    def credit(self, step: ScoredStep) -> Credit:
+        return estimator(self.config.advantage)(step)
+
+    def after_step(self, kl: float | None, num_samples: int) -> "Algorithm":
+        """The algorithm of the next step. `kl`: mean estimate of KL(policy || initial model) over the step's tokens."""
+        target = self.config.kl_target
+        if target is None or kl is None:
+            return self
+        horizon = self.config.kl_horizon
+        return self._with(adapted(self.kl_coefficient, kl=kl, target=target, horizon=horizon, num_samples=num_samples))
+
+    def state(self) -> dict[str, Any]:
+        """Part of it that a checkpoint keeps."""
+        return {"kl_coefficient": self.kl_coefficient} if self.config.kl_target is not None else {}
+
+    def resumed(self, state: Mapping[str, Any]) -> "Algorithm":
+        return self._with(state["kl_coefficient"]) if "kl_coefficient" in state else self
+
+    def _with(self, kl_coefficient: float) -> "Algorithm":
+        in_loss = kl_coefficient if self.config.kl_in == "loss" else 0.0
+        return replace(self, kl_coefficient=kl_coefficient, loss=replace(self.loss, kl_coefficient=in_loss))
+
+
+def build_algorithm(config: AlgorithmConfig, max_response_tokens: int) -> Algorithm:
+    return Algorithm(config=config, max_response_tokens=max_response_tokens, kl_coefficient=config.kl_coefficient, loss=loss_of(config))
+
+
+def loss_of(config: AlgorithmConfig) -> Loss:
+    return Loss(
+        objective=objective_of(config.objective),
+        corrections=tuple(map(correction_of, config.corrections)),
+        normalize_by=config.normalize_by,
+        fixed_length=config.fixed_length,
+        kl_coefficient=config.kl_coefficient if config.kl_in == "loss" else 0.0,
+        kl_estimator=config.kl_estimator,
+        entropy_bonus=config.entropy_bonus,
+        drift_penalty=config.drift_penalty,
+        needs=config.needs,
+    )
+
+
+def overlong_penalty(config: AlgorithmConfig, max_response_tokens: int, lengths: np.ndarray, is_truncated: np.ndarray) -> np.ndarray:
+    """0 up to max_response_tokens - overlong_buffer, then linearly to -1 at max_response_tokens; -1 if truncated (arXiv:2503.14476,
+    equation 13)."""
+    buffer = config.overlong_buffer
+    assert buffer is not None, "overlong=penalty needs overlong_buffer"
+    return np.where(is_truncated, -1.0, -np.clip((lengths - (max_response_tokens - buffer)) / buffer, 0.0, 1.0))
+
+
+def _truncated(group: Group) -> np.ndarray:
+    return np.array([sample.completion.finish_reason == "length" for sample in group.samples], dtype=bool)

@@ -1,0 +1,95 @@
+"""Columns of tokens, as objectives and corrections see them: they know their sequences.
+
+A micro-batch of a rank, or a whole batch without any rank. Values outside the mask are 0 everywhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EXPONENT_LIMIT = 20.0
+"""Every exponent is clamped to +-20, so that one absurd log-prob gives a large number instead of inf."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """Columns [T], in the dtype of the log-probs (float32 or float64)."""
+
+    logp_T: Tensor
+    """Log-probs under the policy, with gradient."""
+    old_logp_T: Tensor
+    """Under the old policy; the policy's own, without gradient, if that has not moved."""
+    rollout_logp_T: Tensor
+    """By the server."""
+    advantage_T: Tensor
+    mask_T: Tensor
+    """bool: the policy produced the token, and it is trained on."""
+    reference_logp_T: Tensor | None = None
+    selected_T: Tensor | None = None
+    """bool: what the objective's `select` chose of the mini-batch."""
+    sequence_T: Tensor
+    """int64, number of the token's sequence, from 0 to num_sequences - 1."""
+    num_sequences: int
+    """In these columns; one of them may stand for padding."""
+    tokens_T: Tensor
+    """Response tokens of the token's whole sequence, at least 1."""
+    ranks: dist.ProcessGroup | None = None
+    """Ranks of context parallelism, each of which has its tokens of every sequence."""
+
+    def log_ratio_T(self) -> Tensor:
+        """log(policy / old policy), at most 20 in size."""
+        return (self.logp_T - self.old_logp_T).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+
+    def log_rho_T(self) -> Tensor:
+        """log(old policy / server), without gradient."""
+        return self.old_logp_T - self.rollout_logp_T
+
+    def sums_T(self, values_T: Tensor) -> Tensor:
+        """[T]: for every token the sum of its sequence's masked values on all ranks, with gradient. Collective over them."""
+        sums = values_T.new_zeros(self.num_sequences).index_add(0, self.sequence_T, torch.where(self.mask_T, values_T, 0.0))
+        if self.ranks is not None:
+            sums = _SumOverRanks.apply(sums, self.ranks)
+        return sums[self.sequence_T]
+
+    def means_T(self, values_T: Tensor) -> Tensor:
+        """The mean likewise."""
+        return self.sums_T(values_T) / self.tokens_T
+
+    def largest_T(self, values_T: Tensor) -> Tensor:
+        """The largest likewise, without gradient."""
+        held = torch.where(self.mask_T, values_T.detach(), -torch.inf)
+        largest = values_T.new_full((self.num_sequences,), -torch.inf).scatter_reduce(0, self.sequence_T, held, "amax")
+        if self.ranks is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ranks)
+        return largest[self.sequence_T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    loss_T: Tensor
+    """With gradient; 0 or anything outside the mask."""
+    clipped_T: Tensor
+    """bool: where the loss does not depend on the policy because of a bound."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Values [T] whose mean over response tokens is told as `objective/NAME`; names as in the objective's `metric_names`."""
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum of all ranks on all ranks. Each rank's loss is a part of one, so that a gradient is the sum of all ranks' too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = ranks
+        total = values.clone()
+        dist.all_reduce(total, group=ranks)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.ranks)
+        return total, None

@@ -1,0 +1,49 @@
+"""Estimates of KL(policy || other) of a token, and the coefficient that follows one."""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moerl.algorithms.columns import EXPONENT_LIMIT
+
+K3_LIMIT = 10.0
+
+Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "unbiased"]
+
+
+def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
+    """exp(-d) + d - 1, d = logp - other (http://joschu.net/blog/kl-approx.html), with d clamped to +-20 and the value to at most 10."""
+    d_T = (logp_T - other_logp_T).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    # expm1: near d = 0 the value is d^2 / 2, which exp(-d) - 1 would lose to rounding.
+    return (torch.expm1(-d_T) + d_T).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+def kl_estimate(estimator: Estimator, logp_T: Tensor, other_logp_T: Tensor, log_ratio_T: Tensor) -> Tensor:
+    """Estimate of a token with its gradient. `log_ratio_T`: log(policy / old policy), of `unbiased`."""
+    if estimator == "unbiased":
+        return kl_k3(logp_T, other_logp_T) * log_ratio_T.exp()
+    if estimator.endswith("+"):
+        value_T = _plain(estimator[:-1], logp_T, other_logp_T)
+        gradient_T = _plain("k2", logp_T, other_logp_T)
+        return gradient_T - gradient_T.detach() + value_T.detach()
+    return _plain(estimator, logp_T, other_logp_T)
+
+
+def _plain(estimator: str, logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
+    d_T = logp_T - other_logp_T
+    match estimator:
+        case "k1":
+            return d_T
+        case "k2":
+            return d_T**2 / 2
+        case "abs":
+            return d_T.abs()
+    return kl_k3(logp_T, other_logp_T)
+
+
+def adapted(coefficient: float, *, kl: float, target: float, horizon: int, num_samples: int) -> float:
+    """Coefficient after a step of `num_samples` whose mean KL was `kl`: times 1 + clip(kl / target - 1, +-0.2) * samples / horizon
+    (arXiv:1909.08593, section 2.2)."""
+    return coefficient * (1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * num_samples / horizon)

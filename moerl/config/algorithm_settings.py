@@ -1,0 +1,50 @@
+"""Settings of an algorithm alone: one of configs/algorithm, for programs and notebooks that need no run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from yaml import YAMLError
+
+from moerl.config.compose import options
+from moerl.config.derive.model_configs import shipped_configs
+from moerl.config.explain import problem_of
+from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.types.errors import NOT_SET, ConfigError, problem
+
+_ADAPTER = TypeAdapter(AlgorithmConfig)
+
+
+def algorithm(name: str, *overrides: str) -> AlgorithmConfig:
+    """Settings of algorithm=NAME with overrides: algorithm("gspo", "objective.clip_high=0.001", "kl_coefficient=0.01").
+
+    Raises ConfigError with everything that is wrong.
+    """
+    if name not in options("algorithm"):
+        raise ConfigError([problem("algorithm", name, "is not one of the algorithm files", "they are in configs/algorithm", _names())])
+    try:
+        composed = OmegaConf.merge(
+            OmegaConf.load(shipped_configs() / "algorithm" / f"{name}.yaml"), OmegaConf.from_dotlist(list(overrides))
+        )
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        path = getattr(error, "full_key", None) or "algorithm"
+        raise ConfigError([problem(path, NOT_SET, "must be given here", reason, f"{path}=VALUE as an override")]) from error
+    assert isinstance(plain, dict)
+    return of_plain({str(key): value for key, value in plain.items()})
+
+
+def of_plain(plain: Mapping[str, Any]) -> AlgorithmConfig:
+    """Typed form of plain settings. Raises ConfigError with everything that is wrong."""
+    try:
+        return _ADAPTER.validate_python(dict(plain))
+    except ValidationError as error:
+        found = [problem_of({**details, "loc": ("algorithm", *details["loc"])}) for details in error.errors(include_url=False)]
+        raise ConfigError(found) from error
+
+
+def _names() -> str:
+    return "one of " + ", ".join(options("algorithm"))

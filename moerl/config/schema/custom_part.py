@@ -1,0 +1,69 @@
+"""Parts of an algorithm from outside the package, and what any part may need."""
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from moerl.config.schema.strict import Strict
+
+Need = Literal["reference", "old_logprobs", "whole_minibatch", "values", "process_rewards", "greedy_sample"]
+"""reference: log-probs of the frozen initial model. old_logprobs: those of the old policy, before the update begins. whole_minibatch: the
+policy's own of a whole mini-batch, before each of its updates. values: of a critic. process_rewards: of a model of outcomes.
+greedy_sample: one more completion of every prompt, at temperature 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomPart(Strict):
+    """A class of one's own."""
+
+    kind: Literal["custom"]
+    path: str
+    """`file.py:Class` or `package.module:Class` of a dataclass, whose fields are its settings."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The class's own `needs`."""
+        return frozenset(getattr(load_class(self.path), "needs", ()))
+
+    def build(self) -> Any:
+        """The object. pydantic.ValidationError for settings that are not the class's."""
+        return TypeAdapter(load_class(self.path)).validate_python(self.settings)
+
+
+def load_class(path: str) -> type:
+    """Class at `file.py:Class` or `package.module:Class`. A file is run once, as a module that can import its neighbours. ValueError for
+    another form; ImportError, AttributeError, or what the module itself raises."""
+    source, colon, name = path.rpartition(":")
+    if not colon or not source or not name.isidentifier():
+        raise ValueError("must be file.py:Class or package.module:Class")
+    module = _module_of_file(Path(source).resolve()) if source.endswith(".py") else importlib.import_module(source)
+    found = getattr(module, name)
+    if not isinstance(found, type):
+        raise TypeError(f"{name} is no class")
+    return found
+
+
+def _module_of_file(file: Path) -> Any:
+    name = f"moerl_custom_{file.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(file):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where pickle and dataclasses look for it
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

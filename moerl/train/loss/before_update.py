@@ -1,0 +1,112 @@
+"""Knowledge that a mini-batch's update begins with: counts of all ranks, what corrections say of whole sequences, what an objective picks.
+
+On a rank, about the sequences of its data-parallel rank, whole: context parallelism cuts them later.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moerl.algorithms.algorithm import Loss
+from moerl.algorithms.columns import TokenColumns
+from moerl.train.batching.packing import PackedMicroBatch, pack
+from moerl.train.batching.rank_share import Share
+from moerl.train.loss.batch_loss import Denominators, LossColumns, token_columns
+from moerl.types.batch import TrainBatch
+from moerl.types.stored_batch import Batch
+
+Reduce = Callable[[Tensor], None]
+"""Sum over data-parallel ranks, in place."""
+
+
+def corrected(own: TrainBatch, loss: Loss, counts: Denominators, reduce: Reduce) -> tuple[TrainBatch, Denominators]:
+    """Sequences with the columns of corrections that look at them before the update, and the counts that follow; collective where there
+    are any, or streams beside the objective's."""
+    if not loss.corrections_before and own.ce_weight_T is None and own.kl_weight_T is None:
+        return own, counts
+    dtype = np.float64 if own.old_logprobs_T is not None and own.old_logprobs_T.dtype == np.float64 else np.float32
+    correction_T, kept_T = np.ones(len(own.token_ids_T), dtype=dtype), np.ones(len(own.token_ids_T), dtype=bool)
+    bounded_T = np.zeros(len(own.token_ids_T), dtype=bool)
+    for correction in loss.corrections_before:
+        micro, tokens = whole_columns(replace(own, kept_T=kept_T))
+        weights = correction.weights(tokens)
+        weight_T = weights.weight_T
+        if getattr(correction, "is_normalized", False):
+            mean = torch.stack([torch.where(tokens.mask_T, weight_T, 0.0).double().sum(), tokens.mask_T.double().sum()])
+            reduce(mean)
+            weight_T = weight_T / (mean[0] / mean[1].clamp(min=1)).clamp(min=1e-12).to(weight_T.dtype)
+        correction_T = correction_T * to_tokens(weight_T, micro, fill=1.0).astype(dtype)
+        bounded_T |= to_tokens(weights.is_bounded_T, micro, fill=False)
+        if weights.kept_T is not None:
+            kept_T &= to_tokens(weights.kept_T, micro, fill=True)
+    if loss.corrections_before:
+        own = replace(own, correction_T=correction_T, kept_T=kept_T, bounded_T=bounded_T)
+    return own, _counted(own, counts, reduce)
+
+
+def _counted(own: TrainBatch, counts: Denominators, reduce: Reduce) -> Denominators:
+    trained_T = own.response_mask_T if own.kept_T is None else own.response_mask_T & own.kept_T
+    trained = np.add.reduceat(np.append(trained_T, False), own.offsets[:-1]) if own.num_sequences else np.zeros(0)
+    local = [trained_T.sum(), (trained > 0).sum(), *(0 if w is None else (w != 0).sum() for w in (own.ce_weight_T, own.kl_weight_T))]
+    totals = torch.tensor([int(each) for each in local], dtype=torch.int64)
+    reduce(totals)
+    num_tokens, num_sequences, num_ce, num_kl = totals.tolist()
+    return replace(
+        counts, num_tokens=num_tokens, num_sequences=num_sequences, num_ce=num_ce, num_kl=num_kl,
+        num_dropped=counts.num_tokens - num_tokens,
+    )  # fmt: skip
+
+
+def selected(share: Share, whole: Batch, logprobs_T: np.ndarray, loss: Loss, reduce: Reduce) -> Share:
+    """With what the objective picks of the mini-batch `whole`, from its log-probs [T] under the policy as it is. Collective."""
+    own, lengths = share.batch, whole.response_lengths
+    micro, tokens = whole_columns(own, share.gathered(logprobs_T, whole))
+    statistics_kT = loss.objective.statistics(tokens).double().cpu()  # type: ignore[union-attr]
+    # Response tokens of the mini-batch in its order; those that corrections took out are not present.
+    own_N = _places(share, whole)
+    is_response_T = own.response_mask_T
+    columns = torch.zeros(len(statistics_kT) + 1, int(lengths.sum()), dtype=torch.float64)
+    kept_T = np.ones(len(own.token_ids_T), dtype=bool) if own.kept_T is None else own.kept_T
+    columns[0, own_N] = torch.from_numpy(kept_T[is_response_T].astype(np.float64))
+    for row, values_T in enumerate(statistics_kT, 1):
+        columns[row, own_N] = torch.from_numpy(to_tokens(values_T, micro, fill=0.0)[is_response_T])
+    reduce(columns)
+    present_N, chosen_N = columns[0] > 0, torch.zeros(columns.shape[1], dtype=torch.bool)
+    chosen_N[present_N] = loss.objective.select(columns[1:, present_N])  # type: ignore[union-attr]
+    selected_T = np.zeros(len(own.token_ids_T), dtype=bool)
+    selected_T[is_response_T] = chosen_N[own_N].numpy()
+    return replace(share, batch=replace(own, selected_T=selected_T))
+
+
+def _places(share: Share, whole: Batch) -> Tensor:
+    """int64: where the response tokens of the share stand among those of the whole."""
+    starts = np.concatenate([[0], np.cumsum(whole.response_lengths)])
+    spans = [np.arange(starts[sequence], starts[sequence + 1]) for sequence in share.sequences]
+    return torch.from_numpy(np.concatenate(spans or [np.zeros(0, dtype=np.int64)]))
+
+
+def whole_columns(own: TrainBatch, logprobs_T: np.ndarray | None = None) -> tuple[PackedMicroBatch, TokenColumns]:
+    """All sequences as one micro-batch, under log-probs [T]; without them, those of the old policy."""
+    micro = pack(own, range(own.num_sequences), 1)
+    columns = LossColumns.of(micro, device="cpu")
+    if logprobs_T is None:
+        assert columns.old_logprobs_T is not None, "a correction before the update needs old log-probs"
+        logp_T = columns.old_logprobs_T
+    else:
+        index = torch.from_numpy(micro.label_index_T)
+        logp_T = torch.where(index >= 0, torch.from_numpy(logprobs_T)[index.clamp(min=0)], 0.0)
+    if logp_T.dtype != torch.float64:
+        logp_T = logp_T.float()
+    return micro, token_columns(logp_T, columns)
+
+
+def to_tokens(values_T: Tensor, micro: PackedMicroBatch, *, fill: float | bool) -> np.ndarray:
+    """[T] of the batch, from values at label positions of a micro-batch of all its sequences; `fill` where there is no label."""
+    found = values_T.detach().cpu().numpy()
+    is_label = micro.label_index_T >= 0
+    spread_T = np.full(int(micro.is_token_T.sum()), fill, dtype=found.dtype)
+    spread_T[micro.label_index_T[is_label]] = found[is_label]
+    return spread_T

@@ -1,0 +1,258 @@
+"""An algorithm's advantages, loss and metrics from plain arrays, by the code that a run's ranks execute: float64, one process, no model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from moerl.algorithms.advantages import ScoredStep, ScoredTokens, whitened
+from moerl.algorithms.algorithm import build_algorithm, overlong_penalty
+from moerl.algorithms.kl import kl_estimate
+from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.train.batching.packing import pack
+from moerl.train.batching.rank_share import Share
+from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
+from moerl.train.loss.before_update import corrected, selected
+from moerl.train.loss.loss_sums import step_statistics
+from moerl.types.batch import TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmResult:
+    """Arrays have the shape of the mask that was given; float64, 0 outside the mask."""
+
+    advantages: np.ndarray
+    loss: float
+    gradient: np.ndarray
+    """Derivative of the loss by each log-prob."""
+    metrics: Mapping[str, Any]
+    """Fields of moerl.types.stats.StepStats that follow from a loss, by their names."""
+    returns: np.ndarray | None
+    """Values that a critic is to estimate; None where the advantage has none."""
+    kept: np.ndarray
+    """bool: the mask, without what corrections took out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenArrays:
+    """Columns of tokens, [T] of sequences end to end or [B, T] of padded ones; values outside the mask never matter."""
+
+    mask: ArrayLike
+    """bool: the policy produced the token, and it is trained on."""
+    logprobs: ArrayLike
+    """By the policy as it is trained now."""
+    lengths: ArrayLike | None = None
+    """int [sequences], tokens of each; for [T]."""
+    rollout_logprobs: ArrayLike | None = None
+    """By the server; None: those of the old policy."""
+    old_logprobs: ArrayLike | None = None
+    """By the old policy; None: the policy has not moved."""
+    reference_logprobs: ArrayLike | None = None
+    values: ArrayLike | None = None
+    """A critic's."""
+    process_logprobs: ArrayLike | None = None
+    """By a model of outcomes; `prime` takes the reference's from them."""
+    teacher_logprobs: ArrayLike | None = None
+    entropy: ArrayLike | None = None
+    """Entropy of the policy's distribution; its gradient is not part of the result."""
+    versions: ArrayLike | None = None
+    """int, of the weights that sampled the token: makes the old policy lie between server and policy (train.old_logprobs=log_linear)."""
+    rl_weights: ArrayLike | None = None
+    ce_weights: ArrayLike | None = None
+    """Weights of cross-entropy, also outside the mask."""
+    kl_weights: ArrayLike | None = None
+    """Weights of the distance from the teacher, also outside the mask."""
+
+
+def algorithm_loss(
+    config: AlgorithmConfig, tokens: TokenArrays, *, rewards: ArrayLike, groups: ArrayLike, samples: ArrayLike | None = None,
+    greedy_rewards: ArrayLike | None = None, truncated: ArrayLike | None = None, max_response_tokens: int | None = None,
+    version: int | None = None,
+) -> AlgorithmResult:  # fmt: skip
+    """Advantages, loss and metrics of one mini-batch that is a whole step.
+
+    `rewards` [S], `groups` int [S]: of each sample. `samples` int [sequences], ascending: whose sequence it is; None: one each.
+    `greedy_rewards` [S]: of the completion at temperature 0 (remax). `truncated` bool [S], `max_response_tokens`: for overlong. `version`:
+    of the weights from which the update starts, with TokenArrays.versions. Groups are not replaced by dynamic sampling.
+
+    Raises ValueError for arrays that do not fit each other, and for rewards that are not finite.
+    """
+    flat = _Flat.of(tokens)
+    if flat.old_logprobs is None and "old_logprobs" in config.needs:
+        flat = replace(flat, old_logprobs=flat.logprobs)
+    owner = np.arange(flat.num_sequences) if samples is None else np.asarray(samples, dtype=np.int64)
+    rewards_S, group_S = np.asarray(rewards, dtype=np.float64), np.asarray(groups, dtype=np.int64)
+    _check(flat, owner, rewards_S, group_S)
+    algorithm = build_algorithm(config, 0 if max_response_tokens is None else max_response_tokens)
+    lengths_S = np.bincount(owner, weights=flat.counts(), minlength=len(rewards_S)).astype(np.int64)
+    is_truncated_S = np.zeros(len(rewards_S), dtype=bool) if truncated is None else np.asarray(truncated, dtype=bool)
+    is_trained_S = ~is_truncated_S if config.overlong == "mask" else np.ones(len(rewards_S), dtype=bool)
+    if config.overlong == "penalty":
+        rewards_S = rewards_S + overlong_penalty(config, algorithm.max_response_tokens, lengths_S, is_truncated_S)
+    flat = flat.without(~is_trained_S[owner])
+    step = ScoredStep(
+        rewards_S=whitened(rewards_S[is_trained_S]) if config.whiten_rewards else rewards_S[is_trained_S],
+        group_S=group_S[is_trained_S],
+        lengths_S=lengths_S[is_trained_S],
+        greedy_S=None if greedy_rewards is None else np.asarray(greedy_rewards, dtype=np.float64)[is_trained_S],
+        tokens=flat.scored(config),
+    )
+    credit = algorithm.credit(step)
+    advantages_T = flat.spread(credit.by_token(step))
+    batch = flat.batch(advantages_T, version)
+    share = Share(batch=batch, sequences=np.arange(batch.num_sequences), bins=[list(range(batch.num_sequences))])
+    own, counts = corrected(batch, algorithm.loss, Denominators.of(batch), _alone)
+    share = replace(share, batch=own)
+    if "whole_minibatch" in config.needs:
+        share = selected(share, batch, flat.column(flat.logprobs), algorithm.loss, _alone)
+    micro = pack(share.batch, share.bins[0], 1)
+    leaf = torch.tensor(flat.column(flat.logprobs), requires_grad=True)
+    index = torch.from_numpy(micro.label_index_T)
+    at_labels = torch.where(index >= 0, leaf[index.clamp(min=0)], 0.0)
+    entropy = torch.zeros_like(at_labels)
+    if flat.entropy is not None:
+        entropy = torch.where(index >= 0, torch.from_numpy(flat.column(flat.entropy))[index.clamp(min=0)], 0.0)
+    loss, sums = micro_batch_loss(at_labels, entropy, LossColumns.of(micro, device="cpu"), algorithm.loss, counts)
+    loss.backward()
+    assert leaf.grad is not None
+    return AlgorithmResult(
+        advantages=flat.shaped(advantages_T),
+        loss=float(loss.detach()),
+        gradient=flat.shaped(flat.tokens_of(leaf.grad.numpy())),
+        metrics=step_statistics([sums], uses_reference=flat.reference_logprobs is not None, trains_mtp=False),
+        returns=None if credit.returns_N is None else flat.shaped(flat.spread(credit.returns_N)),
+        kept=flat.shaped(flat.mask if share.batch.kept_T is None else flat.mask & flat.tokens_of(share.batch.kept_T)),
+    )
+
+
+def _alone(values: torch.Tensor) -> None:
+    """There are no other ranks to add."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flat:
+    """Columns [T] of sequences end to end. A batch of the trainer has a token more before each: nothing predicts a sequence's first."""
+
+    shape: tuple[int, ...]
+    lengths: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
+    old_logprobs: np.ndarray | None
+    reference_logprobs: np.ndarray | None
+    values: np.ndarray | None
+    process_logprobs: np.ndarray | None
+    teacher_logprobs: np.ndarray | None
+    entropy: np.ndarray | None
+    versions: np.ndarray | None
+    rl_weights: np.ndarray | None
+    ce_weights: np.ndarray | None
+    kl_weights: np.ndarray | None
+
+    @classmethod
+    def of(cls, tokens: TokenArrays) -> "_Flat":
+        mask = np.asarray(tokens.mask, dtype=bool)
+        if mask.ndim == 2 and tokens.lengths is None:
+            lengths = np.full(mask.shape[0], mask.shape[1])
+        elif mask.ndim == 1 and tokens.lengths is not None:
+            lengths = np.asarray(tokens.lengths, dtype=np.int64)
+        else:
+            raise ValueError(f"mask has shape {mask.shape}: must be [B, T], or [T] with lengths, because sequences have ends")
+        if lengths.sum() != mask.size:
+            raise ValueError(f"lengths add up to {lengths.sum()}: must be the {mask.size} tokens of the mask")
+        columns = {}
+        for name in cls.__slots__[3:]:
+            given = getattr(tokens, name)
+            column = None if given is None else np.asarray(given, dtype=np.float64)
+            if column is not None and column.shape != mask.shape:
+                raise ValueError(f"{name} has shape {column.shape}: must be {mask.shape}, the mask's")
+            columns[name] = None if column is None else column.ravel()
+        if columns["rollout_logprobs"] is None:
+            columns["rollout_logprobs"] = columns["logprobs"] if columns["old_logprobs"] is None else columns["old_logprobs"]
+        return cls(shape=mask.shape, lengths=lengths, mask=mask.ravel(), **columns)  # type: ignore[arg-type]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths)
+
+    def counts(self) -> np.ndarray:
+        """Response tokens of each sequence."""
+        return np.array([part.sum() for part in np.split(self.mask, np.cumsum(self.lengths)[:-1])], dtype=np.int64)
+
+    def without(self, is_left_out: np.ndarray) -> "_Flat":
+        return replace(self, mask=self.mask & ~np.repeat(is_left_out, self.lengths))
+
+    def scored(self, config: AlgorithmConfig) -> ScoredTokens:
+        penalties = process = None
+        if config.kl_coefficient > 0 and config.kl_in == "reward":
+            before = self.logprobs if self.old_logprobs is None else self.old_logprobs
+            old, reference = (torch.from_numpy(column[self.mask]) for column in (before, _given(self.reference_logprobs, "a KL")))
+            penalties = config.kl_coefficient * kl_estimate(config.kl_estimator, old, reference, torch.zeros_like(old)).numpy()
+        if self.process_logprobs is not None:
+            process = (self.process_logprobs - _given(self.reference_logprobs, "prime"))[self.mask]
+        values = None if self.values is None else self.values[self.mask]
+        return ScoredTokens(penalties_N=penalties, values_N=values, process_N=process)
+
+    def spread(self, values_N: np.ndarray) -> np.ndarray:
+        spread_T = np.zeros(len(self.mask))
+        spread_T[self.mask] = values_N
+        return spread_T
+
+    def shaped(self, column_T: np.ndarray) -> np.ndarray:
+        return column_T.reshape(self.shape)
+
+    def _places(self) -> np.ndarray:
+        return np.arange(len(self.mask)) + np.repeat(np.arange(self.num_sequences) + 1, self.lengths)
+
+    def column(self, column_T: np.ndarray) -> np.ndarray:
+        """Column of the trainer's batch."""
+        column = np.zeros(len(column_T) + self.num_sequences, dtype=column_T.dtype)
+        column[self._places()] = column_T
+        return column
+
+    def tokens_of(self, column: np.ndarray) -> np.ndarray:
+        """Inverse of `column`."""
+        return column[self._places()]
+
+    def batch(self, advantages_T: np.ndarray, version: int | None) -> TrainBatch:
+        def optional(column_T: np.ndarray | None) -> np.ndarray | None:
+            return None if column_T is None else self.column(column_T)
+
+        proximal = None
+        if self.versions is not None:
+            if version is None:
+                raise ValueError("version = None: must be given with versions, because the age of a token is its distance from it")
+            sampled_by = np.where(self.mask, self.versions, version)
+            proximal = (version - sampled_by) / (version + 1 - sampled_by)
+        return TrainBatch(
+            token_ids_T=np.zeros(len(self.mask) + self.num_sequences, dtype=np.int64),
+            response_mask_T=self.column(self.mask),
+            rollout_logprobs_T=self.column(self.rollout_logprobs),
+            advantages_T=self.column(advantages_T),
+            offsets=np.concatenate([[0], np.cumsum(self.lengths + 1)]).astype(np.int64),
+            old_logprobs_T=optional(self.old_logprobs),
+            reference_logprobs_T=optional(self.reference_logprobs),
+            teacher_logprobs_T=optional(self.teacher_logprobs),
+            rl_weight_T=optional(self.rl_weights),
+            ce_weight_T=optional(self.ce_weights),
+            kl_weight_T=optional(self.kl_weights),
+            proximal_T=optional(proximal),
+        )
+
+
+def _given(column: np.ndarray | None, what: str) -> np.ndarray:
+    if column is None:
+        raise ValueError(f"reference_logprobs = None: must be given, because {what} is relative to them")
+    return column
+
+
+def _check(flat: _Flat, owner: np.ndarray, rewards_S: np.ndarray, group_S: np.ndarray) -> None:
+    if rewards_S.ndim != 1 or group_S.shape != rewards_S.shape:
+        raise ValueError(f"rewards {rewards_S.shape} and groups {group_S.shape}: must be one number each for every sample")
+    if not np.isfinite(rewards_S).all():
+        raise ValueError(f"rewards {rewards_S[~np.isfinite(rewards_S)].tolist()}: must be finite, because one would make all weights NaN")
+    if len(owner) != flat.num_sequences or (np.diff(owner) < 0).any() or (len(owner) > 0 and owner.max() >= len(rewards_S)):
+        raise ValueError(f"samples {owner.tolist()}: must be a sample of 0 to {len(rewards_S) - 1} for each sequence, ascending")
