@@ -1,11 +1,10 @@
-"""Formulas of docs/algorithms.md in plain Python, in its order: nested lists of sequences and tokens, loops, no arrays.
+"""Formulas of docs/algorithms.md in plain Python: nested lists of sequences and tokens, loops, one line or one function for one formula.
 
 A token is (i, t): sequence i, place t. `logp` is the policy as it is and has a gradient; `sg` is a copy of it that has none, so that the
 gradient of a statement is what moving `logp` alone does to it. `s` are settings of `algorithm`, all of them, as in YAML.
 """
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 
 
@@ -19,7 +18,7 @@ def exp(x):
 
 
 def mean(xs):
-    """Exact, rounded once: what equals the mean of equal numbers has no difference from it."""
+    """Exact, rounded once: equal numbers do not differ from their mean."""
     xs = list(xs)
     return float(sum(map(Fraction, xs)) / len(xs)) if xs else 0.0
 
@@ -43,28 +42,25 @@ def of_sequence(i, tokens):
     return [token for token in tokens if token[0] == i]
 
 
-@dataclass
-class Step:
-    """Samples and columns of their tokens, as `algorithm_loss` takes them; `owner` is the sample of each sequence."""
+class Columns:
+    """What a step or a mini-batch brings, by the names below; None: not given. `owner` is the sample of each sequence."""
 
-    mask: list
-    owner: list
-    rewards: list
-    groups: list
-    truncated: list
-    max_response_tokens: int = 0
-    greedy: list | None = None
-    old: list | None = None
-    ref: list | None = None
-    values: list | None = None
-    process: list | None = None
+    STEP = ("mask", "owner", "rewards", "groups", "truncated", "max_response_tokens", "greedy", "old", "ref", "values", "process")
+    BATCH = ("advantages", "mu", "entropy", "teacher", "rl_weights", "ce_weights", "kl_weights", "versions", "version")
+
+    def __init__(self, **given):
+        assert set(given) <= {*self.STEP, *self.BATCH}
+        self.__dict__.update(dict.fromkeys((*self.STEP, *self.BATCH)) | given)
 
     def tokens_of(self, k):
         return [(i, t) for i, t in response_tokens(self.mask) if self.owner[i] == k]
 
 
+# Estimates of the KL, and rewards before the advantages
+
+
 def kl_value(kind, x, r):
-    """Estimate of the KL from x = logp - ref."""
+    """Estimate from x = logp - ref."""
     k3 = min(exp(-x) + clamp(x, -20, 20) - 1, 10)
     return {"k1": x, "abs": abs(x), "k2": x**2 / 2, "k3": k3, "unbiased": k3 * r}[kind.rstrip("+")]
 
@@ -72,9 +68,6 @@ def kl_value(kind, x, r):
 def kl_of_token(kind, x, sg_x, r):
     """The estimate with its gradient: with + that of k2."""
     return kl_value(kind, sg_x, r) + x**2 / 2 - sg_x**2 / 2 if kind.endswith("+") else kl_value(kind, x, r)
-
-
-# Before the advantages
 
 
 def kl_in_reward(s, step, i, t):
@@ -121,34 +114,35 @@ def centered(step, rewards, k):
     return float(Fraction(rewards[k]) - sum(Fraction(rewards[j]) for j in group) / len(group))
 
 
+def length_weighted_mean(step, rewards, group):
+    T = {j: len(step.tokens_of(j)) for j in group}
+    return sum(T[j] * rewards[j] for j in group) / sum(T.values()) if any(T.values()) else 0.0
+
+
+def lead_of_best(rewards, group, k):
+    best, second = sorted((rewards[j] for j in group), reverse=True)[:2]
+    return best - second if rewards[k] == best else 0.0
+
+
 def advantage_of_sample(a, step, rewards, k):
-    """The kinds that give a sample one number; what compares samples of a group needs two."""
+    """The kinds that give a sample one number. What compares samples of a group needs two."""
     group, c = group_of(step, rewards, k), centered(step, rewards, k)
     n, mean_g, std_g = len(group), mean(rewards[j] for j in group), math.sqrt(unbiased_variance([rewards[j] for j in group]))
-    if n < 2:
-        return 0.0
-    match a["kind"]:
-        case "grpo":
-            return c / (std_g + 1e-6)
-        case "dr_grpo" | "reinforce_pp_baseline":
-            return c
-        case "rloo" | "prime":
-            return c * n / (n - 1)
-        case "opo":
-            T = {j: len(step.tokens_of(j)) for j in group}
-            return rewards[k] - sum(T[j] * rewards[j] for j in group) / sum(T.values()) if sum(T.values()) else 0.0
-        case "gpg":
-            return c * len(rewards) / max(1, len([j for j in rewards if centered(step, rewards, j) != 0]))
-        case "maxrl":
-            return c / mean_g if mean_g != 0 else 0.0
-        case "passk":
-            best, second = sorted((rewards[j] for j in group), reverse=True)[:2]
-            lead = best - second if rewards[k] == best else 0.0
-            return lead / (std_g + 1e-6) if a["by_std"] else lead
+    kinds = {
+        "grpo": lambda: c / (std_g + 1e-6),
+        "dr_grpo": lambda: c,
+        "rloo": lambda: c * n / (n - 1),
+        "opo": lambda: rewards[k] - length_weighted_mean(step, rewards, group),
+        "gpg": lambda: c * len(rewards) / max(1, sum(centered(step, rewards, j) != 0 for j in rewards)),
+        "maxrl": lambda: c / mean_g if mean_g != 0 else 0.0,
+        "passk": lambda: lead_of_best(rewards, group, k) / (std_g + 1e-6 if a["by_std"] else 1.0),
+    }
+    return kinds[a["kind"]]() if n > 1 else 0.0
 
 
-def spread(step, by_sample):
-    return {token: x for k, x in by_sample.items() for token in step.tokens_of(k)}
+def by_token(kind, step, rewards):
+    """An advantage of samples for their tokens."""
+    return {token: advantage_of_sample(kind, step, rewards, k) for k in rewards for token in step.tokens_of(k)}
 
 
 def rewards_to_come(gamma, s, step):
@@ -168,19 +162,18 @@ def gae(gamma, lam, s, step):
         value_after, advantage_after = 0.0, 0.0
         for (i, t), r in reversed(token_rewards(s, step, k).items()):
             delta = r + gamma * value_after - step.values[i][t]
-            value_after, advantage_after = step.values[i][t], delta + gamma * lam * advantage_after
-            A[i, t] = advantage_after
+            A[i, t] = delta + gamma * lam * advantage_after
+            value_after, advantage_after = step.values[i][t], A[i, t]
     return A
 
 
 def process_to_come(beta, s, step):
-    """x_t n / (n - 1) - sum over g of the mean x / (n - 1), summed from t on; x is the token's reward, of which a KL is taken."""
+    """x_t n / (n - 1) - sum over g of the mean x / (n - 1), summed from t on. x is the token's reward, from which a KL is taken."""
     rewards, x, to_come = shaped_rewards(s, step), {}, {}
     for k in rewards:
         x[k] = {(i, t): beta * (step.process[i][t] - step.ref[i][t]) - kl_in_reward(s, step, i, t) for i, t in step.tokens_of(k)}
     for k in rewards:
-        group, after = group_of(step, rewards, k), 0.0
-        n = len(group)
+        group, n, after = group_of(step, rewards, k), len(group_of(step, rewards, k)), 0.0
         for token in reversed(step.tokens_of(k)):
             if n > 1:
                 after += x[k][token] * n / (n - 1) - sum(mean(x[j].values()) for j in group) / (n - 1)
@@ -190,60 +183,27 @@ def process_to_come(beta, s, step):
 
 def advantages(s, step):
     """Advantage by token; return by token, which only gae has."""
-    a, rewards = s["advantage"], rewards_with_kl(s, step)
-    match a["kind"]:
-        case "reinforce_pp":
-            return whitened(rewards_to_come(a["gamma"], s, step)), None
-        case "remax":
-            return {(i, t): R - step.greedy[step.owner[i]] for (i, t), R in rewards_to_come(1.0, s, step).items()}, None
-        case "gae":
-            A = gae(a["gamma"], a["lam"], s, step)
-            return whitened(A), {(i, t): A[i, t] + step.values[i][t] for i, t in A}
-    of_samples = spread(step, {k: advantage_of_sample(a, step, rewards, k) for k in rewards})
-    match a["kind"]:
-        case "reinforce_pp_baseline":
-            return whitened(of_samples), None
-        case "prime":
-            process, outcome = process_to_come(a["beta"], s, step), shaped_rewards(s, step)
-            of_samples = spread(step, {k: advantage_of_sample(a, step, outcome, k) for k in outcome})
-            return {token: process[token] + of_samples[token] for token in of_samples}, None
-    return of_samples, None
+    a = s["advantage"]
+    if a["kind"] == "gae":
+        A = gae(a["gamma"], a["lam"], s, step)
+        return whitened(A), {(i, t): A[i, t] + step.values[i][t] for i, t in A}
+    if a["kind"] == "reinforce_pp":
+        return whitened(rewards_to_come(a["gamma"], s, step)), None
+    if a["kind"] == "remax":
+        return {(i, t): R - step.greedy[step.owner[i]] for (i, t), R in rewards_to_come(1.0, s, step).items()}, None
+    if a["kind"] == "reinforce_pp_baseline":
+        return whitened(by_token({"kind": "dr_grpo"}, step, rewards_with_kl(s, step))), None
+    if a["kind"] == "prime":
+        process, outcome = process_to_come(a["beta"], s, step), by_token({"kind": "rloo"}, step, shaped_rewards(s, step))
+        return {token: process[token] + outcome[token] for token in process}, None
+    return by_token(a, step, rewards_with_kl(s, step)), None
 
 
 # Objectives
 
 
-@dataclass
-class Batch:
-    """Columns of the tokens of a mini-batch; None: not given."""
-
-    mask: list
-    advantages: list
-    old: list | None = None
-    mu: list | None = None
-    ref: list | None = None
-    entropy: list | None = None
-    teacher: list | None = None
-    rl_weights: list | None = None
-    ce_weights: list | None = None
-    kl_weights: list | None = None
-    versions: list | None = None
-    version: int = 0
-
-
-def log_linear(mu, sg, v, v_t):
-    return mu + (v - v_t) / (v + 1 - v_t) * (sg - mu)
-
-
-def clipped(A, r, o):
-    """Loss of ppo_clip."""
-    bounds = None if o["clip_low"] is None else 1 - o["clip_low"], None if o["clip_high"] is None else 1 + o["clip_high"]
-    loss = max(-A * r, -A * clamp(r, *bounds))
-    return min(-A * o["dual_clip"], loss) if o["dual_clip"] is not None and A < 0 else loss
-
-
 class Terms:
-    """What objectives and corrections read: by token, of `tokens`, those that are in the mini-batch."""
+    """What objectives and corrections read, by token: of `tokens`, those that are in the mini-batch."""
 
     def __init__(self, b, tokens, logp, sg):
         self.tokens, self.A, self.logp, self.sg, self.old, self.mu = tokens, {}, {}, {}, {}, {}
@@ -251,14 +211,24 @@ class Terms:
             self.A[i, t], self.logp[i, t], self.sg[i, t] = b.advantages[i][t], logp[i][t], sg[i][t]
             self.old[i, t] = sg[i][t] if b.old is None else b.old[i][t]
             if b.versions is not None:
-                self.old[i, t] = log_linear(b.mu[i][t], sg[i][t], b.version, b.versions[i][t])
+                a = (b.version - b.versions[i][t]) / (b.version + 1 - b.versions[i][t])
+                self.old[i, t] = b.mu[i][t] + a * (sg[i][t] - b.mu[i][t])
             self.mu[i, t] = self.old[i, t] if b.mu is None else b.mu[i][t]
         self.d = {k: self.logp[k] - self.old[k] for k in tokens}
         self.sg_d = {k: self.sg[k] - self.old[k] for k in tokens}
         self.log_rho = {k: self.old[k] - self.mu[k] for k in tokens}
 
-    def sequence(self, column, token):
-        return [column[other] for other in of_sequence(token[0], self.tokens)]
+    def sequence(self, column, k):
+        return [column[other] for other in of_sequence(k[0], self.tokens)]
+
+
+def clip(r, o):
+    return clamp(r, None if o["clip_low"] is None else 1 - o["clip_low"], None if o["clip_high"] is None else 1 + o["clip_high"])
+
+
+def ppo_clip(A, r, o):
+    loss = max(-A * r, -A * clip(r, o))
+    return min(-A * o["dual_clip"], loss) if o["dual_clip"] is not None and A < 0 else loss
 
 
 def sequence_ratio(x, k):
@@ -266,13 +236,20 @@ def sequence_ratio(x, k):
     return exp(mean(x.sequence(x.sg_d, k))) * math.exp(x.logp[k] - x.sg[k])
 
 
-def geometric_mean_loss(o, x, k):
-    """Loss of gmpo, of the token's whole sequence."""
-    low, total = None if o["clip_low"] is None else -o["clip_low"], 0.0
-    for A, d in zip(x.sequence(x.A, k), x.sequence(x.d, k), strict=True):
-        sign = (A > 0) - (A < 0)
-        total += sign * min(sign * d, sign * clamp(d, low, o["clip_high"]))
-    return -mean(x.sequence(x.A, k)) * exp(total / (len(x.sequence(x.A, k)) + 1e-8))
+def clipped_d(A, d, o):
+    """d' of gmpo."""
+    sign, low = (A > 0) - (A < 0), None if o["clip_low"] is None else -o["clip_low"]
+    return sign * min(sign * d, sign * clamp(d, low, o["clip_high"]))
+
+
+def gmpo(o, x, k):
+    """Loss of the token's sequence."""
+    As, ds = x.sequence(x.A, k), x.sequence(x.d, k)
+    return -mean(As) * exp(sum(clipped_d(A, d, o) for A, d in zip(As, ds, strict=True)) / (len(As) + 1e-8))
+
+
+def sapo(A, r, tau):
+    return -A / (1 + math.exp(-tau * (r - 1))) * 4 / tau
 
 
 def chosen_tokens(o, x):
@@ -289,71 +266,69 @@ def chosen_tokens(o, x):
     return set(ranked[: max(1, math.floor(o["share"] * len(x.tokens)))])
 
 
-def inside_region(o, x, k):
-    """dppo's trust region."""
+def kl_term(a, b):
+    """a log(a / b)"""
+    return 0.0 if a == 0 else math.inf if b == 0 else a * math.log(a / b)
+
+
+def is_inside(o, x, k):
+    """Trust region of dppo and ipo."""
     A, p, q = x.A[k], exp(x.sg[k]), exp(x.mu[k])
+    if o["kind"] == "ipo":
+        return abs(p - q) <= o["divergence"]
     if o["kind"] == "dppo_kl":
-        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
-        return kl <= (o["high"] if A > 0 else o["low"]) or (p <= q if A > 0 else p >= q)
+        return kl_term(q, p) + kl_term(1 - q, 1 - p) <= (o["high"] if A > 0 else o["low"]) or (p <= q if A > 0 else p >= q)
     return p - q <= o["high"] if A > 0 else p - q >= -o["low"]
 
 
 def objective(o, x, k, chosen):
     """Loss of token k."""
-    A, logp, r, sg_r = x.A[k], x.logp[k], exp(x.d[k]), exp(x.sg_d[k])
-    match o["kind"]:
-        case "ppo_clip":
-            return clipped(A, r, o)
-        case "gspo_token":
-            return clipped(A, sequence_ratio(x, k), o)
-        case "gspo":
-            return clipped(mean(x.sequence(x.A, k)), sequence_ratio(x, k), o)
-        case "cispo":
-            low, high = None if o["clip_low"] is None else 1 - o["clip_low"], None if o["clip_high"] is None else 1 + o["clip_high"]
-            return -clamp(sg_r, low, high) * A * logp
-        case "sapo":
-            tau = o["tau_positive"] if A > 0 else o["tau_negative"]
-            return -A / (1 + math.exp(-tau * (r - 1))) * 4 / tau
-        case "gmpo":
-            return geometric_mean_loss(o, x, k)
-        case "clip_cov":
-            return 0.0 if k in chosen else clipped(A, r, o)
-        case "kl_cov":
-            return -A * r + (o["coefficient"] * abs(x.d[k]) if k in chosen else 0.0)
-        case "m2po":
-            return 0.0 if k in chosen else -A * r
-        case "dppo_tv" | "dppo_kl":
-            return -A * logp * min(sg_r, o["ratio_cap"]) if inside_region(o, x, k) else 0.0
-        case "dppo_tv_prime":
-            return (-A * r if inside_region(o, x, k) else 0.0) + o["drift_penalty"] * x.d[k] ** 2
-        case "ipo":
-            return -A * r if abs(exp(x.sg[k]) - exp(x.mu[k])) <= o["divergence"] else 0.0
-        case "reinforce":
-            return -A * logp * sg_r
+    A, logp, d, r, sg_r = x.A[k], x.logp[k], x.d[k], exp(x.d[k]), exp(x.sg_d[k])
+    kinds = {
+        "ppo_clip": lambda: ppo_clip(A, r, o),
+        "gspo_token": lambda: ppo_clip(A, sequence_ratio(x, k), o),
+        "gspo": lambda: ppo_clip(mean(x.sequence(x.A, k)), sequence_ratio(x, k), o),
+        "cispo": lambda: -clip(sg_r, o) * A * logp,
+        "sapo": lambda: sapo(A, r, o["tau_positive"] if A > 0 else o["tau_negative"]),
+        "gmpo": lambda: gmpo(o, x, k),
+        "clip_cov": lambda: 0.0 if k in chosen else ppo_clip(A, r, o),
+        "kl_cov": lambda: -A * r + (o["coefficient"] * abs(d) if k in chosen else 0.0),
+        "m2po": lambda: 0.0 if k in chosen else -A * r,
+        "dppo_tv": lambda: -A * logp * min(sg_r, o["ratio_cap"]) if is_inside(o, x, k) else 0.0,
+        "dppo_kl": lambda: -A * logp * min(sg_r, o["ratio_cap"]) if is_inside(o, x, k) else 0.0,
+        "dppo_tv_prime": lambda: (-A * r if is_inside(o, x, k) else 0.0) + o["drift_penalty"] * d**2,
+        "ipo": lambda: -A * r if is_inside(o, x, k) else 0.0,
+        "reinforce": lambda: -A * logp * sg_r,
+    }
+    return kinds[o["kind"]]()
 
 
 # Corrections
 
 
+def off_policy(c, x, k):
+    drift = mean(x.mu[other] - x.sg[other] for other in of_sequence(k[0], x.tokens))
+    return mean(x.sequence(x.A, k)) < 0 and drift > c["delta"]
+
+
 def weight(c, x, k):
-    rho = exp(x.log_rho[k])
-    match c["kind"]:
-        case "tis":
-            return min(rho if c["level"] == "token" else exp(sum(x.sequence(x.log_rho, k))), c["cap"])
-        case "icepop":
-            return rho if c["low"] <= rho <= c["high"] else 0.0
-        case "opsm":
-            drift = mean(x.mu[other] - x.sg[other] for other in of_sequence(k[0], x.tokens))
-            return 0.0 if mean(x.sequence(x.A, k)) < 0 and drift > c["delta"] else 1.0
-        case "sequence_mask_tis":
-            return rho if c["low"] <= exp(mean(x.sequence(x.log_rho, k))) <= c["high"] else 0.0
-        case "rejection":
-            return 1.0
+    rho, product, geometric = exp(x.log_rho[k]), exp(sum(x.sequence(x.log_rho, k))), exp(mean(x.sequence(x.log_rho, k)))
+    kinds = {
+        "tis": lambda: min(rho if c["level"] == "token" else product, c["cap"]),
+        "icepop": lambda: rho if c["low"] <= rho <= c["high"] else 0.0,
+        "rejection": lambda: 1.0,
+        "opsm": lambda: 0.0 if off_policy(c, x, k) else 1.0,
+        "sequence_mask_tis": lambda: rho if c["low"] <= geometric <= c["high"] else 0.0,
+    }
+    return kinds[c["kind"]]()
 
 
-def weights(c, x):
-    by_token = {k: weight(c, x, k) for k in x.tokens}
-    return {k: w / mean(by_token.values()) for k, w in by_token.items()} if c.get("normalized") else by_token
+def weights(c, x, before):
+    """By token; normalized ones are those of the policy before the update."""
+    if not c.get("normalized"):
+        return {k: weight(c, x, k) for k in x.tokens}
+    divisor = mean(weight(c, before, k) for k in before.tokens)
+    return {k: weight(c, before, k) / divisor for k in before.tokens}
 
 
 def stays(c, x, k):
@@ -369,15 +344,18 @@ def stays(c, x, k):
 
 
 def terms_of(s, b, logp, sg):
-    """Of the tokens that no rejection takes out."""
-    x = Terms(b, response_tokens(b.mask), logp, sg)
-    left = [k for k in x.tokens if all(stays(c, x, k) for c in s["corrections"] if c["kind"] == "rejection")]
-    return Terms(b, left, logp, sg)
+    """As the policy is and as it was before the update, of the tokens that no rejection takes out; one looks at what others left."""
+    trainer = sg if b.old is None else b.old
+    before = Terms(b, response_tokens(b.mask), trainer, trainer)
+    for c in s["corrections"]:
+        if c["kind"] == "rejection":
+            before = Terms(b, [k for k in before.tokens if stays(c, before, k)], trainer, trainer)
+    return Terms(b, before.tokens, logp, sg), before
 
 
-def policy_losses(s, b, x):
+def policy_losses(s, b, x, before):
     """By token: the objective's loss, times its weights, and what is added to it."""
-    chosen, factors, losses = chosen_tokens(s["objective"], x), [weights(c, x) for c in s["corrections"]], {}
+    chosen, factors, losses = chosen_tokens(s["objective"], x), [weights(c, x, before) for c in s["corrections"]], {}
     for i, t in x.tokens:
         losses[i, t] = objective(s["objective"], x, (i, t), chosen) * math.prod(each[i, t] for each in factors)
         losses[i, t] += s["drift_penalty"] * x.d[i, t] ** 2 - (s["entropy_bonus"] * b.entropy[i][t] if s["entropy_bonus"] else 0.0)
@@ -390,57 +368,31 @@ def policy_losses(s, b, x):
 def normalized_sum(s, losses, tokens):
     """S / N and the like, of the tokens that count."""
     S = {i: sum(losses[k] for k in of_sequence(i, tokens)) for i, _ in tokens}
-    match s["normalize_by"]:
-        case "token":
-            return sum(S.values()) / len(tokens)
-        case "sequence":
-            return sum(S[i] / len(of_sequence(i, tokens)) for i in S) / len(S)
-        case "sequence_sum":
-            return sum(S.values()) / len(S)
-        case "fixed_length":
-            return sum(S.values()) / (len(S) * s["fixed_length"])
+    kinds = {
+        "token": lambda: sum(S.values()) / len(tokens),
+        "sequence": lambda: sum(S[i] / len(of_sequence(i, tokens)) for i in S) / len(S),
+        "sequence_sum": lambda: sum(S.values()) / len(S),
+        "fixed_length": lambda: sum(S.values()) / (len(S) * s["fixed_length"]),
+    }
+    return kinds[s["normalize_by"]]() if tokens else 0.0
 
 
-def weighted_mean(column, losses):
+def weighted_mean(column, loss):
     """S / N of another stream, of the tokens whose weight is not 0."""
     tokens = [(i, t) for i, row in enumerate(column) for t, each in enumerate(row) if each != 0]
-    return sum(column[i][t] * losses(i, t) for i, t in tokens) / len(tokens)
+    return sum(column[i][t] * loss(i, t) for i, t in tokens) / len(tokens)
 
 
 def minibatch_loss(s, b, logp, sg):
     """L = S_rl / N_rl + S_ce / N_ce + S_kl / N_kl"""
-    x = terms_of(s, b, logp, sg)
-    losses, counted = policy_losses(s, b, x), x.tokens
+    x, before = terms_of(s, b, logp, sg)
+    losses, counted = policy_losses(s, b, x, before), x.tokens
     if b.rl_weights is not None:
         losses = {(i, t): b.rl_weights[i][t] * loss for (i, t), loss in losses.items()}
         counted = [(i, t) for i, t in x.tokens if b.rl_weights[i][t] != 0]
-    loss = normalized_sum(s, losses, counted) if counted else 0.0
+    loss = normalized_sum(s, losses, counted)
     if b.ce_weights is not None:
         loss += weighted_mean(b.ce_weights, lambda i, t: -logp[i][t])
-    if b.kl_weights is not None:
-        # The gradient of a policy loss: that of -A logp with the distance, which has none, for -A.
+    if b.kl_weights is not None:  # the gradient is that of -A logp with the distance, which has none, for -A
         loss += weighted_mean(b.kl_weights, lambda i, t: (sg[i][t] - b.teacher[i][t]) * (1 + logp[i][t] - sg[i][t]))
     return loss
-
-
-# Always told
-
-
-def mismatch(mask, trainer, server):
-    """Over all tokens that servers sampled; d is trainer minus server."""
-    tokens = response_tokens(mask)
-    x, y = [trainer[i][t] for i, t in tokens], [server[i][t] for i, t in tokens]
-    d, mean_x, mean_y = [a - b for a, b in zip(x, y, strict=True)], mean(x), mean(y)
-    mean_rho = mean(exp(each) for each in d)
-    deviation = math.sqrt(sum((a - mean_x) ** 2 for a in x) * sum((b - mean_y) ** 2 for b in y))
-    return {
-        "mean": mean(abs(each) for each in d),
-        "max": max(abs(each) for each in d),
-        "k1": mean(-each for each in d),
-        "k3": mean(exp(each) - each - 1 for each in d),
-        "chi2": mean(exp(each) ** 2 for each in d) - 1,
-        "effective": 1 / mean((exp(each) / mean_rho) ** 2 for each in d),
-        "trainer_perplexity": math.exp(-mean_x),
-        "server_perplexity": math.exp(-mean_y),
-        "correlation": sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / deviation if deviation else 1.0,
-    }

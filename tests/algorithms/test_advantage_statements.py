@@ -1,5 +1,6 @@
 """Advantages and what comes before them, against their statements in plain Python."""
 
+import math
 import random
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ import plain_statements as plain
 from moerl.config.algorithm_settings import of_plain
 from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
 
-FEW = settings(derandomize=True, deadline=None, max_examples=25)
 SEEDS = st.integers(0, 10**6)
 KINDS = {
     "grpo": {"kind": "grpo"},
@@ -33,7 +33,10 @@ KINDS = {
     "gae": {"kind": "gae", "gamma": 0.9, "lam": 0.8},
     "prime": {"kind": "prime", "beta": 0.3},
 }
+OF_GROUPS = sorted(set(KINDS) - {"reinforce_pp", "remax", "gae"})
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "unbiased")
+OVERLONG = [{"overlong": "penalty", "overlong_buffer": 3}, {"overlong": "mask"}, {"overlong": "none"}]
+STYLES = ("any", "ties", "balanced", "constant")
 PLAIN = {
     "objective": {"kind": "reinforce"},
     "normalize_by": "token",
@@ -45,108 +48,168 @@ PLAIN = {
 }
 
 
-def rewards_like(rng, style, count):
-    """Eighths, whose sums are exact: what equals a group's mean does so in any order of the sum."""
-    if style == "equal":
-        return [0.1] * count
-    if style == "ties":
-        return [rng.choice([0.0, 1.0]) for _ in range(count)]
-    if style == "balanced":
-        return [rng.choice([-1.0, 1.0]) for _ in range(count)]
-    return [rng.randint(-16, 16) / 8 for _ in range(count)]
+def few(count):
+    return settings(derandomize=True, deadline=None, max_examples=count)
 
 
-def random_step(rng, *, style="any", empty=True, single=True):
-    """Groups of 1 to 4 samples, out of order; samples of 1 to 3 sequences; sequences of 1 to 7 tokens with holes."""
-    sizes = [1, 2, 3, 4] if single else [2, 3, 4]
+def random_rewards(rng, style, groups):
+    """Eighths, whose sums are exact: what equals a group's mean does so in any order of the sum. Constant groups have any number."""
+    drawn = {
+        "any": lambda: rng.randint(-16, 16) / 8,
+        "ties": lambda: rng.choice([0.0, 1.0]),
+        "balanced": lambda: rng.choice([-1.0, 1.0]),
+        "constant": lambda: rng.randint(-16, 16) / 8,
+    }[style]
+    constant = {g: rng.choice([0.1, 0.7, 1.0, 0.0]) for g in groups if style == "constant" and rng.random() < 0.6}
+    return [constant.get(g, drawn()) for g in groups]
+
+
+def random_step(seed, *, style="any", sizes=(1, 2, 3, 4)):
+    """Three groups, out of order; samples of 1 to 3 sequences of 1 to 6 tokens with holes; some without a response token."""
+    rng = random.Random(seed)
     groups = [g for g, size in enumerate(rng.sample(sizes, 3)) for _ in range(size)]
     rng.shuffle(groups)
     owner = [k for k in range(len(groups)) for _ in range(rng.randint(1, 3))]
-    mask = [[rng.random() < 0.6 for _ in range(rng.randint(1, 7))] for _ in owner]
-    for k in range(len(groups)):
-        first = owner.index(k)
-        mask[first][0] = True
-    if empty:
-        without = rng.randrange(len(groups))
-        mask = [[False] * len(row) if owner[i] == without else row for i, row in enumerate(mask)]
+    empty = [rng.random() < 0.15 for _ in groups]
+    mask = [[not empty[k] and rng.random() < 0.6 for _ in range(rng.randint(1, 6))] for k in owner]
+    mask[-1] = [True, False, True]
 
-    def column():
-        return [[-rng.expovariate(1) if inside else float("nan") for inside in row] for row in mask]
+    def column(outside=math.nan):
+        return [[-rng.expovariate(1) if inside else outside for inside in row] for row in mask]
 
-    return plain.Step(
-        mask=mask,
-        owner=owner,
-        rewards=rewards_like(rng, style, len(groups)),
-        groups=groups,
-        truncated=[rng.random() < 0.3 for _ in groups],
-        max_response_tokens=8,
-        greedy=[rng.uniform(-1, 1) for _ in groups],
-        old=column(),
-        ref=column(),
-        values=column(),
-        process=column(),
-    )
+    step = plain.Columns(
+        mask=mask, owner=owner, groups=groups, rewards=random_rewards(rng, style, groups), max_response_tokens=8,
+        truncated=[rng.random() < 0.3 for _ in groups], greedy=[rng.uniform(-1, 1) for _ in groups],
+        old=column(), ref=column(), values=column(), process=column(),
+    )  # fmt: skip
+    return step, column()
 
 
 def flat(rows):
     return np.array([x for row in rows for x in row])
 
 
-def project(s, step, **changed):
-    """Result of the project, and its numbers by token."""
-    names = {"old_logprobs": step.old, "logprobs": step.old, "reference_logprobs": step.ref}
-    names |= {"values": step.values, "process_logprobs": step.process}
-    columns = {name: flat(rows) for name, rows in names.items()}
+def padded(rows):
+    """[B, T]: outside of a sequence NaN, or not in the mask."""
+    width = max(map(len, rows)) + 1
+    return np.array([row + [False if isinstance(row[0], bool) else math.nan] * (width - len(row)) for row in rows])
+
+
+def project(s, step, logp, *, layout=flat):
+    named = {"mask": step.mask, "logprobs": logp, "old_logprobs": step.old, "reference_logprobs": step.ref}
+    named |= {"values": step.values, "process_logprobs": step.process}
+    columns = {name: layout(rows) for name, rows in named.items()}
+    lengths = [len(row) for row in step.mask] if layout is flat else None
     return algorithm_loss(
-        of_plain(s),
-        TokenArrays(**{"mask": flat(step.mask), "lengths": [len(row) for row in step.mask]} | columns | changed),
-        rewards=step.rewards,
-        groups=step.groups,
-        samples=step.owner,
-        greedy_rewards=step.greedy,
-        truncated=step.truncated,
-        max_response_tokens=step.max_response_tokens,
-    )
-
-
-def by_token(step, column):
-    places = [(i, t) for i, row in enumerate(step.mask) for t in range(len(row))]
-    return dict(zip(places, column.tolist(), strict=True))
+        of_plain(PLAIN | s), TokenArrays(lengths=lengths, **columns), rewards=step.rewards, groups=step.groups, samples=step.owner,
+        greedy_rewards=step.greedy, truncated=step.truncated, max_response_tokens=step.max_response_tokens,
+    )  # fmt: skip
 
 
 def assert_equal(step, column, expected):
     """Tokens without an expected number have 0."""
-    told = by_token(step, column)
-    assert told == pytest.approx({token: expected.get(token, 0.0) for token in told}, rel=1e-9, abs=1e-10)
+    places = [(i, t) for i, row in enumerate(step.mask) for t in range(len(row))]
+    assert column.tolist() == pytest.approx([expected.get(place, 0.0) for place in places], rel=1e-9, abs=1e-10)
 
 
-def assert_as_stated(s, step):
-    s = PLAIN | s
-    result, (advantages, returns) = project(s, step), plain.advantages(s, step)
+def assert_as_stated(s, drawn):
+    step, logp = drawn
+    result, (advantages, returns) = project(s, step, logp), plain.advantages(PLAIN | s, step)
     assert_equal(step, result.advantages, advantages)
+    assert_equal(step, result.kept, dict.fromkeys(advantages, True))
     assert (result.returns is None) == (returns is None)
     if returns is not None:
         assert_equal(step, result.returns, returns)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@FEW
-@given(SEEDS, st.sampled_from(["any", "ties", "balanced", "equal"]))
-def test_advantages_of_every_kind_are_as_stated(kind, seed, style):
-    rng = random.Random(seed)
-    assert_as_stated({"advantage": KINDS[kind]}, random_step(rng, style=style, empty=rng.random() < 0.5))
+@few(30)
+@given(SEEDS, st.sampled_from(STYLES))
+def test_every_advantage_is_as_stated(kind, seed, style):
+    assert_as_stated({"advantage": KINDS[kind]}, random_step(seed, style=style))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(derandomize=True, deadline=None, max_examples=12)
+@few(20)
 @given(SEEDS, st.sampled_from(ESTIMATORS))
 def test_a_kl_in_the_reward_is_taken_from_tokens_or_from_the_sample(kind, seed, estimator):
     s = {"advantage": KINDS[kind], "kl_coefficient": 0.2, "kl_estimator": estimator, "kl_in": "reward"}
-    assert_as_stated(s, random_step(random.Random(seed)))
+    assert_as_stated(s, random_step(seed))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(derandomize=True, deadline=None, max_examples=12)
-@given(SEEDS, st.sampled_from([{"overlong": "penalty", "overlong_buffer": 3}, {"overlong": "mask"}, {"overlong": "none"}]), st.booleans())
-def test_rewards_are_shaped_as_stated(kind, seed, overlong, whiten):
-    assert_as_stated({"advantage": KINDS[kind], "whiten_rewards": whiten, **overlong}, random_step(random.Random(seed), style="any"))
+@few(20)
+@given(SEEDS, st.sampled_from(OVERLONG), st.booleans(), st.sampled_from(STYLES))
+def test_rewards_are_shaped_as_stated(kind, seed, overlong, whiten, style):
+    assert_as_stated({"advantage": KINDS[kind], "whiten_rewards": whiten, **overlong}, random_step(seed, style=style))
+
+
+@few(40)
+@given(SEEDS, st.sampled_from(sorted(set(KINDS) - {"reinforce_pp_baseline"})), st.sampled_from(OVERLONG), st.booleans())
+def test_shaping_and_a_kl_go_together_as_stated(seed, kind, overlong, whiten):
+    s = {"advantage": KINDS[kind], "whiten_rewards": whiten, "kl_coefficient": 0.2, "kl_in": "reward", **overlong}
+    assert_as_stated(s, random_step(seed))
+
+
+@pytest.mark.parametrize(("x", "taken"), [(-30.0, 10.0), (-2.0, math.exp(2) - 3), (15.0, 10.0), (30.0, 10.0)])
+@pytest.mark.parametrize("estimator", ["k3", "k3+", "unbiased"])
+def test_k3_is_at_most_10(estimator, x, taken):
+    assert plain.kl_value(estimator, x, 1.0) == pytest.approx(taken)
+    drawn, logp = random_step(0)
+    drawn.old, drawn.greedy = [[-1.0] * len(row) for row in drawn.mask], [0.0] * len(drawn.groups)
+    drawn.ref = [[-1.0 - x] * len(row) for row in drawn.mask]
+    s = {"advantage": {"kind": "remax"}, "kl_coefficient": 0.1, "kl_estimator": estimator, "kl_in": "reward"}
+    assert_as_stated(s, (drawn, logp))
+
+
+@pytest.mark.parametrize("kind", OF_GROUPS)
+def test_groups_of_one_sample_have_advantage_0(kind):
+    step, logp = random_step(3)
+    step.groups = list(range(len(step.groups)))
+    result = project({"advantage": KINDS[kind]}, step, logp)
+    assert not result.advantages.any()
+    assert result.loss == 0
+    assert not result.gradient.any()
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (6, 7, 10), (11, 13, 16)])
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "gpg", "maxrl", "opo"])
+def test_equal_rewards_are_no_signal(sizes, kind):
+    """Neither is a difference of rounding, which gpg would count among the samples whose advantage is not 0."""
+    step, logp = random_step(1, sizes=sizes)
+    step.rewards = [{0: 0.1, 1: 0.7}.get(g, float(k % 2)) for k, g in enumerate(step.groups)]
+    assert_as_stated({"advantage": KINDS[kind]}, (step, logp))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_holes_and_nan_change_no_bit(kind):
+    step, logp = random_step(5, style="ties")
+    s = {"advantage": KINDS[kind], "kl_coefficient": 0.2, "kl_in": "reward"}
+    with_nan = project(s, step, logp)
+    for name in ("old", "ref", "values", "process"):
+        setattr(step, name, [[0.3 if math.isnan(x) else x for x in row] for row in getattr(step, name)])
+    without = project(s, step, [[-0.7 if math.isnan(x) else x for x in row] for row in logp])
+    assert with_nan.advantages.tobytes() == without.advantages.tobytes()
+    assert with_nan.gradient.tobytes() == without.gradient.tobytes()
+    assert with_nan.loss == without.loss
+    as_rectangle = project(s, step, logp, layout=padded).advantages
+    assert [as_rectangle[i, t] for i, row in enumerate(step.mask) for t in range(len(row))] == with_nan.advantages.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_a_trained_token_has_no_loss(kind):
+    step, logp = random_step(2)
+    step.truncated = [True] * len(step.groups)
+    result = project({"advantage": KINDS[kind], "overlong": "mask"}, step, logp)
+    assert result.loss == 0
+    assert not result.advantages.any()
+    assert not result.kept.any()
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+@pytest.mark.parametrize("overlong", OVERLONG)
+def test_a_reward_that_is_not_finite_is_refused(reward, overlong):
+    step, logp = random_step(4)
+    step.rewards[0], step.truncated[0] = reward, True
+    with pytest.raises(ValueError, match="finite"):
+        project({"advantage": KINDS["grpo"], **overlong}, step, logp)

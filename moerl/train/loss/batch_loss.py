@@ -120,19 +120,23 @@ def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup
     would be NaN."""
     mask_T = columns.response_mask_T if columns.kept_T is None else columns.response_mask_T & columns.kept_T
     logp_T = torch.where(mask_T, logp_T, 0.0)
-    rollout_T = masked(columns.rollout_logprobs_T, mask_T)
+
+    def column(values_T: Tensor) -> Tensor:
+        return masked(values_T, mask_T).to(logp_T.dtype)
+
+    rollout_T = column(columns.rollout_logprobs_T)
     if columns.proximal_T is not None:
         # Between server and policy in log-space, by age (AReaL's approximation of a policy that is not computed).
-        old_T = rollout_T + masked(columns.proximal_T, mask_T) * (logp_T.detach() - rollout_T)
+        old_T = rollout_T + column(columns.proximal_T) * (logp_T.detach() - rollout_T)
     else:
-        old_T = logp_T.detach() if columns.old_logprobs_T is None else masked(columns.old_logprobs_T, mask_T)
+        old_T = logp_T.detach() if columns.old_logprobs_T is None else column(columns.old_logprobs_T)
     return TokenColumns(
         logp_T=logp_T,
         old_logp_T=old_T,
         rollout_logp_T=rollout_T,
-        advantage_T=masked(columns.advantages_T, mask_T),
+        advantage_T=column(columns.advantages_T),
         mask_T=mask_T,
-        reference_logp_T=None if columns.reference_logprobs_T is None else masked(columns.reference_logprobs_T, mask_T),
+        reference_logp_T=None if columns.reference_logprobs_T is None else column(columns.reference_logprobs_T),
         selected_T=columns.selected_T,
         sequence_T=columns.sequence_T,
         num_sequences=columns.num_sequences,

@@ -1,0 +1,85 @@
+"""Every algorithm and correction, one after the other on the ranks of a test."""
+
+from dataclasses import replace
+
+import numpy as np
+from engine_jobs import new_engine
+
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import of_plain
+from moerl.train.engine_settings import EngineSettings
+from moerl.types.batch import TrainBatch
+
+OBJECTIVES = (
+    {"kind": "ppo_clip", "dual_clip": 1.5}, {"kind": "gspo", "clip_low": 0.01, "clip_high": 0.01},
+    {"kind": "gspo_token", "clip_low": 0.01, "clip_high": 0.01}, {"kind": "cispo", "clip_low": 0.1, "clip_high": 0.1}, {"kind": "sapo"},
+    {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.05}, {"kind": "clip_cov", "share": 0.1}, {"kind": "kl_cov", "share": 0.1},
+    {"kind": "m2po", "tau": 0.01}, {"kind": "dppo_tv", "low": 0.002, "high": 0.002}, {"kind": "dppo_kl", "low": 1e-4, "high": 1e-4},
+    {"kind": "dppo_tv_prime", "low": 0.002, "high": 0.002}, {"kind": "ipo", "divergence": 0.002}, {"kind": "reinforce"},
+)  # fmt: skip
+CORRECTIONS = (
+    [{"kind": "tis", "cap": 1.1}], [{"kind": "tis", "level": "sequence", "cap": 1.3}], [{"kind": "tis", "cap": 1.1, "normalized": True}],
+    [{"kind": "icepop", "low": 0.9, "high": 1.1}], [{"kind": "opsm", "delta": 0.01}],
+    [{"kind": "sequence_mask_tis", "low": 0.95, "high": 1.05}],
+    *([{"kind": "rejection", "statistic": "k1", "level": level, "low": 0.9, "high": 1.15}] for level in ("token", "sum", "mean")),
+    [{"kind": "rejection", "statistic": "k3", "level": "max", "high": 0.02}, {"kind": "tis", "cap": 1.1, "normalized": True}],
+)  # fmt: skip
+
+
+def losses():
+    """Losses by name: every objective and correction, every aggregation and terms beside the objective."""
+    plain = {objective["kind"]: {"objective": objective, "normalize_by": "sequence"} for objective in OBJECTIVES}
+    for corrections in CORRECTIONS:
+        name = " ".join(".".join(map(str, part.values())) for part in corrections)
+        plain[name] = {"objective": {"kind": "ppo_clip"}, "corrections": corrections, "normalize_by": "token"}
+    clip_cov = {"kind": "clip_cov", "share": 0.1}
+    plain["rejected, then selected"] = {"objective": clip_cov, "corrections": CORRECTIONS[7], "normalize_by": "sequence_sum"}
+    terms = {"kl_coefficient": 0.1, "kl_estimator": "unbiased", "entropy_bonus": 0.05, "drift_penalty": 0.1}
+    plain["terms"] = {"objective": {"kind": "gspo"}, "normalize_by": "fixed_length", "fixed_length": 9, **terms}
+    return {name: loss_of(of_plain({"advantage": {"kind": "grpo"}, **settings})) for name, settings in plain.items()}
+
+
+def ragged_batch(*, num_sequences: int = 13, outside: float = 0.0) -> TrainBatch:
+    """Sequences of 4 to 19 tokens with holes in the mask, and one without a response; credit and weights of tokens. Log-probs but the
+    teacher's are differences from the policy's. `outside`: values that must not matter."""
+    rng = np.random.default_rng(3)
+    offsets = np.concatenate([[0], np.cumsum(rng.integers(4, 20, size=num_sequences))])
+    total = int(offsets[-1])
+    mask_T = rng.random(total) < 0.7
+    mask_T[offsets[:-1]] = mask_T[offsets[:-1] + 1] = False
+    mask_T[offsets[4] : offsets[5]] = False
+    is_tool_T = ~mask_T & (rng.random(total) < 0.5)
+    is_tool_T[offsets[:-1]] = False
+
+    def column(values_T: np.ndarray) -> np.ndarray:
+        return np.where(mask_T, values_T, outside).astype(np.float32)
+
+    return TrainBatch(
+        token_ids_T=rng.integers(5, 90, size=total),
+        response_mask_T=mask_T,
+        rollout_logprobs_T=column(rng.normal(size=total) * 0.1),
+        old_logprobs_T=column(rng.normal(size=total) * 0.1),
+        reference_logprobs_T=column(rng.normal(size=total) * 0.1),
+        advantages_T=column(rng.normal(size=total)),
+        rl_weight_T=column(rng.random(total)),
+        ce_weight_T=np.where(is_tool_T, 0.1, 0).astype(np.float32),
+        kl_weight_T=np.where(mask_T & (rng.random(total) < 0.3), 0.2, 0).astype(np.float32),
+        teacher_logprobs_T=column(rng.normal(size=total) * 0.1 - 4.5),
+        offsets=offsets,
+    )
+
+
+def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int]):
+    """Statistics of an update by each loss in turn, and the log-probs afterwards, in the batch's own order. `order`: of the sequences as
+    the engine gets them."""
+    engine = new_engine(settings)
+    batch = batch.select(order)
+    first_T = engine.logprobs(batch)
+    names = ("old_logprobs_T", "rollout_logprobs_T", "reference_logprobs_T")
+    near = {name: (first_T + getattr(batch, name)).astype(np.float32) for name in names}
+    batch = replace(batch, **near)
+    found = {}
+    for name, loss in losses().items():
+        stats = engine.update(batch, loss, lr=1e-4, num_updates=1)
+        found[name] = (stats, replace(batch, rollout_logprobs_T=engine.logprobs(batch)).select(np.argsort(order)).rollout_logprobs_T)
+    return found
