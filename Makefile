@@ -25,7 +25,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test venv-py312 test-py312 test-real test-bridges engines test-engines test-slurm lint docs format clean
+.PHONY: help venv demo test venv-py312 test-py312 test-real test-bridges engines test-engines test-slurm learn lint docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ test-engines: venv engines ## the tests that start SGLang and vLLM, one server a
 test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs Debian's slurm-wlm and munge)
 	@bash scripts/slurm.sh
 	$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
+
+learn: venv ## the demo's task by every algorithm, three seeds each (an hour and more); what build/learn.jsonl holds is not run again
+	$(BIN)/python benchmarks/learn.py $(ARGS)
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .

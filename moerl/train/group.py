@@ -14,6 +14,7 @@ from moerl.algorithms.algorithm import Loss
 from moerl.cluster.placement import ProcessPlace, find_placement
 from moerl.cluster.ray_nodes import only_on
 from moerl.config.derive.gpu_map import num_shared
+from moerl.config.schema.custom_part import modules_of_files
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import WatchedProcess
@@ -179,6 +180,8 @@ class MegatronTrainGroup:
         return (await self._on_shares("reference_logprobs", batch, num_updates))[0]
 
     async def update(self, batch: Batch, loss: Loss, *, lr: float) -> StepStats:
+        for module in modules_of_files():
+            ray.cloudpickle.register_pickle_by_value(module)  # nodes need not have a user's file
         num_updates = self._config.train.updates_per_step
         return (await self._on_shares("update", batch, num_updates, loss, lr, num_updates))[0]
 

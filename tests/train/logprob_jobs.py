@@ -29,6 +29,8 @@ class Case:
     chunk_tokens: int = 8
     spread: float = 3.0
     num_dead: int = 0
+    entropy_weight: float = 0.0
+    """Weight of the entropies beside the log-probs in the loss; 0: the entropy has no gradient."""
 
     @property
     def padded_vocab_size(self) -> int:
@@ -58,7 +60,8 @@ def chunked(case: Case) -> Values:
     from moerl.train.loss.logprobs import logprobs_and_entropy
 
     def compute(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> Pair:
-        options = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
+        options: dict[str, Any] = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
+        options["entropy_has_gradient"] = case.entropy_weight != 0
         return logprobs_and_entropy(logits_TV, labels_T, group=group, **options)
 
     return _evaluate(case, compute)
@@ -92,11 +95,14 @@ def _evaluate(case: Case, compute: Callable[[Tensor, Tensor, dist.ProcessGroup],
     padded_TV = torch.nn.functional.pad(whole_TV, (0, case.padded_vocab_size - case.vocab_size), value=50.0)
     logits_TV = padded_TV.chunk(case.tp, dim=1)[group.rank()].clone().requires_grad_()
     logprobs_T, entropy_T = compute(logits_TV, labels_T, group)
-    assert not entropy_T.requires_grad
-    (logprobs_T * weight_T.to(logprobs_T.dtype)).sum().backward()
+    assert entropy_T.requires_grad == (case.entropy_weight != 0)
+    loss = (logprobs_T * weight_T.to(logprobs_T.dtype)).sum()
+    if case.entropy_weight:
+        loss = loss + case.entropy_weight * (entropy_T * weight_T.flip(0).to(logprobs_T.dtype)).sum()
+    loss.backward()
     return Values(
         logprobs_T=logprobs_T.detach().numpy(),
-        entropy_T=entropy_T.numpy(),
+        entropy_T=entropy_T.detach().numpy(),
         gradient_TV=_gather(logits_TV.grad, group).double().numpy(),
         dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in (logprobs_T, entropy_T, logits_TV.grad)),  # type: ignore[arg-type]
     )

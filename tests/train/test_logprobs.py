@@ -24,8 +24,8 @@ def exact(case):
     logits_TV = logits_TV.double().requires_grad_()
     table_TV = (logits_TV / case.temperature).log_softmax(-1)
     logprobs_T = table_TV.gather(1, labels_T[:, None])[:, 0]
-    (logprobs_T * weight_T).sum().backward()
-    entropy_T = torch.special.entr(table_TV.exp()).sum(-1)
+    entropy_T = -(table_TV.exp() * table_TV.clamp(min=-1e30)).sum(-1)
+    ((logprobs_T * weight_T).sum() + case.entropy_weight * (entropy_T * weight_T.flip(0)).sum()).backward()
     return logprobs_T.detach().numpy(), entropy_T.detach().numpy(), logits_TV.grad.numpy()
 
 
@@ -43,6 +43,12 @@ def test_float64_stays_float64(name):
     values = run_ranks(chunked, case.tp, case)
     assert values.dtypes == ("float64", "float64", "float64")
     assert_close(values, case, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_entropy_term_has_its_gradient(name):
+    case = replace(CASES[name], dtype="float64", entropy_weight=0.7)
+    assert_close(run_ranks(chunked, case.tp, case), case, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)

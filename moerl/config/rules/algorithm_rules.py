@@ -1,6 +1,7 @@
 """Rules of the algorithm: what its parts need of a run, and which do not go together."""
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -57,7 +58,7 @@ _METHODS = {"advantage": "__call__", "objective": "token_loss", "corrections": "
 
 def _class_problems(name: str, part: CustomPart, found: type, path: str) -> Iterator[Problem]:
     method = _METHODS[name.partition(".")[0]]
-    if not callable(getattr(found, method, None)):
+    if not any(method in vars(base) for base in found.__mro__):  # a class itself can always be called
         reason = f"an {name.partition('.')[0]} is asked by it" if name != "advantage" else "an estimator is called"
         yield problem(path, part.path, f"must have {method}", reason, f"def {method}(self, ...) in class {found.__name__}")
     if name == "objective" and "metric_names" not in dir(found):
@@ -66,6 +67,10 @@ def _class_problems(name: str, part: CustomPart, found: type, path: str) -> Iter
     if "whole_minibatch" in part.needs and selecting:
         reason = "its needs have whole_minibatch, and these choose from it"
         yield problem(path, part.path, f"must have {' and '.join(selecting)}", reason, "both, or leave whole_minibatch out of needs")
+    names = [each.name for each in fields(found)] if is_dataclass(found) else []
+    for setting in part.settings.keys() - names:
+        where, reason = f"algorithm.{name}.settings.{setting}", f"the fields of {found.__name__} are its settings"
+        yield problem(where, part.settings[setting], "is not a setting", reason, f"one of {', '.join(names)}" if names else "leave it out")
     try:
         part.build()
     except ValidationError as error:

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -32,7 +33,7 @@ class CustomPart(Strict):
         return frozenset(getattr(load_class(self.path), "needs", ()))
 
     def build(self) -> Any:
-        """The object. pydantic.ValidationError for settings that are not the class's."""
+        """The object. pydantic.ValidationError for settings that the class does not take; it is no error here to give more."""
         return TypeAdapter(load_class(self.path)).validate_python(self.settings)
 
 
@@ -49,8 +50,16 @@ def load_class(path: str) -> type:
     return found
 
 
-def _module_of_file(file: Path) -> Any:
-    name = f"moerl_custom_{file.stem}"
+_PREFIX = "moerl_custom_"
+
+
+def modules_of_files() -> list[ModuleType]:
+    """Modules that were run from files: other processes cannot import them by their names."""
+    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    name = f"{_PREFIX}{file.stem}"
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(file):
         return loaded

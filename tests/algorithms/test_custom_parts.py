@@ -1,0 +1,67 @@
+"""Parts of an algorithm from a user's file: the one of docs/add-an-algorithm.md."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moerl.config.algorithm_settings import of_plain
+from moerl.config.load import load
+from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
+from moerl.types.errors import ConfigError
+
+PAGE = (Path(__file__).parents[2] / "docs" / "add-an-algorithm.md").read_text()
+DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+
+
+def block(begins):
+    found = re.search(rf"^    {begins}\n((?:    .*\n|\n)+)", PAGE, re.MULTILINE)
+    return textwrap.dedent(found[0])
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(block("# own.py"))
+    monkeypatch.chdir(tmp_path)
+    return yaml.safe_load(block("algorithm:"))["algorithm"]
+
+
+def test_the_parts_of_the_page_are_used(own):
+    tokens = TokenArrays(mask=[[1, 1], [1, 0]], logprobs=[[-1.0, -2.0], [-1.0, 0]], old_logprobs=[[-1.1, -1.0], [-1.0, 0]])
+    result = algorithm_loss(of_plain({**own, "normalize_by": "token"}), tokens, rewards=[3.0, 1.0], groups=[0, 0])
+    assert result.advantages.tolist() == [[1.0, 1.0], [-1.0, 0]]
+    near = -(2.718281828459045**0.1) + 0.1**2  # the second token is too far
+    assert result.loss == pytest.approx(0.5 * (near + 1.0) / 3)
+    assert result.metrics["objective"]["far"] == pytest.approx(1 / 3)
+    assert result.metrics["correction_weight"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("part", "path", "said"),
+    [
+        ("objective", "absent.py:Squared", "names no file"),
+        ("objective", "own.py", "must name a class that can be imported"),
+        ("objective", "own.py:Round", "has no attribute 'Round'"),
+        ("objective", "broken.py:Squared", "ZeroDivisionError"),
+        ("objective", "own.py:Halved", "must have token_loss"),
+        ("advantage", "own.py:Halved", "must have __call__"),
+        ("corrections", "own.py:Squared", "must have weights"),
+    ],
+)
+def test_a_part_that_cannot_be_used_is_named_before_the_run(part, path, said, own, tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    name = "algorithm.corrections" if part == "corrections" else f"algorithm.{part}"
+    value = f"{{kind: custom, path: '{path}'}}"
+    with pytest.raises(ConfigError) as caught:
+        load([DEMO, f"~{name}", f"+{name}={value}"] if part != "corrections" else [DEMO, f"{name}=[{value}]"])
+    assert any(problem.path.startswith(name) and said in str(problem) for problem in caught.value.problems), caught.value
+
+
+def test_settings_that_are_not_the_classs_are_named(own):
+    value = "{kind: custom, path: own.py:Squared, settings: {capp: 1.0}}"
+    with pytest.raises(ConfigError) as caught:
+        load([DEMO, "~algorithm.objective", f"+algorithm.objective={value}"])
+    paths = {problem.path for problem in caught.value.problems}
+    assert paths == {"algorithm.objective.settings.cap", "algorithm.objective.settings.capp"}

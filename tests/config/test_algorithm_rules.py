@@ -1,0 +1,69 @@
+"""Parts of an algorithm that do not go together, or that a run cannot give what they need, are refused with what to write instead."""
+
+import pytest
+
+from moerl.config.load import load
+from moerl.types.errors import ConfigError
+
+DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
+ASYNC = "recipe=dapo-tiny-moe-1n2g-async"
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(list(overrides))
+    return {problem.path: f"{problem.rule}; {problem.fix}" for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "said"),
+    [
+        (["algorithm.advantage.kind=gae"], "algorithm.advantage.kind", "needs a critic"),
+        (["algorithm.advantage.kind=prime"], "algorithm.advantage.kind", "needs a model of outcomes"),
+        (["algorithm=m2po", "train.router_replay=rollout"], "train.router_replay", "must be off"),
+        (["algorithm=gmpo", "algorithm.normalize_by=token"], "algorithm.normalize_by", "must be sequence for gmpo"),
+        (["algorithm.normalize_by=fixed_length"], "algorithm.fixed_length", "must be given"),
+        (["algorithm.fixed_length=8"], "algorithm.fixed_length", "has no effect"),
+        (["algorithm.corrections=[{kind: tis}]", "train.old_logprobs=rollout"], "algorithm.corrections", "train.old_logprobs=trainer"),
+        (
+            ["algorithm.corrections=[{kind: rejection, high: 2}]", "train.old_logprobs=log_linear"],
+            "train.old_logprobs", "must be trainer",
+        ),
+        (["algorithm.corrections=[{kind: rejection}]"], "algorithm.corrections.0.high", "needs a bound"),
+        (["algorithm.corrections=[{kind: icepop, low: 2, high: 1}]"], "algorithm.corrections.0.low", "must be less than high=1"),
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "train.old_logprobs=rollout"],
+            "train.old_logprobs", "must be trainer",
+        ),
+        (
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=unbiased"],
+            "algorithm.kl_estimator", "is for kl_in=loss",
+        ),
+        (["algorithm.kl_target=0.1"], "algorithm.kl_target", "needs kl_coefficient > 0"),
+        (["group_size=1"], "group_size", "must be at least 2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(overrides, path, said):
+    found = refused(DEMO, *overrides)
+    assert said in found[path], found
+    assert len(found) == 1
+
+
+def test_without_a_comparison_of_samples_one_is_enough():
+    assert load([DEMO, "algorithm=reinforce_pp", "group_size=1"]).group_size == 1
+
+
+def test_stale_samples_need_a_correction():
+    assert "needs algorithm.corrections" in refused(ASYNC, "train.old_logprobs=trainer")["train.old_logprobs"]
+    corrected = load([ASYNC, "train.old_logprobs=trainer", "algorithm.corrections=[{kind: tis}]"])
+    assert not corrected.needs_old_logprobs
+    assert load([ASYNC, "train.old_logprobs=log_linear"]).train.old_logprobs == "log_linear"
+
+
+def test_what_an_algorithm_needs_decides_the_passes_of_a_step():
+    assert not load([DEMO]).needs_old_logprobs
+    assert load([DEMO, "algorithm.corrections=[{kind: rejection, high: 2}]"]).needs_old_logprobs
+    assert load([DEMO, "algorithm.corrections=[{kind: tis, normalized: true}]"]).needs_old_logprobs
+    reward = load([DEMO, "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"])
+    assert reward.needs_old_logprobs and reward.uses_reference
+    assert not load([DEMO]).uses_reference
