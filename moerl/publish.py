@@ -76,7 +76,7 @@ class WeightPublisher:
     async def ask(self, groups: Sequence[Group], batch: StoredBatch) -> dict[Member, Asked]:
         """Canary's answers, for `compare`, of servers that sampled in `groups` but of which the update compares too few tokens, as in
         asynchronous runs: tokens of older versions differ rightly. Servers that the canary of this version has compared are left out."""
-        spans = (span for group in groups for sample in group.samples for span in sample.completion.spans)
+        spans = (span for group in groups for sample in group.samples for each in sample.segments for span in each.spans)
         sources = self._fleet.owners(spans) - self._compared_in(batch) - self._compared
         members = [member for member in self._fleet.serving() if member in sources]
         found = await asyncio.gather(*map(self._asked, members), return_exceptions=True)

@@ -94,9 +94,9 @@ def _sample_fields(sample: Sample, text: str) -> dict[str, Any]:
         "request_id": sample.completion.request_id,
         "response": text,
         "reward": sample.score.reward,
-        "length": sample.completion.num_tokens,
+        "length": sample.num_tokens,
         "finish_reason": sample.completion.finish_reason,
         "parts": dict(sample.score.parts),
-        "versions": [[span.version, span.num_tokens] for span in sample.completion.spans],
+        "versions": [[span.version, span.num_tokens] for segment in sample.segments for span in segment.spans],
         "error": sample.score.error,
     }

@@ -157,7 +157,7 @@ def step_metrics(
     `full_reward` is the most a sample can get. What the step has no sample for, or no reference for, is absent, not 0.
     """
     samples = [sample for group in groups for sample in group.samples]
-    num_tokens = sum(sample.completion.num_tokens for sample in samples)
+    num_tokens = sum(sample.num_tokens for sample in samples)
     return {
         **_reward_metrics(samples),
         "reward/errors": float(sum(len(group.errors) for group in groups)),
@@ -217,7 +217,7 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if not samples:
         return {}
-    lengths = [sample.completion.num_tokens for sample in samples]
+    lengths = [sample.num_tokens for sample in samples]
     return {
         "length/mean": float(np.mean(lengths)),
         "length/max": float(max(lengths)),
@@ -227,7 +227,8 @@ def _length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 def _staleness_metrics(trained_version: int, samples: Sequence[Sample]) -> dict[str, float]:
     # A completion aborted before its first token has no span, hence no version.
-    oldest = [min(span.version for span in sample.completion.spans) for sample in samples if sample.completion.spans]
+    spans = [[span for segment in sample.segments for span in segment.spans] for sample in samples]
+    oldest = [min(span.version for span in of_sample) for of_sample in spans if of_sample]
     if not oldest:
         return {}
     staleness = trained_version - np.array(oldest)
@@ -306,9 +307,9 @@ def _routing_metrics(routing: RoutingStats) -> dict[str, float]:
 
 
 def _payload_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    routes = sum(sample.completion.routes_bytes for sample in samples)
+    routes = sum(segment.routes_bytes for sample in samples for segment in sample.segments)
     return {
-        "data/payload_bytes": float(sum(sample.completion.num_bytes for sample in samples)),
+        "data/payload_bytes": float(sum(segment.num_bytes for sample in samples for segment in sample.segments)),
         **({"routing/payload_bytes": float(routes)} if routes else {}),
     }
 

@@ -37,10 +37,22 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One scored completion. Its tokens, routes and text are in `completion.payload`."""
+    """One scored answer: a completion, or several segments of tokens. Tokens, routes and text are in their payloads."""
 
     completion: "StoredCompletion"
+    """The last segment."""
     score: Score
+    earlier: "tuple[StoredCompletion, ...]" = ()
+    """Segments before it, in order: each a sequence of its own, as after a summary of the turns before. They have the sample's credit."""
+
+    @property
+    def segments(self) -> "tuple[StoredCompletion, ...]":
+        return (*self.earlier, self.completion)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy produced."""
+        return sum(segment.num_tokens for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +71,5 @@ class Group:
 
     @property
     def lengths_G(self) -> np.ndarray:
-        return np.array([sample.completion.num_tokens for sample in self.samples], dtype=np.int64)
+        """Tokens that the policy produced in each sample."""
+        return np.array([sample.num_tokens for sample in self.samples], dtype=np.int64)

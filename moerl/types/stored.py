@@ -4,15 +4,18 @@ The driver keeps `StoredCompletion`s: a few numbers and a reference. Who needs t
 Ray is imported where it is used: validation and unit tests run without.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from moerl.types.completion import Completion, FinishReason, VersionSpan
 from moerl.types.errors import StoreError
 from moerl.types.exit_codes import ExitCode
+
+Stream = Literal["rl", "ce", "kl"]
+"""Components of a loss: what the objective makes of a token, its cross-entropy, its distance from a teacher."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -23,11 +26,15 @@ class Payload:
     """Everything of a completion that grows with its length; arrays that came out of the store are read-only."""
 
     prompt_ids: np.ndarray  # int32
-    token_ids: np.ndarray  # int32, of the response
+    token_ids: np.ndarray  # int32, of the response: all that follows the prompt
     logprobs: np.ndarray  # float32, one for each of token_ids
     routes: np.ndarray | None  # see Completion.routes
     text: str
     """Text of the response; empty while it is unfinished."""
+    mask: np.ndarray | None = None  # bool, one for each of token_ids: the policy produced it, not a tool or an environment; None: all
+    weights: Mapping[Stream, np.ndarray] = field(default_factory=dict)
+    """float32, one for each of token_ids: of the component of the loss by its name. Without `rl` it is 1 where the policy produced the
+    token; the others are 0."""
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], completion: Completion, text: str) -> "Payload":
@@ -41,8 +48,15 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        arrays = (self.prompt_ids, self.token_ids, self.logprobs, self.routes)
+        arrays = (self.prompt_ids, self.token_ids, self.logprobs, self.routes, self.mask, *self.weights.values())
         return sum(array.nbytes for array in arrays if array is not None) + len(self.text)
+
+    def observed(self) -> tuple[tuple[int, int], ...]:
+        """(first, number) of each run of response tokens that the policy did not produce."""
+        if self.mask is None or self.mask.all():
+            return ()
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], self.mask, [True]]).astype(np.int8)))
+        return tuple((int(first), int(end - first)) for first, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 @runtime_checkable
@@ -112,11 +126,11 @@ def _get(references: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCompletion:
-    """Completion as the driver knows it."""
+    """Completion as the driver knows it: one of an engine, or a segment of several, with what tools and environments said between."""
 
     request_id: str
     num_tokens: int
-    """Tokens of the response."""
+    """Tokens of the response that the policy produced."""
     num_prompt: int
     spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
@@ -125,12 +139,23 @@ class StoredCompletion:
     num_bytes: int
     """Bytes of the payload."""
     payload: Stored[Payload] = field(compare=False)
+    observed: tuple[tuple[int, int], ...] = ()
+    """(first, number) of each run of response tokens that the policy did not produce."""
+    streams: frozenset[Stream] = frozenset()
+    """Components of the loss that its payload has weights for."""
+
+    @property
+    def num_observed(self) -> int:
+        return sum(number for _, number in self.observed)
 
     @classmethod
     def of(cls, completion: Completion, payload: Payload, stored: Stored[Payload]) -> "StoredCompletion":
+        observed = payload.observed()
         return cls(
             request_id=completion.request_id,
-            num_tokens=len(payload.token_ids),
+            observed=observed,
+            streams=frozenset(payload.weights),
+            num_tokens=len(payload.token_ids) - sum(number for _, number in observed),
             num_prompt=len(payload.prompt_ids),
             spans=completion.spans,
             finish_reason=completion.finish_reason,

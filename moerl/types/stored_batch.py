@@ -3,13 +3,13 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
 from moerl.types.batch import TrainBatch
 from moerl.types.routes import RouteShape, unknown_route
-from moerl.types.stored import Payload, Stored, fetch
+from moerl.types.stored import Payload, Stored, Stream, fetch
 
 
 class Batch(Protocol):
@@ -55,11 +55,11 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """Sequence i is a sample's prompt and response. Only a rank's own share has payloads on that rank."""
+    """Sequence i is a segment's prompt and response. Only a rank's own share has payloads on that rank."""
 
     payloads: tuple[Stored[Payload] | None, ...]
     prompt_lengths: np.ndarray  # int64 [num_sequences]
-    response_lengths: np.ndarray  # int64 [num_sequences]
+    response_lengths: np.ndarray  # int64 [num_sequences], tokens that the policy produced
     advantages: np.ndarray  # float32 [num_sequences], of all response tokens
     starts: np.ndarray  # int64 [num_sequences], where the sequence begins in the log-probs below
     fresh: np.ndarray | None = None  # int64 [num_sequences, 2]
@@ -73,6 +73,11 @@ class StoredBatch:
     """float32 [T] of the whole step, from the frozen initial model."""
     token_advantages: Stored[np.ndarray] | None = None
     """float32 [T] of the whole step, in the place of `advantages`."""
+    observed: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """Runs of each response's tokens that the policy did not produce: (first, number); None: there are none."""
+    observed_lengths: np.ndarray | int = 0  # int64 [num_sequences], their tokens
+    streams: frozenset[Stream] = frozenset()
+    """Components of the loss that some payload has weights for."""
     proximal: tuple[tuple[tuple[float, int], ...], ...] | None = None
     """Spans of each sequence: (where the old policy lies between server, 0, and policy, 1; tokens), one after the other."""
 
@@ -82,14 +87,27 @@ class StoredBatch:
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.prompt_lengths + self.response_lengths
+        lengths: np.ndarray = self.prompt_lengths + self.response_lengths + self.observed_lengths
+        return lengths
 
     @property
     def offsets(self) -> np.ndarray:
         return _offsets(self.lengths)
 
     def num_responses_from(self, position: int) -> int:
-        return int(np.maximum(self.lengths - np.maximum(self.prompt_lengths, position), 0).sum())
+        after = int(np.maximum(self.lengths - np.maximum(self.prompt_lengths, position), 0).sum())
+        for prompt, runs in zip(self.prompt_lengths.tolist(), self.observed or (), strict=False):
+            after -= sum(max(0, prompt + first + number - max(prompt + first, position)) for first, number in runs)
+        return after
+
+    def response_mask_T(self) -> np.ndarray:
+        """bool [T]: the policy produced the token."""
+        lengths = np.stack([self.prompt_lengths, self.lengths - self.prompt_lengths], axis=1).ravel()
+        mask_T = np.repeat(np.tile([False, True], self.num_sequences), lengths)
+        for start, runs in zip((self.offsets[:-1] + self.prompt_lengths).tolist(), self.observed or (), strict=False):
+            for first, number in runs:
+                mask_T[start + first : start + first + number] = False
+        return mask_T
 
     @property
     def routes_shape(self) -> tuple[int, int] | None:
@@ -107,10 +125,16 @@ class StoredBatch:
 
     def select(self, sequences: "np.ndarray | list[int]") -> "StoredBatch":
         chosen = np.asarray(sequences, dtype=np.int64)
+
+        def pick(values: tuple[Any, ...] | None) -> Any:
+            return None if values is None else tuple(values[i] for i in chosen)
+
         columns = {name: getattr(self, name)[chosen] for name in ("prompt_lengths", "response_lengths", "advantages", "starts")}
         fresh = None if self.fresh is None else self.fresh[chosen]
-        proximal = None if self.proximal is None else tuple(self.proximal[i] for i in chosen)
-        return replace(self, payloads=tuple(self.payloads[i] for i in chosen), fresh=fresh, proximal=proximal, **columns)
+        tuples = {name: pick(getattr(self, name)) for name in ("payloads", "observed", "proximal")}
+        if not isinstance(self.observed_lengths, int):
+            columns["observed_lengths"] = self.observed_lengths[chosen]
+        return replace(self, fresh=fresh, **tuples, **columns)
 
     def share(self, sequences: Collection[int]) -> "StoredBatch":
         """With the payloads of these sequences alone."""
@@ -131,19 +155,26 @@ class StoredBatch:
         routes_T = None if self.routes is None else no_routes(num_tokens, self.routes)
         server_T = None if self.fresh is None else np.full(num_tokens, -1, dtype=np.int16)
         proximal_T = None if self.proximal is None else np.zeros(num_tokens, dtype=np.float32)
+        weights_T = {stream: np.zeros(num_tokens, dtype=np.float32) for stream in self.streams}
         for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
             response = slice(start + len(payload.prompt_ids), end)
+            sampled = np.arange(response.start, end) if payload.mask is None else response.start + np.flatnonzero(payload.mask)
             token_ids_T[start : response.start] = payload.prompt_ids
             token_ids_T[response] = payload.token_ids
-            response_mask_T[response] = True
+            response_mask_T[sampled] = True
             rollout_logprobs_T[response] = payload.logprobs
-            advantages_T[response] = self.advantages[index]
+            advantages_T[sampled] = self.advantages[index]
+            for stream, column_T in weights_T.items():
+                if stream in payload.weights:
+                    column_T[response] = payload.weights[stream]
+                elif stream == "rl":
+                    column_T[sampled] = 1
             if self.fresh is not None and server_T is not None:
                 server, num_fresh = self.fresh[index]
-                server_T[end - num_fresh : end] = server
+                server_T[sampled[len(sampled) - num_fresh :]] = server
             if self.proximal is not None and proximal_T is not None:
                 places, counts = zip(*self.proximal[index], strict=True)
-                proximal_T[response] = np.repeat(places, counts)
+                proximal_T[sampled] = np.repeat(places, counts)
             if routes_T is not None and payload.routes is not None:
                 routes_T[start : end - 1] = payload.routes
         old = rollout_logprobs_T if self.old_logprobs == "rollout" else self._column(self.old_logprobs)
@@ -156,6 +187,7 @@ class StoredBatch:
             offsets=offsets,
             old_logprobs_T=old,
             proximal_T=proximal_T,
+            **{f"{stream}_weight_T": column_T for stream, column_T in weights_T.items()},
             reference_logprobs_T=self._column(self.reference_logprobs),
             server_T=server_T,
             routes_T=routes_T,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -123,6 +123,13 @@ def assert_as_stated(s, drawn):
         assert_equal(step, result.returns, returns)
 
 
+def assume_no_rounding(s, step):
+    """Whether a mean is 0, or a reward the mean, must not hang on the order of a sum: gpg and maxrl look at both."""
+    rewards = plain.shaped_rewards(PLAIN | s, step)
+    differences = [plain.centered(step, rewards, k) for k in rewards]
+    assume(all(x == 0 or abs(x) > 1e-9 for x in differences + [rewards[k] - x for k, x in zip(rewards, differences, strict=True)]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @few(30)
 @given(SEEDS, st.sampled_from(STYLES))
@@ -142,7 +149,9 @@ def test_a_kl_in_the_reward_is_taken_from_tokens_or_from_the_sample(kind, seed, 
 @few(20)
 @given(SEEDS, st.sampled_from(OVERLONG), st.booleans(), st.sampled_from(STYLES))
 def test_rewards_are_shaped_as_stated(kind, seed, overlong, whiten, style):
-    assert_as_stated({"advantage": KINDS[kind], "whiten_rewards": whiten, **overlong}, random_step(seed, style=style))
+    s, drawn = {"advantage": KINDS[kind], "whiten_rewards": whiten, **overlong}, random_step(seed, style=style)
+    assume_no_rounding(s, drawn[0])
+    assert_as_stated(s, drawn)
 
 
 @few(40)

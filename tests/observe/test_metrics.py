@@ -6,7 +6,7 @@ import pytest
 from moerl.evaluation.estimates import Outcome, result_of
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, move_metrics, push_metrics, step_metrics, summarize
 from moerl.types.push import PushStats
-from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint
+from moerl.types.stats import MemoryStats, MismatchStats, Move, RoutingStats, SavedCheckpoint
 
 
 @pytest.fixture
@@ -80,7 +80,11 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     )
     routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
     sample = make_sample(1.0, math=1.0, routes=np.zeros((5, 1, 2), dtype=np.uint8))
-    stats = make_stats(kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing)
+    mismatch = MismatchStats(k1=0.0, chi2=0.0, effective=1.0, trainer_perplexity=2.0, server_perplexity=2.0, correlation=1.0)
+    stats = make_stats(
+        kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing, mismatch=mismatch, kl_coefficient=0.1, objective={"selected": 0.1},
+        whole_minibatch_seconds=0.5,
+    )  # fmt: skip
     pushed = PushStats(version=0, num_tensors=3, num_bytes=64, num_buckets=1, num_senders=1, seconds=0.5, num_network=48)
     values = measure(make_group(sample), stats=stats) | push_metrics(pushed)
     values |= move_metrics({"servers_sleep": Move(seconds=0.25, num_bytes=8)})

@@ -1,6 +1,7 @@
 """From groups to the sequences of a TrainBatch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ from stored_here import stored_here
 
 from moerl.algorithms.algorithm import build_algorithm
 from moerl.config.algorithm_settings import algorithm
-from moerl.train.batching.build_batch import build_batch, sft_batch
+from moerl.train.batching.build_batch import build_batch, credited, sft_batch, with_proximal
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.errors import DataError
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
+from moerl.types.stored import Here, Payload, StoredCompletion
 
 GRPO = build_algorithm(algorithm("grpo"), 8)
 
@@ -27,6 +29,29 @@ def make_sample(token_ids, reward, *, prompt=(100, 101), finish_reason="stop", e
         routes=routes,
     )
     return Sample(completion=stored_here(prompt, completion), score=Score(reward=reward, error=error))
+
+
+def make_segment(token_ids, *, produced=None, weights=None, prompt=(100, 101)):
+    """A segment in which the policy produced the tokens for which `produced` is True."""
+    mask = None if produced is None else np.array(produced)
+    payload = Payload(
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=-np.array(token_ids, dtype=np.float32) / 10,
+        routes=None,
+        text="",
+        mask=mask,
+        weights={name: np.array(values, dtype=np.float32) for name, values in (weights or {}).items()},
+    )
+    num_tokens = len(token_ids) if mask is None else int(mask.sum())
+    spans = (VersionSpan(version=2, num_tokens=1), VersionSpan(version=3, num_tokens=num_tokens - 1, push_id="p"))
+    completion = Completion(request_id="r", token_ids=(), logprobs=(), spans=spans, finish_reason="stop")
+    return StoredCompletion.of(completion, payload, Here(payload))
+
+
+TURNS = make_segment([1, 2, 3, 4, 5], produced=[True, True, False, False, True], weights={"ce": [0, 0, 0.1, 0.1, 0]})
+SUMMED_UP = make_segment([6, 7], prompt=(9,))
+OF_TWO_SEGMENTS = Sample(completion=SUMMED_UP, earlier=(TURNS,), score=Score(reward=1.0))
 
 
 def make_group(*samples, index=0):
@@ -51,6 +76,50 @@ def test_a_batch_lays_prompt_and_response_end_to_end():
         "int64", "bool", "float32", "float32",
     ]  # fmt: skip
     assert batch.old_logprobs_T is batch.reference_logprobs_T is batch.routes_T is None
+
+
+def test_a_sample_of_several_segments_has_their_credit_in_each_and_tools_none():
+    group = make_group(OF_TWO_SEGMENTS, make_sample([8], 0.0))
+    assert group.lengths_G.tolist() == [5, 1]
+    stored = build_batch([group], GRPO, servers={"p": 4})
+    batch = laid_out(stored)
+    credit = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert batch.offsets.tolist() == stored.offsets.tolist() == [0, 7, 10, 13]
+    assert batch.token_ids_T.tolist() == [100, 101, 1, 2, 3, 4, 5, 9, 6, 7, 100, 101, 8]
+    produced = [False, False, True, True, False, False, True, False, True, True, False, False, True]
+    assert batch.response_mask_T.tolist() == stored.response_mask_T().tolist() == produced
+    assert batch.advantages_T.tolist() == pytest.approx([0, 0, credit, credit, 0, 0, credit, 0, credit, credit, 0, 0, -credit])
+    assert batch.ce_weight_T.tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0, 0, 0, 0, 0, 0])
+    assert batch.server_T.tolist() == [-1, -1, -1, 4, -1, -1, 4, -1, -1, 4, -1, -1, -1]
+    assert batch.response_lengths.tolist() == stored.response_lengths.tolist() == [3, 2, 1]
+    for position in range(8):
+        assert stored.num_responses_from(position) == batch.num_responses_from(position)
+    only = stored.select([1, 0]).select([1])
+    assert only.laid_out([0]).token_ids_T.tolist() == [100, 101, 1, 2, 3, 4, 5]
+    assert only.num_responses_from(3) == 2
+
+
+def test_the_age_of_a_token_stands_at_the_tokens_that_the_policy_produced():
+    groups = [make_group(OF_TWO_SEGMENTS, make_sample([8], 0.0))]
+    batch = laid_out(with_proximal(build_batch(groups, GRPO), groups, GRPO, 3))
+    half = (3 - 2) / (4 - 2)
+    assert batch.proximal_T.tolist() == [0, 0, half, 0, 0, 0, 0, 0, half, 0, 0, 0, 0.75]
+
+
+def test_credit_of_tokens_runs_through_the_segments_of_a_sample_and_takes_the_kl_from_their_reward():
+    settings = ("advantage.gamma=0.5", "kl_coefficient=0.1", "kl_in=reward", "kl_estimator=k1")
+    pp = build_algorithm(algorithm("reinforce_pp", *settings), 8)
+    groups = [make_group(OF_TWO_SEGMENTS, make_sample([8], 0.0))]
+    batch = build_batch(groups, pp)
+    old_T, reference_T = np.full(13, -1.0, dtype=np.float32), np.full(13, -1.5, dtype=np.float32)
+    batch = credited(replace(batch, old_logprobs=Here(old_T), reference_logprobs=Here(reference_T)), groups, pp)
+    rewards = [-0.05, -0.05, -0.05, -0.05, 0.95]
+    to_come = [sum(0.5**ahead * reward for ahead, reward in enumerate(rewards[first:])) for first in range(5)] + [-0.05]
+    expected = (np.array(to_come) - np.mean(to_come)) / np.sqrt(np.var(to_come, ddof=1) + 1e-8)
+    mask_T = batch.response_mask_T()
+    assert laid_out(batch).advantages_T[mask_T].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert not laid_out(batch).advantages_T[~mask_T].any()
+    assert laid_out(batch.select([1])).advantages_T.tolist() == pytest.approx([0, *expected[3:5]], rel=1e-6)
 
 
 def test_samples_outside_the_mask_with_errors_or_without_tokens_are_left_out():

@@ -29,9 +29,10 @@ def build_batch(
     *,
     recomputes: bool = True,
 ) -> StoredBatch:
-    """One sequence per sample, groups and samples in order. `routes`: of the model, if every sample brings its own. `servers`: numbers of
-    those that have the weights from which the update starts, by the nonces of the pushes that brought them. `recomputes`: a completion that
-    goes on after a push does so on keys and values of the new weights (rollout.partial); else of a mixture, which nobody can compare.
+    """One sequence per segment of a sample, groups and samples in order. `routes`: of the model, if every sample brings its own.
+    `servers`: numbers of those that have the weights from which the update starts, by the nonces of the pushes that brought them.
+    `recomputes`: a completion that goes on after a push does so on keys and values of the new weights (rollout.partial); else of a mixture,
+    which nobody can compare.
 
     Left out: samples with an error, outside the algorithm's mask, or without a token. Raises DataError for a reward or an advantage that
     is not a number, for an empty prompt, and for a batch in which nothing is left.
@@ -44,12 +45,16 @@ def build_batch(
     assert not missing, f"completions {missing[:4]}: no routes, for which collectors look"
     prompts = np.array([completion.num_prompt for completion in completions], dtype=np.int64)
     responses = np.array([completion.num_tokens for completion in completions], dtype=np.int64)
+    observed = np.array([completion.num_observed for completion in completions], dtype=np.int64)
     return StoredBatch(
         payloads=tuple(completion.payload for completion in completions),
         prompt_lengths=prompts,
         response_lengths=responses,
         advantages=_advantages(groups, algorithm),
-        starts=np.concatenate([[0], np.cumsum(prompts + responses)[:-1]]).astype(np.int64),
+        observed=tuple(each.observed for each in completions) if any(each.observed for each in completions) else None,
+        observed_lengths=observed,
+        streams=frozenset().union(*(each.streams for each in completions)),
+        starts=np.concatenate([[0], np.cumsum(prompts + responses + observed)[:-1]]).astype(np.int64),
         fresh=np.array([_fresh(completion.spans, servers, recomputes=recomputes) for completion in completions], dtype=np.int64),
         routes=routes,
     )
@@ -57,10 +62,9 @@ def build_batch(
 
 def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) -> StoredBatch:
     """With advantages of tokens, which follow from log-probs too: waits for those. Raises DataError for one that is not a number."""
-    offsets, responses = batch.offsets, batch.response_lengths
-    is_response_T = np.repeat(np.tile([False, True], batch.num_sequences), np.stack([batch.prompt_lengths, responses], 1).ravel())
+    is_response_T = batch.response_mask_T()
     step = replace(algorithm.scored_step(groups), tokens=ScoredTokens(penalties_N=_penalties(batch, algorithm, is_response_T)))
-    advantages_T = np.zeros(int(offsets[-1]), dtype=np.float32)
+    advantages_T = np.zeros(len(is_response_T), dtype=np.float32)
     advantages_T[is_response_T] = algorithm.credit(step).by_token(step)
     if not np.isfinite(advantages_T).all():
         raise DataError(f"advantages of tokens by algorithm.advantage.kind={algorithm.config.advantage.kind} are not all finite")
@@ -79,7 +83,7 @@ def with_proximal(batch: StoredBatch, groups: Sequence[Group], algorithm: Algori
 def _completions(groups: Sequence[Group], algorithm: Algorithm) -> list[StoredCompletion]:
     """Those that are trained on, in the order of the batch."""
     samples = [sample for group in groups for sample in _trained(group, algorithm)]
-    return [sample.completion for sample in samples if sample.completion.num_tokens]
+    return [segment for sample in samples for segment in sample.segments if segment.num_tokens]
 
 
 def _penalties(batch: StoredBatch, algorithm: Algorithm, is_response_T: np.ndarray) -> np.ndarray | None:
@@ -125,23 +129,25 @@ def _trained(group: Group, algorithm: Algorithm) -> list[Sample]:
 
 def _advantages(groups: Sequence[Group], algorithm: Algorithm) -> np.ndarray:
     """float32 [sequences]; 0 where the advantages of tokens come later."""
-    step = algorithm.scored_step(groups)
-    some = step.lengths_S > 0
+    samples = [sample for group in groups for sample in _trained(group, algorithm)]
+    num_sequences = [sum(segment.num_tokens > 0 for segment in sample.segments) for sample in samples]
     if algorithm.config.credits_tokens:
-        return np.zeros(int(some.sum()), dtype=np.float32)
+        return np.zeros(sum(num_sequences), dtype=np.float32)
+    step = algorithm.scored_step(groups)
     advantages_S = algorithm.credit(step).advantages_S
     assert advantages_S is not None, "an estimator of samples has one advantage for each"
     for group, advantage in zip(step.group_S, advantages_S, strict=True):
         if not np.isfinite(advantage):
             raise _not_finite("advantage", advantage, groups[group])
-    return advantages_S[some].astype(np.float32)
+    return np.repeat(advantages_S, num_sequences).astype(np.float32)
 
 
 def _check_rewards(groups: Sequence[Group], algorithm: Algorithm) -> None:
     for group in groups:
         for sample in _trained(group, algorithm):
-            if sample.completion.num_tokens:
-                _check_prompt(sample.completion.num_prompt, _name(group))
+            for segment in sample.segments:
+                if segment.num_tokens:
+                    _check_prompt(segment.num_prompt, _name(group))
             if not np.isfinite(sample.score.reward):
                 raise _not_finite("reward", sample.score.reward, group)
 
