@@ -19,7 +19,7 @@ from typing import Any
 
 RECIPE = "grpo-tiny-moe-1n2g-sync"
 MORE = {
-    "dapo": ["algorithm.overlong_buffer=3"],
+    "dapo": ["algorithm.overlong=none"],
     "gspo": ["algorithm.objective.clip_low=0.2", "algorithm.objective.clip_high=0.2"],
     "grpo_tis": ["algorithm=grpo", "algorithm.corrections=[{kind: tis}]"],
     "reinforce_pp_kl": ["algorithm=reinforce_pp", "algorithm.kl_coefficient=0.001", "algorithm.kl_in=reward"],
@@ -53,13 +53,15 @@ def main() -> None:
 
 
 def learn(algorithm: str, seed: int, steps: int) -> dict[str, Any]:
-    """Rewards of a run, in its steps' order."""
+    """Rewards of a run, in its steps' order; of one that failed, those it had come to."""
     more = MORE.get(algorithm, [])
     words = more if any(word.startswith("algorithm=") for word in more) else [f"algorithm={algorithm}", *more]
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "moerl", "train", f"recipe={RECIPE}", f"num_steps={steps}", f"seed={seed}", "save_every=0"]
         command += [f"output_dir={directory}", "observe.tensorboard=false", "observe.terminal=false", *words]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            print(f"{algorithm}, seed {seed}: ended with {done.returncode}: {done.stderr[:500]}", file=sys.stderr)
         rows = [json.loads(line) for line in (Path(directory) / RECIPE / "metrics.jsonl").read_text().splitlines()]
     return {"algorithm": algorithm, "seed": seed, "steps": steps, "rewards": [row["reward/mean"] for row in rows]}
 

@@ -171,6 +171,8 @@ async def _completed(
     config: RunConfig, step: int, groups: Sequence[Group], batch: StoredBatch, algorithm: Algorithm, train: TrainGroup, observe: Observer
 ) -> StoredBatch:
     """The log-probs the update needs beside the policy's own, by reference, and the credit that follows from them."""
+    if config.replays_sets:
+        batch = replace(batch, replays_sets=True)
     if config.train.old_logprobs == "rollout":
         batch = replace(batch, old_logprobs="rollout")
     if config.train.old_logprobs == "log_linear":

@@ -21,6 +21,8 @@ class TokenColumns:
 
     logp_T: Tensor
     """Log-probs under the policy, with gradient."""
+    whole_logp_T: Tensor
+    """The same where sampling kept the whole vocabulary; else `logp_T` is of what it kept, and this of all."""
     old_logp_T: Tensor
     """Under the old policy; the policy's own, without gradient, if that has not moved."""
     rollout_logp_T: Tensor

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import socket
+from dataclasses import replace
 
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
@@ -25,7 +26,7 @@ class GroupRunner:
         """Raises DataError if not one completion of the prompt could be scored, EngineError for routes that are not the completion's."""
         outcomes = await asyncio.gather(
             *(self._sample(prompt, index) for index in range(self._config.group_size)),
-            *([self._sample(prompt, self._config.group_size, temperature=0.0)] if self._has_greedy else []),
+            *([self._sample(prompt, self._config.group_size, is_greedy=True)] if self._has_greedy else []),
         )
         outcomes, greedy = (outcomes[:-1], outcomes[-1].score) if self._has_greedy else (outcomes, None)
         samples = tuple(sample for sample in outcomes if sample.score.error is None)
@@ -39,17 +40,21 @@ class GroupRunner:
             raise DataError(f"{name}: its completion at temperature 0 could not be scored: {greedy.error}")
         return Group(prompt=prompt, samples=samples, errors=errors, greedy=greedy)
 
-    async def _sample(self, prompt: Prompt, index: int, *, temperature: float | None = None) -> Sample:
-        """`temperature`: None: that of the settings."""
+    async def _sample(self, prompt: Prompt, index: int, *, is_greedy: bool = False) -> Sample:
         rollout = self._config.rollout
         sampling = SamplingParams(
             max_tokens=rollout.max_response_tokens,
             # The prompt's index is unique over the run, so no two samples of any two steps share a seed.
             seed=seed_of(self._config.seed, prompt.index, index),
-            temperature=rollout.temperature if temperature is None else temperature,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            filtered=self._config.filters_samples,
             stop_token_ids=self._stop_token_ids,
             returns_routes=self._returns_routes,
         )
+        if is_greedy:
+            sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, filtered=False, returns_routes=False)
         request_id, session = f"{prompt.index}-{index}", str(prompt.index)
         answer, score = await answered(self._pool, self._rewards, prompt, sampling, request_id=request_id, session=session)
         return Sample(completion=answer.completion, score=score)

@@ -100,9 +100,8 @@ class MegatronEngine:
             gather_parameters(self.model.wrapped)
             self._swap_reference()
             try:
-                return self.step.logprobs(
-                    batch.without_routes(), self.step.step_plan(batch)
-                )  # it is a model of its own, which routes by itself
+                # It is a model of its own, which routes by itself, and chooses from the whole vocabulary.
+                return self.step.logprobs(batch.without_routes().without_sets(), self.step.step_plan(batch))
             finally:
                 self._swap_reference()
 

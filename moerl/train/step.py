@@ -188,20 +188,26 @@ class TrainStep:
         with model.routers.micro_batch(micro, trains=trains), model.routing.micro_batch(micro, trains=trains):
             yield
 
-    def token_logprobs(self, logits: Tensor, micro: PackedMicroBatch, *, entropy_has_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        return self._label_logprobs(logits, micro.labels_T, temperature=self._temperature, entropy_has_gradient=entropy_has_gradient)
-
-    def _label_logprobs(
-        self, logits: Tensor, labels_T: np.ndarray, *, temperature: float, entropy_has_gradient: bool = False
+    def token_logprobs(
+        self, logits: Tensor, micro: PackedMicroBatch, *, entropy_has_gradient: bool = False, is_whole: bool = False
     ) -> tuple[Tensor, Tensor]:
+        """Of the labels. `is_whole`: of the whole vocabulary, whatever they were chosen from."""
+        return self._label_logprobs(
+            logits,
+            micro.labels_T,
+            temperature=self._temperature,
+            entropy_has_gradient=entropy_has_gradient,
+            sets=None if is_whole else micro.sets,
+        )
+
+    def _label_logprobs(self, logits: Tensor, labels_T: np.ndarray, **options: Any) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropy(
             logits[0],
             torch.from_numpy(labels_T).to(logits.device),
-            temperature=temperature,
             vocab_size=self.model.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_tokens=self._train.logprob_chunk_tokens,
-            entropy_has_gradient=entropy_has_gradient,
+            **options,
         )
 
     def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
@@ -271,6 +277,9 @@ def _loss(
     logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
     logp_T, entropy_T = token_logprobs(logits, micro)
     columns = LossColumns.of(micro, device=logits.device)
+    if micro.sets is not None and loss_of_tokens.uses_reference:
+        # The reference chose from the whole vocabulary: so must what is compared with it.
+        columns = replace(columns, whole_logp_T=token_logprobs(logits, micro, is_whole=True)[0])
     ranks = parallel_state.get_context_parallel_group() if parallel_state.get_context_parallel_world_size() > 1 else None
     loss, sums = micro_batch_loss(logp_T, entropy_T, columns, loss_of_tokens, denominators, ranks)
     if mtp is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moerl.types.sampling_sets import SamplingSets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
@@ -32,6 +34,7 @@ class TrainBatch:
     selected_T: np.ndarray | None = None  # bool, what the objective picked of the mini-batch
     proximal_T: np.ndarray | None = None  # float32, where between server (0) and policy (1) the old policy is, in log-probs
     server_T: np.ndarray | None = None  # int16, who sampled it with the weights that the update starts from; -1: other weights, or nobody
+    sets: SamplingSets | None = None  # of T tokens: entries that top-k and top-p left the server to choose from
     routes_T: np.ndarray | None = None  # uint8 or uint16 [T, layers, top_k], from the engine; unknown_route where it has none
 
     @property
@@ -66,6 +69,9 @@ class TrainBatch:
     def without_routes(self) -> "TrainBatch":
         return replace(self, routes_T=None)
 
+    def without_sets(self) -> "TrainBatch":
+        return replace(self, sets=None)
+
     def select(self, sequences: "np.ndarray | list[int]") -> "TrainBatch":
         """The named sequences, in that order."""
         spans = [slice(self.offsets[i], self.offsets[i + 1]) for i in sequences]
@@ -75,6 +81,8 @@ class TrainBatch:
 
         columns = {name: pick(getattr(self, name)) for name in self.__slots__ if name.endswith("_T")}
         lengths = [s.stop - s.start for s in spans]
+        if self.sets is not None:
+            columns["sets"] = self.sets.take(np.concatenate([np.arange(s.start, s.stop) for s in spans] or [np.zeros(0, dtype=np.int64)]))  # type: ignore[assignment]
         return TrainBatch(**columns, offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))  # type: ignore[arg-type]
 
     laid_out = select

@@ -5,12 +5,14 @@ from typing import Literal
 
 import numpy as np
 
+from moerl.types.sampling_sets import SamplingSets
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is drawn. Log-probs are always those of softmax(logits / temperature), before top-k and top-p."""
+    """How one completion is drawn. Log-probs are those of softmax(logits / temperature), before top-k and top-p unless `filtered`."""
 
     max_tokens: int
     seed: int
@@ -23,6 +25,8 @@ class SamplingParams:
     """Sampling one of these ends the completion; the token itself is part of it."""
     num_drawn: int = 0
     """How many tokens at the end of the prompt this completion drew before it was ended: the random numbers that follow are used."""
+    filtered: bool = False
+    """Log-probs are of the distribution that top-k and top-p leave, and the completion brings the entries they leave."""
     returns_routes: bool = False
     """The completion brings the experts its tokens went to."""
     goes_first: bool = False
@@ -54,3 +58,5 @@ class Completion:
     routes: np.ndarray | None = field(default=None, compare=False)
     """uint8 or uint16 [prompt + response tokens - 1, layers, top_k], see RouteShape: the last token was sampled, not computed. None if
     they were not asked for or nothing was sampled."""
+    sets: SamplingSets | None = field(default=None, compare=False)
+    """Vocabulary entries that top-k and top-p left for each token; None if they were not asked for or nothing was sampled."""

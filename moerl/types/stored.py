@@ -13,6 +13,7 @@ import numpy as np
 from moerl.types.completion import Completion, FinishReason, VersionSpan
 from moerl.types.errors import StoreError
 from moerl.types.exit_codes import ExitCode
+from moerl.types.sampling_sets import SamplingSets
 
 Stream = Literal["rl", "ce", "kl"]
 """Components of a loss: what the objective makes of a token, its cross-entropy, its distance from a teacher."""
@@ -32,6 +33,8 @@ class Payload:
     text: str
     """Text of the response; empty while it is unfinished."""
     mask: np.ndarray | None = None  # bool, one for each of token_ids: the policy produced it, not a tool or an environment; None: all
+    sets: SamplingSets | None = None
+    """Entries that each of token_ids was chosen from."""
     weights: Mapping[Stream, np.ndarray] = field(default_factory=dict)
     """float32, one for each of token_ids: of the component of the loss by its name. Without `rl` it is 1 where the policy produced the
     token; the others are 0."""
@@ -44,11 +47,12 @@ class Payload:
             logprobs=np.array(completion.logprobs, dtype=np.float32),
             routes=completion.routes,
             text=text,
+            sets=completion.sets,
         )
 
     @property
     def num_bytes(self) -> int:
-        arrays = (self.prompt_ids, self.token_ids, self.logprobs, self.routes, self.mask, *self.weights.values())
+        arrays = (self.prompt_ids, self.token_ids, self.logprobs, self.routes, self.mask, self.sets, *self.weights.values())
         return sum(array.nbytes for array in arrays if array is not None) + len(self.text)
 
     def observed(self) -> tuple[tuple[int, int], ...]:
@@ -173,4 +177,5 @@ class StoredCompletion:
             spans=self.spans,
             finish_reason=self.finish_reason,
             routes=payload.routes,
+            sets=payload.sets,
         )

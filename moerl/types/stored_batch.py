@@ -9,6 +9,7 @@ import numpy as np
 
 from moerl.types.batch import TrainBatch
 from moerl.types.routes import RouteShape, unknown_route
+from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Payload, Stored, Stream, fetch
 
 
@@ -46,6 +47,9 @@ class Batch(Protocol):
 
     def without_routes(self) -> Self: ...
 
+    def without_sets(self) -> Self:
+        """Batch for log-probs of the whole vocabulary, whatever its tokens were chosen from."""
+
     def select(self, sequences: "np.ndarray | list[int]") -> Self:
         """The named sequences, in that order."""
 
@@ -73,6 +77,8 @@ class StoredBatch:
     """float32 [T] of the whole step, from the frozen initial model."""
     token_advantages: Stored[np.ndarray] | None = None
     """float32 [T] of the whole step, in the place of `advantages`."""
+    replays_sets: bool = False
+    """Payloads bring the entries that tokens were chosen from, and the trainer's log-probs are of these."""
     observed: tuple[tuple[tuple[int, int], ...], ...] | None = None
     """Runs of each response's tokens that the policy did not produce: (first, number); None: there are none."""
     observed_lengths: np.ndarray | int = 0  # int64 [num_sequences], their tokens
@@ -123,6 +129,9 @@ class StoredBatch:
     def without_routes(self) -> "StoredBatch":
         return replace(self, routes=None)
 
+    def without_sets(self) -> "StoredBatch":
+        return replace(self, replays_sets=False)
+
     def select(self, sequences: "np.ndarray | list[int]") -> "StoredBatch":
         chosen = np.asarray(sequences, dtype=np.int64)
 
@@ -155,6 +164,7 @@ class StoredBatch:
         routes_T = None if self.routes is None else no_routes(num_tokens, self.routes)
         server_T = None if self.fresh is None else np.full(num_tokens, -1, dtype=np.int16)
         proximal_T = None if self.proximal is None else np.zeros(num_tokens, dtype=np.float32)
+        sets: list[SamplingSets] = []
         weights_T = {stream: np.zeros(num_tokens, dtype=np.float32) for stream in self.streams}
         for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
             response = slice(start + len(payload.prompt_ids), end)
@@ -175,6 +185,9 @@ class StoredBatch:
             if self.proximal is not None and proximal_T is not None:
                 places, counts = zip(*self.proximal[index], strict=True)
                 proximal_T[sampled] = np.repeat(places, counts)
+            if self.replays_sets:
+                sets += [SamplingSets.unrestricted(len(payload.prompt_ids))]
+                sets += [payload.sets if payload.sets is not None else SamplingSets.unrestricted(len(payload.token_ids))]
             if routes_T is not None and payload.routes is not None:
                 routes_T[start : end - 1] = payload.routes
         old = rollout_logprobs_T if self.old_logprobs == "rollout" else self._column(self.old_logprobs)
@@ -187,6 +200,7 @@ class StoredBatch:
             offsets=offsets,
             old_logprobs_T=old,
             proximal_T=proximal_T,
+            sets=SamplingSets.joined(sets) if self.replays_sets else None,
             **{f"{stream}_weight_T": column_T for stream, column_T in weights_T.items()},
             reference_logprobs_T=self._column(self.reference_logprobs),
             server_T=server_T,

@@ -16,17 +16,18 @@ from moerl.types.completion import SamplingParams, VersionSpan
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.3, -4.0, 1.1])
 
 
-def draws(uniform, *, temperature=1.0, top_k=0, top_p=1.0):
+def draws(uniform, *, temperature=1.0, top_k=0, top_p=1.0, filtered=False):
     n = len(uniform)
     return Draws(
-        temperature=np.full(n, temperature), top_k=np.full(n, top_k), top_p=np.full(n, top_p), uniform=np.asarray(uniform, dtype=np.float64)
-    )
+        temperature=np.full(n, temperature), top_k=np.full(n, top_k), top_p=np.full(n, top_p), filtered=np.full(n, filtered),
+        uniform=np.asarray(uniform, dtype=np.float64),
+    )  # fmt: skip
 
 
 def frequencies(**settings):
     """Over uniforms that fill [0, 1) evenly: the exact probabilities up to 1 / n."""
     n = 20_000
-    tokens, _ = sample(LOGITS.expand(n, -1), draws((np.arange(n) + 0.5) / n, **settings))
+    tokens, _, _ = sample(LOGITS.expand(n, -1), draws((np.arange(n) + 0.5) / n, **settings))
     return np.bincount(tokens, minlength=len(LOGITS)) / n
 
 
@@ -51,7 +52,7 @@ def test_top_p_keeps_the_smallest_set_that_holds_it():
 
 
 def test_temperature_zero_takes_the_largest_with_its_logprob_at_temperature_one():
-    tokens, logprobs = sample(LOGITS[None], draws([0.99], temperature=0.0))
+    tokens, logprobs, _ = sample(LOGITS[None], draws([0.99], temperature=0.0))
     assert tokens.tolist() == [2]
     assert logprobs == pytest.approx(torch.log_softmax(LOGITS.double(), dim=-1)[2].item(), abs=1e-6)
 
@@ -65,26 +66,51 @@ def test_temperature_zero_takes_the_largest_with_its_logprob_at_temperature_one(
     top_p=st.floats(0.01, 1),
 )
 def test_a_token_of_probability_zero_is_never_drawn(logits, uniform, top_k, top_p):
-    tokens, logprobs = sample(torch.tensor([logits]), draws([uniform], top_k=top_k, top_p=top_p))
+    tokens, logprobs, _ = sample(torch.tensor([logits]), draws([uniform], top_k=top_k, top_p=top_p))
     assert np.isfinite(logprobs).all()
     better = sum(logit > logits[tokens[0]] for logit in logits)
     assert top_k == 0 or better < top_k
 
 
+@given(
+    seed=st.integers(0, 99), top_k=st.integers(0, 9), top_p=st.floats(0.01, 1), temperature=st.floats(0.3, 3), uniform=st.floats(0, 0.99)
+)
+def test_filtered_log_probs_are_of_what_was_left_and_come_with_it(seed, top_k, top_p, temperature, uniform):
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) * 3
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens, logprobs, sets = sample(logits, draws([uniform], filtered=True, **settings))
+    assert sample(logits, draws([uniform], **settings))[0].tolist() == tokens.tolist()
+    p = torch.softmax(logits[0].double() / temperature, dim=-1).numpy()
+    order = np.argsort(-p, kind="stable")
+    before = np.cumsum(p[order]) - p[order]
+    some = [place for place in range(12) if (place < top_k or top_k == 0) and (before[place] < top_p - 1e-6 or place == 0)]
+    left = {int(order[place]) for place in some}
+    at_the_edge = {int(entry) for place, entry in enumerate(order) if abs(before[place] - top_p) <= 1e-6}
+    found = set(sets.ids.tolist())
+    assert left <= found <= left | at_the_edge
+    assert sets.hold(tokens).all()
+    assert logprobs[0] == pytest.approx(np.log(p[tokens[0]] / p[sorted(found)].sum()), abs=1e-5)
+
+
 def test_the_largest_uniform_draws_the_last_possible_token():
-    tokens, _ = sample(torch.tensor([[0.0, 0.0, -np.inf]]), draws([np.nextafter(1, 0)]))
+    tokens, _, _ = sample(torch.tensor([[0.0, 0.0, -np.inf]]), draws([np.nextafter(1, 0)]))
     assert tokens.tolist() == [1]
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others():
     torch.manual_seed(0)
     logits = torch.randn(33, 1001) * 4
-    mixed = Draws(temperature=np.linspace(0.5, 2, 33), top_k=np.arange(33) % 5 * 7, top_p=np.linspace(0.3, 1, 33), uniform=uniforms(3, 33))
-    tokens, logprobs = sample(logits, mixed)
+    mixed = Draws(
+        temperature=np.linspace(0.5, 2, 33), top_k=np.arange(33) % 5 * 7, top_p=np.linspace(0.3, 1, 33), filtered=np.arange(33) % 2 == 0,
+        uniform=uniforms(3, 33),
+    )  # fmt: skip
+    tokens, logprobs, sets = sample(logits, mixed)
     for row in range(33):
         one = Draws(**{name: getattr(mixed, name)[row : row + 1] for name in Draws.__slots__})
-        token, logprob = sample(logits[row : row + 1], one)
+        token, logprob, one_set = sample(logits[row : row + 1], one)
         assert (token[0], logprob[0]) == (tokens[row], logprobs[row])
+        assert (one_set is None) == (row % 2 == 1)
+        assert one_set is None or one_set.ids.tolist() == sets.take(np.array([row])).ids.tolist()
 
 
 def test_uniforms_of_a_seed_do_not_depend_on_their_number():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moerl.config.schema.layout import Layout
+from moerl.types.sampling_sets import SamplingSets
 
 Pair = tuple[Tensor, Tensor]
 
@@ -29,8 +30,21 @@ class Case:
     chunk_tokens: int = 8
     spread: float = 3.0
     num_dead: int = 0
+    num_left: int = 0
+    """Entries that sampling left, the label among them; 0: all. Every third token has all."""
     entropy_weight: float = 0.0
     """Weight of the entropies beside the log-probs in the loss; 0: the entropy has no gradient."""
+
+    def sets(self) -> SamplingSets | None:
+        if self.num_left == 0:
+            return None
+        _, labels_T, _ = self.whole()
+        rng = np.random.default_rng(0)
+        rows = [
+            [] if token % 3 == 0 else [label, *rng.choice(np.delete(np.arange(self.vocab_size), label), self.num_left - 1, replace=False)]
+            for token, label in enumerate(labels_T.tolist())
+        ]
+        return SamplingSets.of_counts(np.array([entry for row in rows for entry in row]), np.array([len(row) for row in rows]))
 
     @property
     def padded_vocab_size(self) -> int:
@@ -61,7 +75,7 @@ def chunked(case: Case) -> Values:
 
     def compute(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> Pair:
         options: dict[str, Any] = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
-        options["entropy_has_gradient"] = case.entropy_weight != 0
+        options |= {"entropy_has_gradient": case.entropy_weight != 0, "sets": case.sets()}
         return logprobs_and_entropy(logits_TV, labels_T, group=group, **options)
 
     return _evaluate(case, compute)

@@ -23,6 +23,10 @@ def exact(case):
     logits_TV, labels_T, weight_T = case.whole()
     logits_TV = logits_TV.double().requires_grad_()
     table_TV = (logits_TV / case.temperature).log_softmax(-1)
+    if (sets := case.sets()) is not None:
+        is_left_TV = torch.tensor(sets.counts == 0)[:, None].expand_as(logits_TV).clone()
+        is_left_TV[np.repeat(np.arange(len(sets)), sets.counts), sets.ids] = True
+        table_TV = (logits_TV / case.temperature).masked_fill(~is_left_TV, -torch.inf).log_softmax(-1)
     logprobs_T = table_TV.gather(1, labels_T[:, None])[:, 0]
     entropy_T = -(table_TV.exp() * table_TV.clamp(min=-1e30)).sum(-1)
     ((logprobs_T * weight_T).sum() + case.entropy_weight * (entropy_T * weight_T.flip(0)).sum()).backward()
@@ -45,9 +49,10 @@ def test_float64_stays_float64(name):
     assert_close(values, case, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_left", [0, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_an_entropy_term_has_its_gradient(name):
-    case = replace(CASES[name], dtype="float64", entropy_weight=0.7)
+def test_an_entropy_term_and_what_sampling_left_have_their_gradients(name, num_left):
+    case = replace(CASES[name], dtype="float64", entropy_weight=0.7, num_left=num_left)
     assert_close(run_ranks(chunked, case.tp, case), case, atol=1e-12)
 
 

@@ -1,6 +1,6 @@
 """How much of Ray's object store a run's samples can take. Imports no Ray."""
 
-from moerl.config.derive.model_configs import routes_to_replay
+from moerl.config.derive.model_configs import model_config, routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 
 TOKEN_BYTES = 12
@@ -11,9 +11,11 @@ COLUMN_BYTES = 4
 
 def sample_bytes(config: RunConfig) -> int:
     """Bytes of one sample as long as the context: tokens * (12 + layers with experts * experts per token); over 256 experts twice as
-    many."""
+    many; with rollout.top_p or top_k 8 more, and 4 for each entry that may be left."""
     routes = routes_to_replay(config)
     per_token = 0 if routes is None else routes.num_layers * routes.top_k * routes.dtype.itemsize
+    if config.filters_samples:
+        per_token += 8 + 4 * (config.rollout.top_k or model_config(config.model)["vocab_size"])
     return _longest(config) * (TOKEN_BYTES + per_token)
 
 

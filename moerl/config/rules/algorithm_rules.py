@@ -29,6 +29,7 @@ def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield from _needs_problems(config)
         yield from _old_policy_problems(config)
     yield from _objective_problems(config.algorithm)
+    yield from _filter_problems(config)
     yield from _bound_problems(config.algorithm)
     yield from _overlong_problems(config)
 
@@ -129,6 +130,20 @@ def _objective_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if algorithm.kl_target is not None and algorithm.kl_coefficient == 0:
         reason = "a coefficient of 0 stays 0, whatever it is multiplied by"
         yield problem("algorithm.kl_target", algorithm.kl_target, "needs kl_coefficient > 0", reason, "algorithm.kl_coefficient=0.001")
+
+
+def _filter_problems(config: RunConfig) -> Iterator[Problem]:
+    if not config.filters_samples:
+        return
+    filters = {f"rollout.{name}": getattr(config.rollout, name) for name in ("top_p", "top_k")}
+    path, value = next((path, value) for path, value in filters.items() if value not in (0, 1.0))
+    engine, algorithm = config.rollout.engine, config.algorithm
+    if engine != "hf":
+        reason = f"rollout.engine={engine} does not say what they left of the vocabulary, and log-probs would be of another distribution"
+        yield problem(path, value, "needs rollout.engine=hf", reason, "rollout.top_p=1.0 and rollout.top_k=0, or rollout.engine=hf")
+    if algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
+        reason = "a KL is over the whole vocabulary, and the log-probs before the update are of a part of it"
+        yield problem("algorithm.kl_in", "reward", f"must be loss with {path}={value}", reason, "algorithm.kl_in=loss")
 
 
 def _bound_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:

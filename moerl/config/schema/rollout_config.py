@@ -105,6 +105,11 @@ class RolloutConfig(Strict):
     max_response_tokens: Positive
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """The trainer divides its logits by the same value."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Samples are drawn from the smallest set of most probable tokens that has this probability. Below 1 the server's log-probs are of that
+    set, and so are the trainer's (train.sampling_replay). hf only."""
+    top_k: NotNegative = 0
+    """The same of so many tokens at most; 0: no bound."""
     max_running: Positive = 64
     """Requests one server decodes together."""
     max_queued: NotNegative = 2

@@ -136,6 +136,16 @@ class RunConfig(Strict):
         return self.train.old_logprobs == "trainer" and (self.train.updates_per_step > 1 or "old_logprobs" in self.algorithm.needs)
 
     @property
+    def filters_samples(self) -> bool:
+        """Samples are drawn from a part of the vocabulary."""
+        return self.rollout.top_p < 1 or self.rollout.top_k > 0
+
+    @property
+    def replays_sets(self) -> bool:
+        """The trainer's log-probs are of what each token was chosen from."""
+        return self.filters_samples and self.train.sampling_replay == "rollout"
+
+    @property
     def records_routes(self) -> bool:
         """The trainer runs a log-prob pass in which it notes where tokens go."""
         return self.train.router_replay == "trainer"

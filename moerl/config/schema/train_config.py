@@ -74,6 +74,10 @@ class TrainConfig(Strict):
     off: those its routers choose. trainer (R2): those chosen in a log-prob pass before the update, which is run for this even if
     updates_per_step=1 or old_logprobs=rollout. rollout (R3, arXiv:2510.11370): those the server's routers chose when the token was
     computed for sampling, in that pass and in the update; the last token of a sequence has none. The reference routes by itself."""
+    sampling_replay: Literal["off", "rollout"] = "rollout"
+    """Vocabulary of log-probs where rollout.top_p or top_k leaves a part of it. rollout: for every token what the server chose from
+    (arXiv:2512.02556, section 3.1); KL to the reference stays one over the whole vocabulary, and takes log-probs twice. off: the whole:
+    trainer and server then differ by what was left out, which weights.mismatch_limit takes for wrong weights."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """When loss or gradient is NaN or infinite no weight is changed, and the rank, micro-batch and samples are named. stop: the
     run ends with that. skip: it goes on with a warning, and the update is counted in train/skipped_updates."""

@@ -16,6 +16,7 @@ from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 from moerl.types.routes import RouteShape
+from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Payload, Stored, StoredCompletion
 
 
@@ -43,12 +44,16 @@ def joined(so_far: Completion | None, more: Completion) -> Completion:
     routes = more.routes
     if routes is not None and so_far.routes is not None:
         routes = np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
+    sets = more.sets
+    if sets is not None and so_far.sets is not None:
+        sets = SamplingSets.joined([so_far.sets, sets])
     return replace(
         more,
         token_ids=so_far.token_ids + more.token_ids,
         logprobs=so_far.logprobs + more.logprobs,
         spans=_joined_spans(so_far.spans + more.spans),
         routes=routes,
+        sets=sets,
     )
 
 

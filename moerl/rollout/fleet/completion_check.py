@@ -24,6 +24,7 @@ def check_completion(completion: Completion, sampling: SamplingParams, *, reques
     if completion.request_id != request_id:
         broken.append(f"request_id = {completion.request_id!r}: must be the request's")
     broken += [*_tokens(completion, sampling, vocab_size), *_logprobs(completion), *_spans(completion), *_end(completion, sampling)]
+    broken += _sets(completion, sampling, vocab_size)
     if broken:
         raise EngineUnsound(
             f"{server}: {request_id}: the answer cannot be this request's: {'; '.join(broken)}. The server serves another model, "
@@ -68,6 +69,18 @@ def _end(completion: Completion, sampling: SamplingParams) -> Iterator[str]:
     if (reason == "stop" and not is_stopped) or (reason == "length" and len(tokens) != sampling.max_tokens):
         rule = f"stop must end with a stop token, length with token {sampling.max_tokens}"
         yield f"finish_reason = {reason!r} with {len(tokens)} tokens: {rule}"
+
+
+def _sets(completion: Completion, sampling: SamplingParams, vocab_size: int) -> Iterator[str]:
+    sets = completion.sets
+    if not sampling.filtered or not completion.token_ids:
+        return
+    if sets is None or len(sets) != len(completion.token_ids):
+        yield f"entries of {0 if sets is None else len(sets)} tokens: must be of {len(completion.token_ids)}"
+    elif len(sets.ids) and not 0 <= sets.ids.min() <= sets.ids.max() < vocab_size:
+        yield f"entries {sets.ids.min()} to {sets.ids.max()}: must be in the model's vocabulary [0, {vocab_size})"
+    elif not (found := sets.hold(np.array(completion.token_ids))).all() or (sets.counts == 0).any():
+        yield f"token {int(np.argmin(found & (sets.counts > 0)))}: must be one of the entries it was chosen from"
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:

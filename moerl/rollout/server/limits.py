@@ -26,6 +26,8 @@ class Limits:
     vocab_size: int
     routes: RouteShape | None = None
     """None: the model has no experts."""
+    has_sets: bool = False
+    """The engine says what top-k and top-p left."""
 
     @property
     def body_bytes(self) -> int:
@@ -68,6 +70,10 @@ class Limits:
             yield f"top_k = {sampling.top_k}: must be in [0, 2^31)"
         if self.routes is None and sampling.returns_routes:
             yield "returns_routes: needs a model with experts; this one is dense"
+        if sampling.filtered and sampling.temperature == 0:
+            yield "filtered: has no meaning at temperature 0, where the largest is taken"
+        if sampling.filtered and not self.has_sets:
+            yield "filtered: this engine does not say what top-k and top-p left"
 
 
 def push_violation(arguments: Mapping[str, Any]) -> str:

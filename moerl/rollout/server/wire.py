@@ -2,7 +2,8 @@
 
 The arguments of a verb, by name, are the JSON of its request, and what it returns is that of the answer, with the types that the contract
 gives them. `generate` answers with one line of JSON, and after it the bytes of the completion's arrays, little-endian: token ids (int32),
-log-probs (float32), and its routes, if it has any (tokens * layers * top_k of uint8 or uint16).
+log-probs (float32), its routes, if it has any (tokens * layers * top_k of uint8 or uint16), and the entries its tokens were chosen from, if
+it brings them: how many for each token (int32), then all of them (int32).
 """
 
 import math
@@ -16,6 +17,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, create_model
 from moerl.rollout.server.contract import RolloutEngine
 from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
 from moerl.types.push import Manifest, TransportOffer
+from moerl.types.sampling_sets import SamplingSets
 
 UNAVAILABLE = 503
 """Status of an answer that is EngineUnavailable on the driver."""
@@ -26,6 +28,8 @@ MAX_ID = 256
 
 _MAX_ROUTE_BYTES = 2**13
 """Size of a token's routes: 128 layers with experts, 32 of them for a token, two bytes each."""
+
+_MAX_VOCABULARY = 2**19
 
 STRANGER = 401
 """Status of the answer to a request without the secret of the server's run."""
@@ -53,6 +57,8 @@ class CompletionHead:
     finish_reason: FinishReason
     routes_shape: tuple[_Size, _Size, _Size] | None = None
     routes_dtype: Literal["uint8", "uint16"] = "uint8"
+    num_entries: Annotated[NonNegativeInt, Field(lt=2**40)] | None = None
+    """Entries that its tokens were chosen from, of all tokens together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,24 +146,31 @@ VERBS = {method.__name__: Verb(path, method) for path, method in _METHODS.items(
 def max_completion(num_prompt: int, sampling: SamplingParams) -> int:
     """Bytes that the answer to such a request has at most: for each token id, log-prob and a span of its own; its routes; the rest."""
     routes = _MAX_ROUTE_BYTES * (num_prompt + sampling.max_tokens) if sampling.returns_routes else 0
-    return MAX_ERROR + 264 * sampling.max_tokens + routes
+    entries = (sampling.top_k or _MAX_VOCABULARY) + 1 if sampling.filtered else 0
+    return MAX_ERROR + 264 * sampling.max_tokens + routes + 4 * entries * sampling.max_tokens
 
 
 def dump_completion(completion: Completion) -> bytes:
-    routes, about = completion.routes, {}
+    routes, about = completion.routes, {}  # type: tuple[np.ndarray | None, dict[str, Any]]
     if routes is not None:
         about = {"routes_shape": routes.shape, "routes_dtype": str(routes.dtype)}
+    if completion.sets is not None:
+        about["num_entries"] = len(completion.sets.ids)
     head = CompletionHead(
         request_id=completion.request_id,
         num_tokens=len(completion.token_ids),
         spans=completion.spans,
         finish_reason=completion.finish_reason,
-        **about,  # type: ignore[arg-type]
+        **about,
     )
     tokens, logprobs = np.array(completion.token_ids, dtype="<i4"), np.array(completion.logprobs, dtype="<f4")
     # The JSON has no line break of its own: it is written without indentation, and strings escape theirs.
     parts = [COMPLETION_HEAD.dump_json(head), b"\n", tokens.tobytes(), logprobs.tobytes()]
-    return b"".join([*parts, b"" if routes is None else routes.tobytes()])
+    if routes is not None:
+        parts.append(routes.tobytes())
+    if completion.sets is not None:
+        parts += [completion.sets.counts.astype("<i4").tobytes(), completion.sets.ids.astype("<i4").tobytes()]
+    return b"".join(parts)
 
 
 def parse_completion(content: bytes) -> Completion:
@@ -166,10 +179,22 @@ def parse_completion(content: bytes) -> Completion:
     head = COMPLETION_HEAD.validate_json(text)
     tokens_bytes, dtype = 4 * head.num_tokens, np.dtype(head.routes_dtype)
     routes_bytes = 0 if head.routes_shape is None else math.prod(head.routes_shape) * dtype.itemsize
-    if len(tail) != 2 * tokens_bytes + routes_bytes:
-        rule = f"{2 * tokens_bytes + routes_bytes} for {head.num_tokens} tokens and routes {head.routes_dtype} {head.routes_shape}"
+    sets_bytes = 0 if head.num_entries is None else tokens_bytes + 4 * head.num_entries
+    if len(tail) != 2 * tokens_bytes + routes_bytes + sets_bytes:
+        entries = "" if head.num_entries is None else f" and {head.num_entries} entries"
+        expected = 2 * tokens_bytes + routes_bytes + sets_bytes
+        rule = f"{expected} for {head.num_tokens} tokens and routes {head.routes_dtype} {head.routes_shape}{entries}"
         raise ValueError(f"{len(tail)} bytes of arrays, must be {rule}")
-    routes = None if head.routes_shape is None else np.frombuffer(tail, dtype=dtype, offset=2 * tokens_bytes).reshape(head.routes_shape)
+    routes = sets = None
+    if head.routes_shape is not None:
+        number = math.prod(head.routes_shape)
+        routes = np.frombuffer(tail, dtype=dtype, count=number, offset=2 * tokens_bytes).reshape(head.routes_shape)
+    if head.num_entries is not None:
+        after = 2 * tokens_bytes + routes_bytes
+        counts = np.frombuffer(tail, dtype="<i4", count=head.num_tokens, offset=after)
+        if (counts < 0).any() or counts.sum() != head.num_entries:
+            raise ValueError(f"counts of entries add up to {counts.sum()}, must be {head.num_entries}")
+        sets = SamplingSets.of_counts(np.frombuffer(tail, dtype="<i4", offset=after + tokens_bytes), counts)
     return Completion(
         request_id=head.request_id,
         token_ids=tuple(np.frombuffer(tail, dtype="<i4", count=head.num_tokens).tolist()),
@@ -177,4 +202,5 @@ def parse_completion(content: bytes) -> Completion:
         spans=head.spans,
         finish_reason=head.finish_reason,
         routes=routes,
+        sets=sets,
     )

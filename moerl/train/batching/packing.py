@@ -15,6 +15,7 @@ import numpy as np
 from moerl.train.batching.balance import round_up
 from moerl.types.batch import TrainBatch
 from moerl.types.routes import unknown_route
+from moerl.types.sampling_sets import SamplingSets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class PackedMicroBatch:
     selected_T: np.ndarray | None  # bool
     proximal_T: np.ndarray | None  # float32
     server_T: np.ndarray | None  # int16; -1: not to be compared
+    sets: SamplingSets | None  # of T labels: entries that each was chosen from
     routes_T: np.ndarray | None  # uint8 or uint16 [T, layers, top_k], of the token that stands there
     cu_seqlens: np.ndarray  # int32 [num_slots + 1], from 0 to the tokens of the whole micro-batch
     max_seqlen: int
@@ -70,7 +72,8 @@ class PackedMicroBatch:
             return self
         mine = zigzag_positions(self.cu_seqlens, rank, num_ranks)
         columns = {c.name: getattr(self, c.name) for c in fields(self) if c.name.endswith("_T")}
-        return replace(self, **{name: column[mine] for name, column in columns.items() if column is not None})
+        sets = None if self.sets is None else self.sets.take(mine)
+        return replace(self, sets=sets, **{name: column[mine] for name, column in columns.items() if column is not None})
 
 
 def zigzag_positions(cu_seqlens: np.ndarray, rank: int, num_ranks: int) -> np.ndarray:
@@ -118,6 +121,7 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
         sequence_T=np.repeat(np.arange(len(boundaries) - 1), np.diff(boundaries)),
         **{name: None if (column := getattr(batch, name)) is None else _gather(column, label_index_T) for name in _OF_LABELS},
         server_T=None if batch.server_T is None else _gather(batch.server_T, label_index_T, fill=-1),
+        sets=None if batch.sets is None else batch.sets.take(label_index_T),
         routes_T=None if batch.routes_T is None else _gather(batch.routes_T, source_T, fill=unknown_route(batch.routes_T.dtype)),
         cu_seqlens=boundaries.astype(np.int32),
         max_seqlen=int(np.diff(boundaries).max()),

@@ -69,13 +69,14 @@ class LossColumns:
     selected_T: Tensor | None = None  # bool
     proximal_T: Tensor | None = None  # float32
     server_T: Tensor | None = None  # int16
+    whole_logp_T: Tensor | None = None  # with gradient: of the whole vocabulary, where log-probs are of a part; None: they are the same
 
     @classmethod
     def of(cls, packed: PackedMicroBatch, *, device: torch.device | str) -> "LossColumns":
         def place(array: np.ndarray | None) -> Tensor | None:
             return None if array is None else torch.from_numpy(array).to(device)
 
-        columns = {column.name: place(getattr(packed, column.name)) for column in fields(cls) if column.name.endswith("_T")}
+        columns = {column.name: place(getattr(packed, column.name)) for column in fields(cls) if hasattr(packed, column.name)}
         return cls(num_sequences=packed.num_slots, **columns)  # type: ignore[arg-type]
 
 
@@ -132,6 +133,7 @@ def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup
         old_T = logp_T.detach() if columns.old_logprobs_T is None else column(columns.old_logprobs_T)
     return TokenColumns(
         logp_T=logp_T,
+        whole_logp_T=logp_T if columns.whole_logp_T is None else torch.where(mask_T, at_least_float32(columns.whole_logp_T), 0.0),
         old_logp_T=old_T,
         rollout_logp_T=rollout_T,
         advantage_T=column(columns.advantages_T),
@@ -166,7 +168,8 @@ def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Los
         loss_T = loss_T * weight_T.detach()
     if loss.kl_coefficient > 0:
         assert tokens.reference_logp_T is not None, "kl_coefficient > 0 needs reference log-probs"
-        loss_T = loss_T + loss.kl_coefficient * kl_estimate(loss.kl_estimator, tokens.logp_T, tokens.reference_logp_T, tokens.log_ratio_T())
+        kl_T = kl_estimate(loss.kl_estimator, tokens.whole_logp_T, tokens.reference_logp_T, tokens.log_ratio_T())
+        loss_T = loss_T + loss.kl_coefficient * kl_T
     if loss.drift_penalty > 0:
         loss_T = loss_T + loss.drift_penalty * tokens.log_ratio_T() ** 2
     if loss.entropy_bonus > 0:

@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moerl.types.sampling_sets import SamplingSets
+
 
 def logprobs_and_entropy(
     logits_TV: Tensor, labels_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup, chunk_tokens: int,
-    entropy_has_gradient: bool = False,
+    entropy_has_gradient: bool = False, sets: SamplingSets | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[T] log-prob of each label, with gradient, and entropy in nats, without if no loss has an entropy term; both of
     softmax(logits / temperature), in float32, or in float64 for logits in float64.
 
     `logits_TV` [T, V / tp] is this rank's slice of the padded vocabulary; entries from `vocab_size` on have probability 0, like logits of
-    -inf, which have no part in the entropy; the log-prob of such a label is -inf. Collective over `group`: two reductions of a few values
+    -inf, which have no part in the entropy; the log-prob of such a label is -inf. `sets`: of T tokens; outside a token's set entries have
+    probability 0 too. Collective over `group`: two reductions of a few values
     per token. Peak memory beyond logits and their gradient: two chunks [chunk_tokens, V / tp] in the result's dtype forward, one
     backward, and a few values per token.
     """
@@ -32,6 +35,7 @@ def logprobs_and_entropy(
         chunk_tokens=chunk_tokens,
         group=group,
         entropy_has_gradient=entropy_has_gradient,
+        sets=sets,
     )
     return _ChunkedLogProbs.apply(logits_TV, labels_T, shard)
 
@@ -47,6 +51,7 @@ class _Shard:
     chunk_tokens: int
     group: dist.ProcessGroup
     entropy_has_gradient: bool = False
+    sets: SamplingSets | None = None
 
     def chunks(self, logits_TV: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Tokens, and their scaled logits in one buffer that every chunk uses again."""
@@ -58,7 +63,20 @@ class _Shard:
             scaled_CV = buffer[: tokens.stop - start]
             scaled_CV.copy_(logits_TV[tokens]).div_(self.temperature)
             scaled_CV[:, self.num_valid :] = _floor(dtype)
+            if self.sets is not None:
+                self._restrict(scaled_CV, self.sets, tokens)
             yield tokens, scaled_CV
+
+    def _restrict(self, scaled_CV: Tensor, sets: SamplingSets, tokens: slice) -> None:
+        """Probability 0 outside a token's set, in place."""
+        first, end = sets.offsets[tokens.start], sets.offsets[tokens.stop]
+        counts = torch.from_numpy(sets.counts[tokens]).to(scaled_CV.device)
+        columns = torch.from_numpy(sets.ids[first:end]).to(scaled_CV.device, torch.int64) - self.first
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=scaled_CV.device), counts)
+        here = (columns >= 0) & (columns < self.num_valid)
+        left_CV = (counts == 0)[:, None].expand_as(scaled_CV).clone()
+        left_CV[rows[here], columns[here]] = True
+        scaled_CV.masked_fill_(~left_CV, _floor(scaled_CV.dtype))
 
     def local(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each label in this shard, 0 for those of other ranks, and whether it is here."""

@@ -96,7 +96,7 @@ def observed_sums(
         "entropy": entropy_T.double().sum(),
         "kl_old": kl_k3(policy_T, old_T).sum(),
         "kl_old_k1": (old_T - policy_T).sum(),
-        "kl_reference": nothing if reference_T is None else kl_k3(policy_T, reference_T.double()).sum(),
+        "kl_reference": nothing if reference_T is None else kl_k3(tokens.whole_logp_T.double(), reference_T.double()).sum(),
         "clipped": (seen.clipped_T & mask_T).double().sum(),
         "weight": mask_T.double().sum() if seen.weight_T is None else torch.where(mask_T, seen.weight_T.double(), 0.0).sum(),
         "bounded": (seen.bounded_T & sampled_T).double().sum(),

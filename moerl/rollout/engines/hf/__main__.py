@@ -66,7 +66,7 @@ def _start(options: argparse.Namespace) -> tuple[HFCore, Limits]:
     session = _session(checkpoint_views(model), takes_fp8=options.fp8_weights)
     scheduler = Scheduler(forward, max_context=options.max_context)
     core = HFCore(scheduler, session, version=_version(options))
-    return core, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes)
+    return core, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes, has_sets=True)
 
 
 def _session(views: dict[str, torch.Tensor], *, takes_fp8: bool) -> WeightSession:

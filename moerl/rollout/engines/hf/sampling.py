@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moerl.types.sampling_sets import SamplingSets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
@@ -13,6 +15,7 @@ class Draws:
     temperature: np.ndarray  # float64 [n]
     top_k: np.ndarray  # int64 [n]
     top_p: np.ndarray  # float64 [n]
+    filtered: np.ndarray  # bool [n]
     uniform: np.ndarray  # float64 [n], in [0, 1)
 
 
@@ -22,8 +25,9 @@ def uniforms(seed: int, count: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] tokens and float64 [n] log-probs of softmax(logits / temperature), before top-k and top-p; temperature 0: the largest."""
+def sample(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray, SamplingSets | None]:
+    """int64 [n] tokens and float64 [n] log-probs of softmax(logits / temperature), before top-k and top-p or, of `filtered` rows, after
+    them; temperature 0: the largest. Of these rows also the entries that were left; None if there is no such row."""
     greedy = torch.from_numpy(draws.temperature == 0)
     temperature = torch.from_numpy(np.where(draws.temperature == 0, 1.0, draws.temperature)).float()
     logprobs = torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
@@ -31,7 +35,15 @@ def sample(logits: torch.Tensor, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
     if draws.top_k.any() or (draws.top_p < 1).any():
         probabilities = _restrict(probabilities, draws)
     tokens = torch.where(greedy, logprobs.argmax(dim=-1), _inverse_cdf(probabilities, torch.from_numpy(draws.uniform)))
-    return tokens.numpy(), logprobs.gather(1, tokens[:, None])[:, 0].double().numpy()
+    sets = None
+    if draws.filtered.any():
+        filtered = torch.from_numpy(draws.filtered)
+        left = (probabilities > 0) & filtered[:, None]
+        sets = SamplingSets.of_counts(left.nonzero()[:, 1].numpy(), left.sum(dim=-1).numpy())
+        # From the logits anew: a difference of log-probs would round twice.
+        scaled = (logits.float() / temperature[:, None]).masked_fill(~left & filtered[:, None], -torch.inf)
+        logprobs = torch.where(filtered[:, None], torch.log_softmax(scaled, dim=-1), logprobs)
+    return tokens.numpy(), logprobs.gather(1, tokens[:, None])[:, 0].double().numpy(), sets
 
 
 def _inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from moerl.rollout.engines.hf.sampling import Draws, sample, uniforms
 from moerl.rollout.server.contract import runs_of
 from moerl.types.completion import Completion, FinishReason, SamplingParams
 from moerl.types.routes import RouteShape
+from moerl.types.sampling_sets import SamplingSets
 
 
 class SlotTable:
@@ -31,6 +32,8 @@ class SlotTable:
         self._temperature = np.zeros(num_slots)
         self._top_k = np.zeros(num_slots, dtype=np.int64)
         self._top_p = np.zeros(num_slots)
+        self._filtered = np.zeros(num_slots, dtype=bool)
+        self._sets: dict[int, list[SamplingSets]] = {}  # by slot, of those that want them: one for each token
         self._stops = np.zeros((num_slots, vocab_size), dtype=bool)
         self._uniforms = np.zeros((num_slots, max_context))
         self._tokens = np.zeros((num_slots, max_context), dtype=np.int64)
@@ -42,6 +45,8 @@ class SlotTable:
     def take(self, slot: int, prompt_length: int, sampling: SamplingParams) -> None:
         self.prompt_length[slot], self.num_generated[slot], self._max_tokens[slot] = prompt_length, 0, sampling.max_tokens
         self._temperature[slot], self._top_k[slot], self._top_p[slot] = sampling.temperature, sampling.top_k, sampling.top_p
+        self._filtered[slot] = sampling.filtered
+        self._sets.pop(slot, None)
         self._stops[slot] = False
         self._stops[slot, list(sampling.stop_token_ids)] = True
         self._uniforms[slot, : sampling.max_tokens] = uniforms(sampling.seed, sampling.num_drawn + sampling.max_tokens)[
@@ -55,6 +60,7 @@ class SlotTable:
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
             top_p=self._top_p[slots],
+            filtered=self._filtered[slots],
             uniform=self._uniforms[slots, self.num_generated[slots]],
         )
 
@@ -64,6 +70,12 @@ class SlotTable:
         self._tokens[slots, at], self._logprobs[slots, at], self._versions[slots, at] = tokens, logprobs, version
         self.num_generated[slots] = at + 1
         return self._stops[slots, tokens] | (at + 1 == self._max_tokens[slots])
+
+    def record_sets(self, slots: np.ndarray, sets: SamplingSets) -> None:
+        """Entries from which each of `slots` chose its newest token."""
+        for row, slot in enumerate(slots.tolist()):
+            if self._filtered[slot]:
+                self._sets.setdefault(slot, []).append(sets.take(np.array([row])))
 
     def take_routes(self, slot: int, prompt_routes: np.ndarray) -> None:
         """Routes of the prompt of `slot`; from now on those of its tokens are kept too."""
@@ -94,6 +106,7 @@ class SlotTable:
             spans=runs_of(self._versions[slot, :count].tolist()),
             finish_reason=reason,
             routes=self._routes[slot][: self.prompt_length[slot] + count - 1] if count and slot in self._routes else None,
+            sets=SamplingSets.joined(self._sets[slot]) if count and slot in self._sets else None,
         )
 
 
@@ -223,7 +236,9 @@ class Scheduler:
         self._sample(slots, passed.logits, version)
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, version: int) -> None:
-        tokens, logprobs = sample(logits, self._table.draws(slots))
+        tokens, logprobs, sets = sample(logits, self._table.draws(slots))
+        if sets is not None:
+            self._table.record_sets(slots, sets)
         finished = self._table.record(slots, tokens, logprobs, version)
         for slot in slots[finished | ~np.isfinite(logprobs)]:  # nothing can follow such a log-prob, and nobody will take it
             self._finish(self._decoding[int(slot)], aborted=False)
