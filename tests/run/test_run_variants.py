@@ -204,3 +204,42 @@ def test_grpo_starts_from_the_weights_of_the_warm_start(tmp_path, capsys):
     for ours, theirs in names.items():
         assert trained[ours] == warm[theirs].numpy().tobytes()
         assert trained[ours] != model[theirs].numpy().tobytes()
+
+
+# -- algorithms ------------------------------------------------------------------------------------------------
+
+
+def test_trainer_and_server_agree_on_what_top_p_left_and_differ_by_what_it_left_out_without(tmp_path):
+    """By -log of the probability that was kept: 0.05 for top_p=0.95 where nothing has been learned."""
+    filtered = ("num_steps=2", "rollout.top_p=0.95", "algorithm.kl_coefficient=0.1")
+    assert max(row["mismatch/max"] for row in train(tmp_path / "replayed", *filtered)) < 1e-5
+    whole = train(tmp_path / "whole", *filtered, "train.sampling_replay=off", "weights.mismatch_limit=1")
+    assert all(0.04 < row["mismatch/mean"] < 0.052 for row in whole)
+
+
+def test_parts_of_a_users_file_train_on_ranks_that_need_not_have_it(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n\nimport torch\n\nfrom moerl.algorithms.columns import TokenLoss\n\n\n"
+        "@dataclass(frozen=True)\nclass Own:\n    scale: float\n    metric_names = ('one',)\n\n"
+        "    def token_loss(self, columns):\n        loss_T = -self.scale * columns.advantage_T * columns.log_ratio_T().exp()\n"
+        "        one_T = torch.ones_like(loss_T)\n"
+        "        return TokenLoss(loss_T=loss_T, clipped_T=torch.zeros_like(columns.mask_T), metrics={'one': one_T})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    objective = "{kind: custom, path: own.py:Own, settings: {scale: 2.0}}"
+    rows = train(tmp_path, "num_steps=1", DIGIT, "~algorithm.objective", f"+algorithm.objective={objective}")
+    assert rows[0]["objective/one"] == 1
+
+
+def test_remax_draws_one_more_completion_of_every_prompt(tmp_path):
+    rows = train(tmp_path, "num_steps=2", DIGIT, "algorithm=remax")
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert rows[0]["tokens/trained"] == rows[0]["tokens/response"]
+
+
+def test_an_adaptive_kl_goes_on_where_the_checkpoint_left_it(tmp_path):
+    adaptive = ("algorithm.kl_coefficient=0.1", "algorithm.kl_target=0.001", "algorithm.kl_horizon=100", "save_every=1")
+    whole = [row["train/kl_coefficient"] for row in train(tmp_path / "whole", *adaptive, "num_steps=3")]
+    train(tmp_path / "parts", *adaptive, "num_steps=2")
+    assert [row["train/kl_coefficient"] for row in train(tmp_path / "parts", *adaptive, "num_steps=3")] == whole
+    assert whole[0] == 0.1 and len(set(whole)) == 3
