@@ -110,7 +110,7 @@ def estimator(config: Advantage) -> Estimator:
         case ReinforceAdvantage(kind="reinforce_pp"):
             return lambda step: Credit(advantages_N=whitened(_to_come(step, step.rewards_N(), config.gamma)))
         case ReinforceAdvantage():
-            return lambda step: Credit(advantages_N=whitened(step.spread(_in_groups(step, _centered))))
+            return lambda step: Credit(advantages_N=whitened(step.spread(_in_groups(_with_penalties(step), _centered))))
         case ReMaxAdvantage():
             return _remax
         case GAEAdvantage():
@@ -178,7 +178,12 @@ def _opo(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _maxrl(rewards: np.ndarray) -> np.ndarray:
     mean = rewards.mean()
-    return np.zeros_like(rewards) if mean == 0 else _centered(rewards) / mean
+    return np.zeros_like(rewards) if _is_rounding(mean, rewards) else _centered(rewards) / mean
+
+
+def _is_rounding(difference: Any, rewards: np.ndarray) -> Any:
+    """A difference of rewards that is 0 but for rounding, which depends on the samples' order."""
+    return np.abs(difference) <= 1e-12 * np.abs(rewards).max(initial=0.0)
 
 
 def _best(rewards: np.ndarray, *, by_std: bool) -> np.ndarray:
@@ -190,7 +195,7 @@ def _best(rewards: np.ndarray, *, by_std: bool) -> np.ndarray:
 
 def _gpg(step: ScoredStep) -> np.ndarray:
     centered_S = _in_groups(step, _centered)
-    scaled: np.ndarray = centered_S * len(centered_S) / max(np.count_nonzero(centered_S), 1)
+    scaled: np.ndarray = centered_S * len(centered_S) / max(np.count_nonzero(~_is_rounding(centered_S, step.rewards_S)), 1)
     return scaled
 
 

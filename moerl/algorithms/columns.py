@@ -43,8 +43,12 @@ class TokenColumns:
     """Ranks of context parallelism, each of which has its tokens of every sequence."""
 
     def log_ratio_T(self) -> Tensor:
-        """log(policy / old policy), at most 20 in size."""
-        return (self.logp_T - self.old_logp_T).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+        """log(policy / old policy)"""
+        return self.logp_T - self.old_logp_T
+
+    def ratio_T(self) -> Tensor:
+        """policy / old policy"""
+        return self.log_ratio_T().clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
 
     def log_rho_T(self) -> Tensor:
         """log(old policy / server), without gradient."""

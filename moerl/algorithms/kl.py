@@ -20,10 +20,10 @@ def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
     return (torch.expm1(-d_T) + d_T).clamp(-K3_LIMIT, K3_LIMIT)
 
 
-def kl_estimate(estimator: Estimator, logp_T: Tensor, other_logp_T: Tensor, log_ratio_T: Tensor) -> Tensor:
-    """Estimate of a token with its gradient. `log_ratio_T`: log(policy / old policy), of `unbiased`."""
+def kl_estimate(estimator: Estimator, logp_T: Tensor, other_logp_T: Tensor, ratio_T: Tensor) -> Tensor:
+    """Estimate of a token with its gradient. `ratio_T`: policy / old policy, of `unbiased`."""
     if estimator == "unbiased":
-        return kl_k3(logp_T, other_logp_T) * log_ratio_T.exp()
+        return kl_k3(logp_T, other_logp_T) * ratio_T
     if estimator.endswith("+"):
         value_T = _plain(estimator[:-1], logp_T, other_logp_T)
         gradient_T = _plain("k2", logp_T, other_logp_T)

@@ -80,7 +80,7 @@ class Selected:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return ("selected",)
+        return ("selected", "dual_clipped") if getattr(self.config, "dual_clip", None) is not None else ("selected",)
 
     def statistics(self, columns: TokenColumns) -> Tensor:
         if isinstance(self.config, M2PO):
@@ -98,9 +98,10 @@ class Selected:
         told = {"selected": selected_T.to(columns.logp_T.dtype)}
         if isinstance(config, ClipCov):
             clipped = ppo_clip(config, columns)
+            told |= {name: torch.where(selected_T, 0.0, values_T) for name, values_T in clipped.metrics.items()}
             return TokenLoss(loss_T=torch.where(selected_T, 0.0, clipped.loss_T), clipped_T=clipped.clipped_T | selected_T, metrics=told)
         log_ratio_T = columns.log_ratio_T()
-        plain_T = -columns.advantage_T * log_ratio_T.exp()
+        plain_T = -columns.advantage_T * columns.ratio_T()
         if isinstance(config, KLCov):
             penalty_T = torch.where(selected_T, config.coefficient * log_ratio_T.abs(), 0.0)
             return TokenLoss(loss_T=plain_T + penalty_T, clipped_T=torch.zeros_like(selected_T), metrics=told)
@@ -108,7 +109,7 @@ class Selected:
 
 
 def ppo_clip(config: PPOClip | GSPO | ClipCov, columns: TokenColumns) -> TokenLoss:
-    return clipped_surrogate(config, columns.log_ratio_T().exp(), columns.advantage_T)
+    return clipped_surrogate(config, columns.ratio_T(), columns.advantage_T)
 
 
 def clipped_surrogate(config: PPOClip | GSPO | ClipCov, ratio_T: Tensor, advantage_T: Tensor) -> TokenLoss:
@@ -134,21 +135,22 @@ def _bounded(ratio_T: Tensor, config: Any) -> Tensor:
 
 def _gspo(config: GSPO, columns: TokenColumns) -> TokenLoss:
     # Straight through: the value of the sequence's ratio, and of each token the gradient of its own log-prob.
-    mean_T = columns.means_T((columns.logp_T - columns.old_logp_T).detach()).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
+    mean_T = columns.means_T(columns.log_ratio_T().detach()).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     ratio_T = torch.exp(mean_T + columns.logp_T - columns.logp_T.detach())
     advantage_T = columns.advantage_T if config.kind == "gspo_token" else columns.means_T(columns.advantage_T)
     return clipped_surrogate(config, ratio_T, advantage_T)
 
 
 def _cispo(config: CISPO, columns: TokenColumns) -> TokenLoss:
-    ratio_T = columns.log_ratio_T().detach().exp()
+    ratio_T = columns.ratio_T().detach()
     weight_T = _bounded(ratio_T, config)
     return TokenLoss(loss_T=-weight_T * columns.advantage_T * columns.logp_T, clipped_T=weight_T != ratio_T)
 
 
 def _sapo(config: SAPO, columns: TokenColumns) -> TokenLoss:
-    ratio_T, advantage_T = columns.log_ratio_T().exp(), columns.advantage_T
-    tau_T = torch.where(advantage_T > 0, config.tau_positive, config.tau_negative).to(ratio_T.dtype)
+    ratio_T, advantage_T = columns.ratio_T(), columns.advantage_T
+    positive_T, negative_T = (torch.full_like(ratio_T, tau) for tau in (config.tau_positive, config.tau_negative))
+    tau_T = torch.where(advantage_T > 0, positive_T, negative_T)
     return _unbounded(-advantage_T * torch.sigmoid(tau_T * (ratio_T - 1)) * 4 / tau_T)
 
 
@@ -158,27 +160,28 @@ def _gmpo(config: GMPO, columns: TokenColumns) -> TokenLoss:
     low, high = config.clip_low, config.clip_high
     bounded_T = log_ratio_T if low is None and high is None else log_ratio_T.clamp(None if low is None else -low, high)
     kept_T = torch.minimum(sign_T * log_ratio_T, sign_T * bounded_T)
-    ratio_T = torch.exp(columns.sums_T(sign_T * kept_T) / (columns.tokens_T + 1e-8))
+    mean_T = columns.sums_T(sign_T * kept_T) / (columns.tokens_T + 1e-8)
+    ratio_T = mean_T.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
     return TokenLoss(loss_T=-columns.means_T(advantage_T) * ratio_T, clipped_T=kept_T < sign_T * log_ratio_T)
 
 
 def _dppo(config: DPPO, columns: TokenColumns) -> TokenLoss:
     outside_T = _far_by_kl(config, columns) if config.kind == "dppo_kl" else _far_by_tv(config, columns)
-    weight_T = columns.log_ratio_T().detach().exp().clamp(max=config.ratio_cap)
+    weight_T = columns.ratio_T().detach().clamp(max=config.ratio_cap)
     loss_T = torch.where(outside_T, 0.0, -columns.advantage_T * weight_T * columns.logp_T)
     return TokenLoss(loss_T=loss_T, clipped_T=outside_T)
 
 
 def _dppo_prime(config: DPPOPrime, columns: TokenColumns) -> TokenLoss:
-    outside_T, log_ratio_T = _far_by_tv(config, columns), columns.log_ratio_T()
-    inside_T = torch.where(outside_T, 0.0, -columns.advantage_T * log_ratio_T.exp())
-    return TokenLoss(loss_T=inside_T + config.drift_penalty * log_ratio_T**2, clipped_T=outside_T)
+    outside_T = _far_by_tv(config, columns)
+    inside_T = torch.where(outside_T, 0.0, -columns.advantage_T * columns.ratio_T())
+    return TokenLoss(loss_T=inside_T + config.drift_penalty * columns.log_ratio_T() ** 2, clipped_T=outside_T)
 
 
 def _ipo(config: IPO, columns: TokenColumns) -> TokenLoss:
     p_T, mu_T = _probabilities(columns)
     outside_T = (p_T - mu_T).abs() > config.divergence
-    loss_T = torch.where(outside_T, 0.0, -columns.advantage_T * columns.log_ratio_T().exp())
+    loss_T = torch.where(outside_T, 0.0, -columns.advantage_T * columns.ratio_T())
     return TokenLoss(loss_T=loss_T, clipped_T=outside_T)
 
 
@@ -204,7 +207,7 @@ def _far_by_kl(config: DPPO, columns: TokenColumns) -> Tensor:
 
 
 def _reinforce(config: Reinforce, columns: TokenColumns) -> TokenLoss:
-    return _unbounded(-columns.advantage_T * columns.logp_T * columns.log_ratio_T().detach().exp())
+    return _unbounded(-columns.advantage_T * columns.logp_T * columns.ratio_T().detach())
 
 
 def _unbounded(loss_T: Tensor) -> TokenLoss:

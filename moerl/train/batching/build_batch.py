@@ -95,7 +95,7 @@ def _penalties(batch: StoredBatch, algorithm: Algorithm, is_response_T: np.ndarr
     old_N, reference_N = (
         torch.from_numpy(stored.get()[is_response_T]).double() for stored in (batch.old_logprobs, batch.reference_logprobs)
     )
-    kl_N = kl_estimate(config.kl_estimator, old_N, reference_N, torch.zeros_like(old_N))
+    kl_N = kl_estimate(config.kl_estimator, old_N, reference_N, torch.ones_like(old_N))
     return algorithm.kl_coefficient * kl_N.numpy()
 
 

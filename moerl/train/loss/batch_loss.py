@@ -38,8 +38,6 @@ class Denominators:
     """Tokens whose weight of cross-entropy is not 0."""
     num_kl: int = 0
     """Tokens whose weight of the distance from a teacher is not 0."""
-    num_dropped: int = 0
-    """Response tokens that a correction took out; in no other count."""
 
     @classmethod
     def of(cls, mini_batch: Batch) -> "Denominators":
@@ -168,7 +166,7 @@ def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Los
         loss_T = loss_T * weight_T.detach()
     if loss.kl_coefficient > 0:
         assert tokens.reference_logp_T is not None, "kl_coefficient > 0 needs reference log-probs"
-        kl_T = kl_estimate(loss.kl_estimator, tokens.whole_logp_T, tokens.reference_logp_T, tokens.log_ratio_T())
+        kl_T = kl_estimate(loss.kl_estimator, tokens.whole_logp_T, tokens.reference_logp_T, tokens.ratio_T())
         loss_T = loss_T + loss.kl_coefficient * kl_T
     if loss.drift_penalty > 0:
         loss_T = loss_T + loss.drift_penalty * tokens.log_ratio_T() ** 2
@@ -178,7 +176,17 @@ def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Los
         loss_T = loss_T * masked(columns.rl_weight_T, tokens.mask_T)
     scale_T = _token_weights(tokens, loss, denominators)
     total = torch.where(tokens.mask_T, loss_T * scale_T, 0.0).sum()
-    return total, Observed(clipped_T=found.clipped_T, metrics=found.metrics, weight_T=weight_T, bounded_T=bounded_T)
+    seen = Observed(
+        clipped_T=found.clipped_T, metrics=found.metrics, weight_T=weight_T, bounded_T=bounded_T, dropped_T=_dropped(columns)
+    )  # fmt: skip
+    return total, seen
+
+
+def _dropped(columns: LossColumns) -> Tensor | None:
+    """Tokens that corrections took out, not those that have no weight."""
+    if columns.kept_T is None:
+        return None
+    return ~columns.kept_T if columns.rl_weight_T is None else ~columns.kept_T & (columns.rl_weight_T != 0)
 
 
 def _weighted(loss_T: Tensor, weight_T: Tensor, count: int) -> Tensor:

@@ -25,26 +25,42 @@ Reduce = Callable[[Tensor], None]
 def corrected(own: TrainBatch, loss: Loss, counts: Denominators, reduce: Reduce) -> tuple[TrainBatch, Denominators]:
     """Sequences with the columns of corrections that look at them before the update, and the counts that follow; collective where there
     are any, or streams beside the objective's."""
-    if not loss.corrections_before and own.ce_weight_T is None and own.kl_weight_T is None:
+    if not loss.corrections_before and own.ce_weight_T is None and own.kl_weight_T is None and own.rl_weight_T is None:
         return own, counts
-    dtype = np.float64 if own.old_logprobs_T is not None and own.old_logprobs_T.dtype == np.float64 else np.float32
-    correction_T, kept_T = np.ones(len(own.token_ids_T), dtype=dtype), np.ones(len(own.token_ids_T), dtype=bool)
-    bounded_T = np.zeros(len(own.token_ids_T), dtype=bool)
-    for correction in loss.corrections_before:
-        micro, tokens = whole_columns(replace(own, kept_T=kept_T))
-        weights = correction.weights(tokens)
-        weight_T = weights.weight_T
-        if getattr(correction, "is_normalized", False):
-            mean = torch.stack([torch.where(tokens.mask_T, weight_T, 0.0).double().sum(), tokens.mask_T.double().sum()])
-            reduce(mean)
-            weight_T = weight_T / (mean[0] / mean[1].clamp(min=1)).clamp(min=1e-12).to(weight_T.dtype)
-        correction_T = correction_T * to_tokens(weight_T, micro, fill=1.0).astype(dtype)
-        bounded_T |= to_tokens(weights.is_bounded_T, micro, fill=False)
-        if weights.kept_T is not None:
-            kept_T &= to_tokens(weights.kept_T, micro, fill=True)
+    if own.rl_weight_T is not None:
+        own = replace(own, kept_T=own.rl_weight_T != 0)
     if loss.corrections_before:
-        own = replace(own, correction_T=correction_T, kept_T=kept_T, bounded_T=bounded_T)
+        own = _with_corrections(own, loss, reduce)
     return own, _counted(own, counts, reduce)
+
+
+def _with_corrections(own: TrainBatch, loss: Loss, reduce: Reduce) -> TrainBatch:
+    """First what leaves the mini-batch: each looks at what those before it left, and all others at the rest."""
+    assert own.old_logprobs_T is not None, "corrections before the update need old log-probs"
+    wide = np.float64 if own.old_logprobs_T.dtype == np.float64 else np.float32
+    bounded_T = np.zeros(len(own.token_ids_T), dtype=bool)
+    factors = []
+    for correction in loss.corrections_before:
+        micro, tokens = whole_columns(own)
+        weights = correction.weights(tokens)
+        if weights.kept_T is None:
+            factors.append(correction)
+            continue
+        kept_T = to_tokens(weights.kept_T, micro, fill=False)
+        own = replace(own, kept_T=kept_T if own.kept_T is None else own.kept_T & kept_T)
+        bounded_T |= to_tokens(weights.is_bounded_T, micro, fill=False)
+    micro, tokens = whole_columns(own)
+    weight_T = torch.ones_like(tokens.logp_T)
+    for correction in factors:
+        weights = correction.weights(tokens)
+        factor_T = weights.weight_T
+        if getattr(correction, "is_normalized", False):
+            sums = torch.stack([torch.where(tokens.mask_T, factor_T, 0.0).double().sum(), tokens.mask_T.double().sum()])
+            reduce(sums)
+            factor_T = factor_T / (sums[0] / sums[1].clamp(min=1)).clamp(min=1e-12).to(factor_T.dtype)
+        weight_T = weight_T * factor_T
+        bounded_T |= to_tokens(weights.is_bounded_T & tokens.mask_T, micro, fill=False)
+    return replace(own, correction_T=to_tokens(weight_T, micro, fill=1.0).astype(wide), bounded_T=bounded_T)
 
 
 def _counted(own: TrainBatch, counts: Denominators, reduce: Reduce) -> Denominators:
@@ -54,10 +70,7 @@ def _counted(own: TrainBatch, counts: Denominators, reduce: Reduce) -> Denominat
     totals = torch.tensor([int(each) for each in local], dtype=torch.int64)
     reduce(totals)
     num_tokens, num_sequences, num_ce, num_kl = totals.tolist()
-    return replace(
-        counts, num_tokens=num_tokens, num_sequences=num_sequences, num_ce=num_ce, num_kl=num_kl,
-        num_dropped=counts.num_tokens - num_tokens,
-    )  # fmt: skip
+    return replace(counts, num_tokens=num_tokens, num_sequences=num_sequences, num_ce=num_ce, num_kl=num_kl)
 
 
 def selected(share: Share, whole: Batch, logprobs_T: np.ndarray, loss: Loss, reduce: Reduce) -> Share:

@@ -12,7 +12,7 @@ from moerl.algorithms.kl import kl_k3
 from moerl.types.stats import MismatchStats, ServerMismatch
 
 SUMMED = (
-    "loss", "num_tokens", "entropy", "kl_old", "kl_old_k1", "kl_reference", "clipped", "weight", "bounded", "mtp_loss",
+    "loss", "num_tokens", "entropy", "kl_old", "kl_old_k1", "kl_reference", "clipped", "weight", "bounded", "dropped", "mtp_loss",
     # Over all that servers sampled, also what a correction dropped: d is trainer - server, rho its exponential.
     "num_sampled", "mismatch", "mismatch_k1", "mismatch_kl", "rho", "rho_squared", "trainer", "server", "trainer_squared",
     "server_squared", "product",
@@ -27,6 +27,7 @@ class Observed:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     weight_T: Tensor | None = None
     bounded_T: Tensor
+    dropped_T: Tensor | None = None
 
     @classmethod
     def nothing(cls, tokens: TokenColumns) -> "Observed":
@@ -100,6 +101,7 @@ def observed_sums(
         "clipped": (seen.clipped_T & mask_T).double().sum(),
         "weight": mask_T.double().sum() if seen.weight_T is None else torch.where(mask_T, seen.weight_T.double(), 0.0).sum(),
         "bounded": (seen.bounded_T & sampled_T).double().sum(),
+        "dropped": nothing if seen.dropped_T is None else (seen.dropped_T & sampled_T).double().sum(),
         "mtp_loss": nothing,
         "num_sampled": sampled_T.double().sum(),
         "mismatch": mismatch_T.sum(),
@@ -155,7 +157,7 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, t
         "clip_fraction": mean("clipped"),
         "correction_weight": mean("weight"),
         "correction_bounded": mean("bounded", "num_sampled"),
-        "correction_dropped": 1 - num_tokens / max(sum(batch["num_sampled"] for batch in per_batch), 1),
+        "correction_dropped": mean("dropped", "num_sampled"),
         "mismatch_mean": first_mean("mismatch"),
         "mismatch_max": float(mini_batches[0].mismatch_max),
         "mismatch_kl": first_mean("mismatch_kl"),

@@ -190,7 +190,7 @@ class _Flat:
         if config.kl_coefficient > 0 and config.kl_in == "reward":
             before = self.logprobs if self.old_logprobs is None else self.old_logprobs
             old, reference = (torch.from_numpy(column[self.mask]) for column in (before, _given(self.reference_logprobs, "a KL")))
-            penalties = config.kl_coefficient * kl_estimate(config.kl_estimator, old, reference, torch.zeros_like(old)).numpy()
+            penalties = config.kl_coefficient * kl_estimate(config.kl_estimator, old, reference, torch.ones_like(old)).numpy()
         if self.process_logprobs is not None:
             process = (self.process_logprobs - _given(self.reference_logprobs, "prime"))[self.mask]
         values = None if self.values is None else self.values[self.mask]
