@@ -344,9 +344,10 @@ def stays(c, x, k):
 
 
 def terms_of(s, b, logp, sg):
-    """As the policy is and as it was before the update, of the tokens that no rejection takes out; one looks at what others left."""
+    """As the policy is and as it was before the update, of the tokens that have a weight and that no rejection takes out, one by one."""
     trainer = sg if b.old is None else b.old
-    before = Terms(b, response_tokens(b.mask), trainer, trainer)
+    weighted = [(i, t) for i, t in response_tokens(b.mask) if b.rl_weights is None or b.rl_weights[i][t] != 0]
+    before = Terms(b, weighted, trainer, trainer)
     for c in s["corrections"]:
         if c["kind"] == "rejection":
             before = Terms(b, [k for k in before.tokens if stays(c, before, k)], trainer, trainer)
@@ -386,11 +387,10 @@ def weighted_mean(column, loss):
 def minibatch_loss(s, b, logp, sg):
     """L = S_rl / N_rl + S_ce / N_ce + S_kl / N_kl"""
     x, before = terms_of(s, b, logp, sg)
-    losses, counted = policy_losses(s, b, x, before), x.tokens
+    losses = policy_losses(s, b, x, before)
     if b.rl_weights is not None:
         losses = {(i, t): b.rl_weights[i][t] * loss for (i, t), loss in losses.items()}
-        counted = [(i, t) for i, t in x.tokens if b.rl_weights[i][t] != 0]
-    loss = normalized_sum(s, losses, counted)
+    loss = normalized_sum(s, losses, x.tokens)
     if b.ce_weights is not None:
         loss += weighted_mean(b.ce_weights, lambda i, t: -logp[i][t])
     if b.kl_weights is not None:  # the gradient is that of -A logp with the distance, which has none, for -A

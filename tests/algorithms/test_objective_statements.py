@@ -238,11 +238,15 @@ def test_streams_are_added_as_stated(seed, streams, everywhere, normal):
     assert_as_stated({"kl_coefficient": 0.3, **normal}, case)
 
 
-def test_tokens_of_rl_weight_0_do_not_count():
-    """N_rl counts the tokens whose weight is not 0."""
-    case = Case(3)
+@pytest.mark.parametrize("normal", NORMALS)
+@few(10)
+@given(SEEDS, st.sampled_from(sorted(OBJECTIVES)), st.lists(st.sampled_from([*CORRECTIONS.values(), *REJECTIONS.values()]), max_size=1))
+def test_tokens_of_rl_weight_0_are_as_if_outside_the_mask(normal, seed, objective, corrections):
+    case = Case(seed)
     case.weigh("rl_weights", [0.0, 1.0, 2.0])
-    assert_as_stated({"normalize_by": "token"}, case)
+    result, *_ = assert_as_stated({"objective": OBJECTIVES[objective], "corrections": corrections, "kl_coefficient": 0.2, **normal}, case)
+    weighted = np.array([x != 0 for row in case.more["rl_weights"] for x in row])
+    assert not result.gradient[~weighted].any()
 
 
 @few(25)
