@@ -198,10 +198,10 @@ def saved_bytes_and_forwards(settings: EngineSettings, batch: TrainBatch) -> tup
     parameters = {p.untyped_storage()._cdata for chunk in engine.model.chunks for p in chunk.parameters()}
     token_logprobs = engine.step.token_logprobs
 
-    def measure_first(*args: Any) -> Any:
+    def measure_first(*args: Any, **options: Any) -> Any:
         if not answers:
             answers.append(_storage_bytes([tensor for tensor in kept if tensor.untyped_storage()._cdata not in parameters]))
-        return token_logprobs(*args)
+        return token_logprobs(*args, **options)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor)

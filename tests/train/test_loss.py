@@ -328,7 +328,8 @@ def test_a_step_of_several_mini_batches_reports_mismatch_and_kl_old_of_the_first
         0.15, loss=1, num_tokens=2, num_sampled=2, entropy=4, kl_reference=2, mismatch=0.2, mismatch_kl=0.02, mtp_loss=5,
     )  # fmt: skip
     second = sums_of(
-        5.0, loss=3, num_tokens=6, num_sampled=8, entropy=4, kl_old=6, kl_reference=6, clipped=4, dropped=2, mismatch=6, mismatch_kl=6, mtp_loss=4,
+        5.0, loss=3, num_tokens=6, num_sampled=8, dropped=2, entropy=4, kl_old=6, kl_reference=6, clipped=4, mismatch=6, mismatch_kl=6,
+        mtp_loss=4,
     )  # fmt: skip
     found = step_statistics([first, second], uses_reference=False, trains_mtp=True)
     expected = {

@@ -31,7 +31,8 @@ from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
-OBJECTIVE, BATCH = loss_of(algorithm("grpo", "kl_coefficient=0.1")), random_batch()
+ALGORITHM, BATCH = algorithm("grpo", "kl_coefficient=0.1"), random_batch()
+LOSS = loss_of(ALGORITHM)
 
 
 def megatron(directory, checkpoint_dir):
@@ -43,7 +44,7 @@ def megatron(directory, checkpoint_dir):
         model=ModelConfig(path=str(directory), max_context=32),
         data=TinyData(task="repeat"),
         reward=RewardConfig(terms={"reward": RewardTerm(kind="prefix")}),
-        algorithm=OBJECTIVE.config,
+        algorithm=ALGORITHM,
         train=TrainConfig(optimizer=OptimizerConfig(lr=LR), layout=Layout(ranks=2, ep=2), dtype="float32", micro_batch_tokens=64),
         rollout=RolloutConfig(max_response_tokens=8),
         weights=WeightsConfig(bucket_bytes=BUCKET_BYTES),
@@ -87,7 +88,7 @@ def served(request, checkpoints, tmp_path_factory):
 
 async def update(group, batch=BATCH):
     given = replace(batch, reference_logprobs_T=(await group.reference_logprobs(batch)).get())
-    return await group.update(given, OBJECTIVE, lr=LR)
+    return await group.update(given, LOSS, lr=LR)
 
 
 class Received:
