@@ -9,14 +9,14 @@ import torch
 from numpy.typing import ArrayLike
 
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, whitened
-from moerl.algorithms.algorithm import build_algorithm, overlong_penalty
+from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
 from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.train.batching.packing import pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
-from moerl.train.loss.loss_sums import step_statistics
+from moerl.train.loss.loss_sums import LossSums, step_statistics
 from moerl.types.batch import TrainBatch
 
 
@@ -84,48 +84,91 @@ def algorithm_loss(
     if flat.old_logprobs is None and "old_logprobs" in config.needs:
         flat = replace(flat, old_logprobs=flat.logprobs)
     owner = np.arange(flat.num_sequences) if samples is None else np.asarray(samples, dtype=np.int64)
-    rewards_S, group_S = np.asarray(rewards, dtype=np.float64), np.asarray(groups, dtype=np.int64)
-    _check(flat, owner, rewards_S, group_S)
-    algorithm = build_algorithm(config, 0 if max_response_tokens is None else max_response_tokens)
-    lengths_S = np.bincount(owner, weights=flat.counts(), minlength=len(rewards_S)).astype(np.int64)
-    is_truncated_S = np.zeros(len(rewards_S), dtype=bool) if truncated is None else np.asarray(truncated, dtype=bool)
-    is_trained_S = ~is_truncated_S if config.overlong == "mask" else np.ones(len(rewards_S), dtype=bool)
-    if config.overlong == "penalty":
-        rewards_S = rewards_S + overlong_penalty(config, algorithm.max_response_tokens, lengths_S, is_truncated_S)
-    flat = flat.without(~is_trained_S[owner])
-    step = ScoredStep(
-        rewards_S=whitened(rewards_S[is_trained_S]) if config.whiten_rewards else rewards_S[is_trained_S],
-        group_S=group_S[is_trained_S],
-        lengths_S=lengths_S[is_trained_S],
-        greedy_S=None if greedy_rewards is None else np.asarray(greedy_rewards, dtype=np.float64)[is_trained_S],
-        tokens=flat.scored(config),
+    scored = _Scored(
+        rewards_S=np.asarray(rewards, dtype=np.float64),
+        group_S=np.asarray(groups, dtype=np.int64),
+        greedy_S=None if greedy_rewards is None else np.asarray(greedy_rewards, dtype=np.float64),
+        is_truncated_S=np.zeros(np.shape(rewards), dtype=bool) if truncated is None else np.asarray(truncated, dtype=bool),
     )
-    credit = algorithm.credit(step)
+    scored.check(flat, owner)
+    if "greedy_sample" in config.needs and scored.greedy_S is None:
+        raise ValueError("greedy_rewards = None: must be given, because they are the baseline")
+    algorithm = build_algorithm(config, 0 if max_response_tokens is None else max_response_tokens)
+    is_trained_S = scored.is_trained_S(config)
+    step = scored.step(config, algorithm.max_response_tokens, flat, owner)
+    flat = flat.without(~is_trained_S[owner])
+    credit = algorithm.credit(replace(step, tokens=flat.scored(config)))
     advantages_T = flat.spread(credit.by_token(step))
-    batch = flat.batch(advantages_T, version)
-    share = Share(batch=batch, sequences=np.arange(batch.num_sequences), bins=[list(range(batch.num_sequences))])
-    own, counts = corrected(batch, algorithm.loss, Denominators.of(batch), _alone)
-    share = replace(share, batch=own)
-    if "whole_minibatch" in config.needs:
-        share = selected(share, batch, flat.column(flat.logprobs), algorithm.loss, _alone)
-    micro = pack(share.batch, share.bins[0], 1)
-    leaf = torch.tensor(flat.column(flat.logprobs), requires_grad=True)
-    index = torch.from_numpy(micro.label_index_T)
-    at_labels = torch.where(index >= 0, leaf[index.clamp(min=0)], 0.0)
-    entropy = torch.zeros_like(at_labels)
-    if flat.entropy is not None:
-        entropy = torch.where(index >= 0, torch.from_numpy(flat.column(flat.entropy))[index.clamp(min=0)], 0.0)
-    loss, sums = micro_batch_loss(at_labels, entropy, LossColumns.of(micro, device="cpu"), algorithm.loss, counts)
-    loss.backward()
-    assert leaf.grad is not None
+    loss, gradient, sums, kept_T = _loss(flat, flat.batch(advantages_T, version), algorithm.loss)
     return AlgorithmResult(
         advantages=flat.shaped(advantages_T),
-        loss=float(loss.detach()),
-        gradient=flat.shaped(flat.tokens_of(leaf.grad.numpy())),
+        loss=loss,
+        gradient=flat.shaped(flat.tokens_of(gradient)),
         metrics=step_statistics([sums], uses_reference=flat.reference_logprobs is not None, trains_mtp=False),
         returns=None if credit.returns_N is None else flat.shaped(flat.spread(credit.returns_N)),
-        kept=flat.shaped(flat.mask if share.batch.kept_T is None else flat.mask & flat.tokens_of(share.batch.kept_T)),
+        kept=flat.shaped(flat.mask if kept_T is None else flat.mask & flat.tokens_of(kept_T)),
     )
+
+
+def _loss(flat: "_Flat", batch: TrainBatch, loss_of_tokens: Loss) -> tuple[float, np.ndarray, LossSums, np.ndarray | None]:
+    """Loss of the batch, its gradient for each log-prob, its sums, and which tokens stay in; as a rank alone in the world has them."""
+    everything = list(range(batch.num_sequences))
+    logprobs = flat.column(flat.logprobs)
+    own, counts = corrected(batch, loss_of_tokens, Denominators.of(batch), _alone)
+    share = Share(batch=own, sequences=np.array(everything, dtype=np.int64), bins=[everything])
+    if "whole_minibatch" in loss_of_tokens.needs:
+        share = selected(share, batch, logprobs, loss_of_tokens, _alone)
+    micro = pack(share.batch, everything, 1)
+    leaf = torch.tensor(logprobs, requires_grad=True)
+    is_label = torch.from_numpy(micro.label_index_T >= 0)
+    index = torch.from_numpy(micro.label_index_T).clamp(min=0)
+    entropy = torch.zeros_like(leaf) if flat.entropy is None else torch.from_numpy(flat.column(flat.entropy))
+    logp_T, entropy_T = (torch.where(is_label, values[index], 0.0) for values in (leaf, entropy))
+    loss, sums = micro_batch_loss(logp_T, entropy_T, LossColumns.of(micro, device="cpu"), loss_of_tokens, counts)
+    loss.backward()
+    assert leaf.grad is not None
+    return float(loss.detach()), leaf.grad.numpy(), sums, share.batch.kept_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scored:
+    """Samples as they were given."""
+
+    rewards_S: np.ndarray
+    group_S: np.ndarray
+    greedy_S: np.ndarray | None
+    is_truncated_S: np.ndarray
+
+    def is_trained_S(self, config: AlgorithmConfig) -> np.ndarray:
+        return ~self.is_truncated_S if config.overlong == "mask" else np.ones(len(self.rewards_S), dtype=bool)
+
+    def step(self, config: AlgorithmConfig, max_response_tokens: int, flat: "_Flat", owner: np.ndarray) -> ScoredStep:
+        """Samples that are trained on, without columns of tokens."""
+        trained_S = self.is_trained_S(config)
+        lengths_S = np.bincount(owner, weights=flat.counts(), minlength=len(self.rewards_S)).astype(np.int64)
+        rewards_S = self.rewards_S
+        if config.overlong == "penalty":
+            rewards_S = rewards_S + overlong_penalty(config, max_response_tokens, lengths_S, self.is_truncated_S)
+        return ScoredStep(
+            rewards_S=whitened(rewards_S[trained_S]) if config.whiten_rewards else rewards_S[trained_S],
+            group_S=self.group_S[trained_S],
+            lengths_S=lengths_S[trained_S],
+            greedy_S=None if self.greedy_S is None else self.greedy_S[trained_S],
+        )
+
+    def check(self, flat: "_Flat", owner: np.ndarray) -> None:
+        rewards_S, shape = self.rewards_S, self.rewards_S.shape
+        others = {"groups": self.group_S, "greedy_rewards": self.greedy_S, "truncated": self.is_truncated_S}
+        wrong = [f"{name} {column.shape}" for name, column in others.items() if column is not None and column.shape != shape]
+        if len(shape) != 1 or wrong:
+            raise ValueError(f"rewards {shape}, {', '.join(wrong)}: must be one number each for every sample")
+        if not np.isfinite(rewards_S).all():
+            raise ValueError(
+                f"rewards {rewards_S[~np.isfinite(rewards_S)].tolist()}: must be finite, because one would make all weights NaN"
+            )
+        is_known = len(owner) == 0 or 0 <= owner[0] <= owner[-1] < len(rewards_S)
+        if len(owner) != flat.num_sequences or (np.diff(owner) < 0).any() or not is_known:
+            raise ValueError(f"samples {owner.tolist()}: must be a sample of 0 to {len(rewards_S) - 1} for each sequence, ascending")
 
 
 def _alone(values: torch.Tensor) -> None:
@@ -193,6 +236,10 @@ class _Flat:
             penalties = config.kl_coefficient * kl_estimate(config.kl_estimator, old, reference, torch.ones_like(old)).numpy()
         if self.process_logprobs is not None:
             process = (self.process_logprobs - _given(self.reference_logprobs, "prime"))[self.mask]
+        if "values" in config.needs and self.values is None:
+            raise ValueError("values = None: must be given, because gae is a critic's")
+        if "process_rewards" in config.needs and process is None:
+            raise ValueError("process_logprobs = None: must be given, because prime is relative to a model of outcomes")
         values = None if self.values is None else self.values[self.mask]
         return ScoredTokens(penalties_N=penalties, values_N=values, process_N=process)
 
@@ -247,12 +294,3 @@ def _given(column: np.ndarray | None, what: str) -> np.ndarray:
     if column is None:
         raise ValueError(f"reference_logprobs = None: must be given, because {what} is relative to them")
     return column
-
-
-def _check(flat: _Flat, owner: np.ndarray, rewards_S: np.ndarray, group_S: np.ndarray) -> None:
-    if rewards_S.ndim != 1 or group_S.shape != rewards_S.shape:
-        raise ValueError(f"rewards {rewards_S.shape} and groups {group_S.shape}: must be one number each for every sample")
-    if not np.isfinite(rewards_S).all():
-        raise ValueError(f"rewards {rewards_S[~np.isfinite(rewards_S)].tolist()}: must be finite, because one would make all weights NaN")
-    if len(owner) != flat.num_sequences or (np.diff(owner) < 0).any() or (len(owner) > 0 and owner.max() >= len(rewards_S)):
-        raise ValueError(f"samples {owner.tolist()}: must be a sample of 0 to {len(rewards_S) - 1} for each sequence, ascending")
