@@ -116,6 +116,7 @@ def random_batch(rng: np.random.Generator, *, num_tokens: int, vocab_size: int, 
         response_mask_T=mask_T,
         rollout_logprobs_T=zeros_T - np.float32(np.log(vocab_size)),
         advantages_T=zeros_T + 1,
+        ce_weight_T=mask_T.astype(np.float32),
         offsets=offsets,
     )
 

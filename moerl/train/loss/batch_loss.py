@@ -91,6 +91,7 @@ def micro_batch_loss(
     `logp_T`, `entropy_T` [T]: the trainer's values at every label position. `ranks`: of context parallelism, if there is any. A micro-batch
     of padding alone gives a 0 that still has a gradient path, so that every rank runs the same backward collectives.
     """
+    assert any(part is not None for part in (loss.objective, columns.ce_weight_T, columns.kl_weight_T)), "no token is trained by this loss"
     logp_T, entropy_T = at_least_float32(logp_T), at_least_float32(entropy_T)
     tokens = token_columns(logp_T, columns, ranks)
     # An empty component keeps the gradient path of a micro-batch that has none.
