@@ -243,3 +243,14 @@ def test_an_adaptive_kl_goes_on_where_the_checkpoint_left_it(tmp_path):
     train(tmp_path / "parts", *adaptive, "num_steps=2")
     assert [row["train/kl_coefficient"] for row in train(tmp_path / "parts", *adaptive, "num_steps=3")] == whole
     assert whole[0] == 0.1 and len(set(whole)) == 3
+
+
+@pytest.mark.parametrize("name", ["gspo", "reinforce_pp", "rloo"])
+def test_an_algorithm_learns(name, tmp_path):
+    """To begin with a digit. `make learn` has all of them, on the demo's own task."""
+    small = ("groups_per_step=16", "group_size=8", "rollout.max_running=128", "train.layout.ranks=1", "train.layout.ep=1", "save_every=0")
+    lr = ("train.optimizer.lr=0.006", "train.optimizer.warmup_steps=5")
+    first = 'reward.terms.repeat={kind: format, pattern: "[0-9].*"}'
+    rewards = [row["reward/mean"] for row in train(tmp_path, *small, *lr, first, "num_steps=40", f"algorithm={name}")]
+    assert max(rewards[:3]) < 0.15
+    assert min(rewards[-3:]) > 0.6
