@@ -152,11 +152,15 @@ class StageModel:
         wide = self._kernels.wide
         chunk = min(self._train.logprob_chunk_tokens, self._tokens.sequence) * self._rows * max(wide, WIDTHS["float32"])
         one = self._tokens.sequence * self._rows * wide
+        masks = chunk // 2 if self._config.replays_sets else 0  # two of a byte an entry
         if not trains:
-            return one + 2 * chunk
+            return one + 2 * chunk + masks
         number = 1 + self._depths
+        # A KL beside replayed sets takes log-probs twice, each with a gradient of the logits.
+        gradients = 2 if self._config.replays_sets and self._config.uses_reference else 1
+        backward = (2 if self._config.algorithm.entropy_bonus > 0 else 1) * chunk
         weight = self._rows * self._fields["hidden_size"] * wide
-        return max(number * one + 2 * chunk, (number + 1) * one + chunk, number * one + weight)
+        return max(number * one + 2 * chunk + masks, (number + gradients) * one + backward + masks, number * one + weight)
 
     def _under_way(self, stage: int) -> Counter[int]:
         """Micro-batches of each chunk whose backward pass is to come, when the first of them begins: one forward and one backward pass
