@@ -21,7 +21,7 @@ from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.evaluator import Evaluator
 from moerl.evaluation.results import discard, write_results
-from moerl.observe.guards import check_finite, check_first_step
+from moerl.observe.guards import check_finite, check_first_step, check_trained
 from moerl.observe.observer import Observer
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
@@ -203,6 +203,7 @@ def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool, is
     # Routes of a server bind the policy alone: the reference routes by itself, and a near tie may go another way.
     fresh = is_reference and config.train.updates_per_step == 1 and config.train.router_replay != "rollout"
     check_finite(stats, step=step + 1, on_nonfinite=config.train.on_nonfinite)
+    check_trained(stats, step=step + 1)
     if is_first:
         check_first_step(
             stats,

@@ -30,6 +30,17 @@ def check_finite(stats: StepStats, *, step: int, on_nonfinite: Literal["stop", "
     )
 
 
+def check_trained(stats: StepStats, *, step: int) -> None:
+    """GuardError if corrections took every response token out of the step: the optimizer has moved by its momentum alone."""
+    if stats.num_tokens == 0 and stats.correction_dropped > 0:
+        raise GuardError(
+            f"step {step}: corrections took every response token out, so nothing was trained: mean |log-prob(trainer) - log-prob(rollout)| "
+            f"= {stats.mismatch_mean:.3g}, max {stats.mismatch_max:.3g}. The bounds of algorithm.corrections are narrower than what trainer "
+            "and server differ by: widen low and high, judge tokens instead of sequences (level=token), or make the two agree "
+            "(mismatch/* of metrics.jsonl; docs/algorithms.md). The same command continues from the last checkpoint"
+        )
+
+
 def check_first_step(stats: StepStats, *, limit: float, on_policy: bool, own_old_logprobs: bool, fresh: bool) -> None:
     """GuardError unless the first update of this process started from agreement.
 
@@ -62,7 +73,7 @@ def mismatch_message(stats: StepStats, limit: float, when: str) -> str:
         "  about 1e-3 to 5e-2: precision. bfloat16, above all with experts, explains this much; raise weights.mismatch_limit, or set\n"
         "    train.dtype and rollout.dtype to float32 to be sure that nothing else is wrong.\n"
         "  about 1e-1: temperature or truncation. The trainer divides its logits by rollout.temperature; the engine must report\n"
-        "    log-probs at the same temperature and before top-k and top-p.\n"
+        "    log-probs at the same temperature. train.sampling_replay=off with rollout.top_p below 1 explains -log(top_p).\n"
         "  1 and more: a stale engine (compare the version it serves with the trainer's), another model or tokenizer, or a chat\n"
         "    template that gave the two sides different prompt tokens."
     )

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from moerl.observe.guards import check_finite, check_first_step
+from moerl.observe.guards import check_finite, check_first_step, check_trained
 from moerl.types.errors import GuardError
 
 AGREED = dict(limit=1e-4, on_policy=True, own_old_logprobs=True, fresh=True)
@@ -58,3 +58,9 @@ def test_a_guard_error_reaches_another_process_whole(make_stats):
     with pytest.raises(GuardError) as caught:
         check_finite(make_stats(skipped_updates=SKIPPED), step=1, on_nonfinite="stop")
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_step_whose_tokens_were_all_rejected_stops_the_run(make_stats):
+    check_trained(make_stats(num_tokens=3, correction_dropped=0.5), step=2)
+    with pytest.raises(GuardError, match=r"(?s)step 2: corrections took every response token out.*widen low and high"):
+        check_trained(make_stats(num_tokens=0, correction_dropped=1.0), step=2)
