@@ -36,8 +36,8 @@ def check_trained(stats: StepStats, *, step: int) -> None:
         raise GuardError(
             f"step {step}: corrections took every response token out, so nothing was trained: mean |log-prob(trainer) - "
             f"log-prob(rollout)| = {stats.mismatch_mean:.3g}, max {stats.mismatch_max:.3g}. The bounds of algorithm.corrections are "
-            "narrower than what trainer and server differ by: widen low and high, judge tokens instead of sequences (level=token), or make the two agree "
-            "(mismatch/* of metrics.jsonl; docs/algorithms.md). The same command continues from the last checkpoint"
+            "narrower than what trainer and server differ by: widen low and high, judge tokens instead of sequences (level=token), or make "
+            "the two agree (mismatch/* of metrics.jsonl; docs/algorithms.md). The same command continues from the last checkpoint"
         )
 
 
