@@ -2,6 +2,7 @@
 
     python benchmarks/logprobs.py --tokens 2048 --vocabulary 32768 --chunk 128
 
+Chunked also with an entropy that has a gradient, and with `--left` entries of the vocabulary that sampling left for each token.
 Whole logits: float32 copy, Megatron's vocab_parallel_cross_entropy, and the entropy from a second pass. Runs on a GPU if there is one.
 """
 
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +27,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: 
 from moerl.config.schema.layout import Layout  # noqa: E402
 from moerl.train.loss.logprobs import logprobs_and_entropy  # noqa: E402
 from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
+from moerl.types.sampling_sets import SamplingSets  # noqa: E402
 
 Compute = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -44,7 +47,8 @@ def whole(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> tupl
 
 def step(logits_TV: Tensor, compute: Compute) -> None:
     logits_TV.grad = None
-    compute(logits_TV)[0].sum().backward()
+    logp_T, entropy_T = compute(logits_TV)
+    (logp_T + entropy_T if entropy_T.requires_grad else logp_T).sum().backward()
     if ON_GPU:
         torch.cuda.synchronize()
 
@@ -84,6 +88,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--left", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -93,7 +98,16 @@ def main() -> None:
     device = torch.device("cuda" if ON_GPU else "cpu")
     labels_T = torch.randint(arguments.vocabulary, (arguments.tokens,), device=device)
     options = {"temperature": 1.0, "vocab_size": arguments.vocabulary, "group": group, "chunk_tokens": arguments.chunk}
-    computes: list[Compute] = [lambda x: whole(x, labels_T, group), lambda x: logprobs_and_entropy(x, labels_T, **options)]
+    left_TE = torch.randint(arguments.vocabulary, (arguments.tokens, arguments.left - 1))
+    ids_TE = torch.cat([labels_T.cpu()[:, None], left_TE], dim=1).numpy()
+    sets = SamplingSets.of_counts(ids_TE.ravel(), np.full(arguments.tokens, arguments.left))
+    ways: dict[str, Compute] = {
+        "whole": lambda x: whole(x, labels_T, group),
+        "chunked": lambda x: logprobs_and_entropy(x, labels_T, **options),
+        "entropy": lambda x: logprobs_and_entropy(x, labels_T, entropy_has_gradient=True, **options),
+        "left": lambda x: logprobs_and_entropy(x, labels_T, sets=sets, **options),
+    }
+    computes = list(ways.values())
     chunk_bytes = arguments.chunk * arguments.vocabulary * 4
     print(f"{arguments.tokens} tokens, vocabulary {arguments.vocabulary}, chunks of {arguments.chunk} tokens = {chunk_bytes / 1e6:.0f} MB")
     print("logits    way      seconds  ratio   peak beyond logits and gradient")
@@ -103,7 +117,7 @@ def main() -> None:
             step(logits_TV, compute)
         peaks = [peak_bytes(logits_TV, compute) for compute in computes]
         seconds = seconds_of(logits_TV, computes, arguments.repeats)
-        for name, peak, spent in zip(("whole", "chunked"), peaks, seconds, strict=True):
+        for name, peak, spent in zip(ways, peaks, seconds, strict=True):
             kind = str(dtype).removeprefix("torch.")
             print(f"{kind:9} {name:8} {spent:7.4f} {spent / seconds[0]:6.2f}   {peak / 1e6:7.1f} MB = {peak / chunk_bytes:5.2f} chunks")
 

@@ -16,7 +16,7 @@ SMALL = {
     "data_plane": "--samples 64 --tokens 128",
     "export": "--hidden 32 --layers 2 --experts 4 --rounds 1 --against mbridge",
     "learn": "--seeds 1 --steps 1 --out learn.jsonl grpo",
-    "logprobs": "--tokens 128 --vocabulary 512 --chunk 64 --repeats 1",
+    "logprobs": "--tokens 128 --vocabulary 512 --chunk 64 --left 8 --repeats 1",
     "long_tail": "--steps 4",
     "memory": "--hidden 32 --layers 2 --tokens 128 --repeats 1",
     "pool": "--requests 128 --servers 2 --tokens 64",

@@ -53,36 +53,60 @@ class _Shard:
     entropy_has_gradient: bool = False
     sets: SamplingSets | None = None
 
-    def chunks(self, logits_TV: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Tokens, and their scaled logits in one buffer that every chunk uses again."""
+    def chunks(self, logits_TV: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
+        """Tokens, and their scaled logits in one buffer that every chunk uses again; None where all of them have sets."""
         num_tokens, width = logits_TV.shape
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-        buffer = logits_TV.new_empty(min(self.chunk_tokens, num_tokens), width, dtype=dtype)
+        buffer = None
         for start in range(0, num_tokens, self.chunk_tokens):
             tokens = slice(start, min(start + self.chunk_tokens, num_tokens))
+            if self.sets is not None and (self.sets.counts[tokens] > 0).all():
+                yield tokens, None
+                continue
+            if buffer is None:
+                buffer = logits_TV.new_empty(min(self.chunk_tokens, num_tokens), width, dtype=dtype)
             scaled_CV = buffer[: tokens.stop - start]
             scaled_CV.copy_(logits_TV[tokens]).div_(self.temperature)
             scaled_CV[:, self.num_valid :] = _floor(dtype)
-            if self.sets is not None:
-                self._restrict(scaled_CV, self.sets, tokens)
             yield tokens, scaled_CV
 
-    def _restrict(self, scaled_CV: Tensor, sets: SamplingSets, tokens: slice) -> None:
-        """Probability 0 outside a token's set, in place."""
-        first, end = sets.offsets[tokens.start], sets.offsets[tokens.stop]
-        counts = torch.from_numpy(sets.counts[tokens]).to(scaled_CV.device)
-        columns = torch.from_numpy(sets.ids[first:end]).to(scaled_CV.device, torch.int64) - self.first
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=scaled_CV.device), counts)
+    def left(self, logits_TV: Tensor, tokens: slice) -> "_Left | None":
+        """What sampling left of these tokens; None without sets."""
+        if self.sets is None:
+            return None
+        first, end = self.sets.offsets[tokens.start], self.sets.offsets[tokens.stop]
+        counts = torch.from_numpy(self.sets.counts[tokens]).to(logits_TV.device)
+        columns = torch.from_numpy(self.sets.ids[first:end]).to(logits_TV.device, torch.int64) - self.first
+        rows = torch.repeat_interleave(torch.arange(len(counts), device=logits_TV.device), counts)
         here = (columns >= 0) & (columns < self.num_valid)
-        left_CV = (counts == 0)[:, None].expand_as(scaled_CV).clone()
-        left_CV[rows[here], columns[here]] = True
-        scaled_CV.masked_fill_(~left_CV, _floor(scaled_CV.dtype))
+        rows, columns = rows[here], columns[here]
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        values = logits_TV[tokens][rows, columns].to(dtype).div_(self.temperature).clamp_(min=_floor(dtype))
+        return _Left(is_restricted_C=counts > 0, rows=rows, columns=columns, values=values)
 
     def local(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each label in this shard, 0 for those of other ranks, and whether it is here."""
         columns_T = labels_T - self.first
         here_T = (columns_T >= 0) & (columns_T < self.num_valid)
         return torch.where(here_T, columns_T, 0), here_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """Entries of this rank that sampling left for the tokens of a chunk, token by token: all others have probability 0."""
+
+    is_restricted_C: Tensor  # bool: the token has a set
+    rows: Tensor  # int64 [entries], token of each
+    columns: Tensor  # int64 [entries]
+    values: Tensor  # [entries], scaled logits
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """As of `_local_sums`, the first two; sums of a token's entries in their order, so that they have the same bits every time."""
+        lengths = torch.bincount(self.rows, minlength=len(self.is_restricted_C))
+        maximum_C = torch.segment_reduce(self.values, "max", lengths=lengths, initial=_floor(self.values.dtype))
+        shifted = self.values - maximum_C[self.rows]
+        weights = shifted.exp()
+        return maximum_C, torch.stack([torch.segment_reduce(each, "sum", lengths=lengths) for each in (weights, shifted * weights)])
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -115,15 +139,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight_T = gradients[0] / shard.temperature
         columns_T, here_T = shard.local(labels_T)
         gradient_TV = torch.empty_like(logits_TV)
+        slope_T = None if not entropy else -gradients[1] / shard.temperature
+
+        def of(shifted: Tensor, rows: Any) -> Tensor:
+            """Gradient but for labels, in the place of log-probs of some entries; `rows`: index that gives values of their tokens."""
+            if slope_T is None:
+                return shifted.exp_().mul_(-weight_T[rows])
+            # Log-probs so low that their product with a probability of 0 would not be 0 stand for padding.
+            factor = shifted.clamp(min=-1e4).add_(entropy[0][rows]).mul_(slope_T[rows]).sub_(weight_T[rows])
+            return shifted.exp_().mul_(factor)
+
         for tokens, scaled_CV in shard.chunks(logits_TV):
-            scaled_CV.sub_(log_sum_T[tokens, None])
-            if entropy:
-                # Log-probs so low that their product with a probability of 0 would not be 0 stand for padding.
-                above_CV = scaled_CV.clamp(min=-1e4).add_(entropy[0][tokens, None])
-                factor_CV = above_CV.mul_(-gradients[1][tokens, None] / shard.temperature).sub_(weight_T[tokens, None])
-                scaled_CV.exp_().mul_(factor_CV)
-            else:
-                scaled_CV.exp_().mul_(-weight_T[tokens, None])
+            if scaled_CV is not None:
+                of(scaled_CV.sub_(log_sum_T[tokens, None]), (tokens, None))
+            left = shard.left(logits_TV, tokens)
+            if left is not None:
+                if scaled_CV is None:
+                    scaled_CV = logits_TV.new_zeros(tokens.stop - tokens.start, logits_TV.shape[1], dtype=weight_T.dtype)
+                scaled_CV[left.is_restricted_C] = 0
+                rows = left.rows + tokens.start
+                scaled_CV[left.rows, left.columns] = of(left.values - log_sum_T[rows], rows)
+            assert scaled_CV is not None
             scaled_CV.scatter_add_(1, columns_T[tokens, None], (weight_T * here_T)[tokens, None])
             gradient_TV[tokens] = scaled_CV
         return gradient_TV, None, None
@@ -137,14 +173,20 @@ def _local_sums(logits_TV: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Ten
     sums_3T = logits_TV.new_empty(3, len(logits_TV), dtype=dtype)
     weights = None
     for tokens, scaled_CV in shard.chunks(logits_TV):
-        sums_3T[2, tokens] = torch.where(here_T[tokens], scaled_CV.gather(1, columns_T[tokens, None])[:, 0], 0.0)
-        scaled_CV.clamp_(min=_floor(dtype))  # logits may be -inf
-        maximum_T[tokens] = scaled_CV.amax(-1)
-        scaled_CV.sub_(maximum_T[tokens, None])
-        weights = torch.empty_like(scaled_CV) if weights is None else weights
-        weights_CV = torch.exp(scaled_CV, out=weights[: len(scaled_CV)])
-        sums_3T[0, tokens] = weights_CV.sum(-1)
-        sums_3T[1, tokens] = scaled_CV.mul_(weights_CV).sum(-1)
+        label_C = logits_TV[tokens].gather(1, columns_T[tokens, None])[:, 0].to(dtype) / shard.temperature
+        sums_3T[2, tokens] = torch.where(here_T[tokens], label_C, 0.0)
+        if scaled_CV is not None:
+            scaled_CV.clamp_(min=_floor(dtype))  # logits may be -inf
+            maximum_T[tokens] = scaled_CV.amax(-1)
+            scaled_CV.sub_(maximum_T[tokens, None])
+            weights = torch.empty_like(scaled_CV) if weights is None else weights
+            weights_CV = torch.exp(scaled_CV, out=weights[: len(scaled_CV)])
+            sums_3T[0, tokens] = weights_CV.sum(-1)
+            sums_3T[1, tokens] = scaled_CV.mul_(weights_CV).sum(-1)
+        if (left := shard.left(logits_TV, tokens)) is not None:
+            largest_C, sums_2C = left.sums()
+            maximum_T[tokens] = torch.where(left.is_restricted_C, largest_C, maximum_T[tokens])
+            sums_3T[:2, tokens] = torch.where(left.is_restricted_C, sums_2C, sums_3T[:2, tokens])
     return maximum_T, sums_3T
 
 
