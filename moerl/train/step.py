@@ -191,7 +191,7 @@ class TrainStep:
     def token_logprobs(
         self, logits: Tensor, micro: PackedMicroBatch, *, entropy_has_gradient: bool = False, is_whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Of the labels. `is_whole`: of the whole vocabulary, whatever they were chosen from."""
+        """Log-probs and entropies of the labels. `is_whole`: of the whole vocabulary, whatever they were chosen from."""
         return self._label_logprobs(
             logits,
             micro.labels_T,

@@ -71,7 +71,7 @@ class _Shard:
             yield tokens, scaled_CV
 
     def left(self, logits_TV: Tensor, tokens: slice) -> "_Left | None":
-        """What sampling left of these tokens; None without sets."""
+        """Entries that sampling left for these tokens; None without sets."""
         if self.sets is None:
             return None
         first, end = self.sets.offsets[tokens.start], self.sets.offsets[tokens.stop]
