@@ -46,5 +46,12 @@ def of_plain(plain: Mapping[str, Any]) -> AlgorithmConfig:
         raise ConfigError(found) from error
 
 
+def settings_of(given: AlgorithmConfig | Mapping[str, Any] | str) -> AlgorithmConfig:
+    """Typed settings of what may be these, plain settings, or the name of a file."""
+    if isinstance(given, AlgorithmConfig):
+        return given
+    return algorithm(given) if isinstance(given, str) else of_plain(given)
+
+
 def _names() -> str:
     return "one of " + ", ".join(options("algorithm"))

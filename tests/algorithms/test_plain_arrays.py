@@ -52,6 +52,15 @@ def test_the_example_of_the_page_runs():
     assert moerl.algorithm("gspo", "kl_coefficient=0.01") == names["config"]
 
 
+def test_settings_may_be_typed_plain_or_named():
+    plain = {"advantage": {"kind": "grpo"}, "objective": {"kind": "ppo_clip"}}
+    found = [algorithm_loss(given, TOKENS, rewards=[1.0, 0.5], groups=[0, 0]) for given in ("grpo", plain, algorithm("grpo"))]
+    assert found[0].gradient.tolist() == found[1].gradient.tolist() == found[2].gradient.tolist()
+    assert found[0].gradient.any()
+    with pytest.raises(ConfigError, match="algorithm.objective.kind"):
+        algorithm_loss({**plain, "objective": {"kind": "gspoo"}}, TOKENS, rewards=[1.0, 0.5], groups=[0, 0])
+
+
 def test_a_batch_that_is_masked_whole_has_no_loss_and_no_gradient():
     result = algorithm_loss(config(), TokenArrays(mask=[[0, 0]], logprobs=[[-1.0, -2.0]]), rewards=[1.0], groups=[0])
     assert (result.loss, result.gradient.tolist(), result.metrics["num_tokens"]) == (0, [[0, 0]], 0)

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, whitened
 from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
+from moerl.config.algorithm_settings import settings_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.train.batching.packing import pack
 from moerl.train.batching.rank_share import Share
@@ -68,18 +69,20 @@ class TokenArrays:
 
 
 def algorithm_loss(
-    config: AlgorithmConfig, tokens: TokenArrays, *, rewards: ArrayLike, groups: ArrayLike, samples: ArrayLike | None = None,
-    greedy_rewards: ArrayLike | None = None, truncated: ArrayLike | None = None, max_response_tokens: int | None = None,
-    version: int | None = None,
+    algorithm: AlgorithmConfig | Mapping[str, Any] | str, tokens: TokenArrays, *, rewards: ArrayLike, groups: ArrayLike,
+    samples: ArrayLike | None = None, greedy_rewards: ArrayLike | None = None, truncated: ArrayLike | None = None,
+    max_response_tokens: int | None = None, version: int | None = None,
 ) -> AlgorithmResult:  # fmt: skip
     """Advantages, loss and metrics of one mini-batch that is a whole step.
 
-    `rewards` [S], `groups` int [S]: of each sample. `samples` int [sequences], ascending: whose sequence it is; None: one each.
-    `greedy_rewards` [S]: of the completion at temperature 0 (remax). `truncated` bool [S], `max_response_tokens`: for overlong. `version`:
-    of the weights from which the update starts, with TokenArrays.versions. Groups are not replaced by dynamic sampling.
+    `algorithm`: settings; plain ones as a recipe has them, or the name of a file of configs/algorithm. `rewards` [S], `groups` int [S]: of
+    each sample. `samples` int [sequences], ascending: whose sequence it is; None: one each. `greedy_rewards` [S]: of the completion at
+    temperature 0 (remax). `truncated` bool [S], `max_response_tokens`: for overlong. `version`: of the weights from which the update starts,
+    with TokenArrays.versions. Groups are not replaced by dynamic sampling.
 
-    Raises ValueError for arrays that do not fit each other, and for rewards that are not finite.
+    Raises ConfigError for settings, ValueError for arrays that do not fit each other, and for rewards that are not finite.
     """
+    config = settings_of(algorithm)
     flat = _Flat.of(tokens)
     if flat.old_logprobs is None and "old_logprobs" in config.needs:
         flat = replace(flat, old_logprobs=flat.logprobs)
@@ -93,13 +96,13 @@ def algorithm_loss(
     scored.check(flat, owner)
     if "greedy_sample" in config.needs and scored.greedy_S is None:
         raise ValueError("greedy_rewards = None: must be given, because they are the baseline")
-    algorithm = build_algorithm(config, 0 if max_response_tokens is None else max_response_tokens)
+    built = build_algorithm(config, 0 if max_response_tokens is None else max_response_tokens)
     is_trained_S = scored.is_trained_S(config)
-    step = scored.step(config, algorithm.max_response_tokens, flat, owner)
+    step = scored.step(config, built.max_response_tokens, flat, owner)
     flat = flat.without(~is_trained_S[owner])
-    credit = algorithm.credit(replace(step, tokens=flat.scored(config)))
+    credit = built.credit(replace(step, tokens=flat.scored(config)))
     advantages_T = flat.spread(credit.by_token(step))
-    loss, gradient, sums, kept_T = _loss(flat, flat.batch(advantages_T, version), algorithm.loss)
+    loss, gradient, sums, kept_T = _loss(flat, flat.batch(advantages_T, version), built.loss)
     return AlgorithmResult(
         advantages=flat.shaped(advantages_T),
         loss=loss,
