@@ -77,8 +77,8 @@ def algorithm_loss(
 
     `algorithm`: settings; plain ones as a recipe has them, or the name of a file of configs/algorithm. `rewards` [S], `groups` int [S]:
     of each sample. `samples` int [sequences], ascending: whose sequence it is; None: one each. `greedy_rewards` [S]: of the completion at
-    temperature 0 (remax). `truncated` bool [S], `max_response_tokens`: for overlong. `version`: of the weights from which the update starts,
-    with TokenArrays.versions. Groups are not replaced by dynamic sampling.
+    temperature 0 (remax). `truncated` bool [S], `max_response_tokens`: for overlong. `version`: of the weights from which the update
+    starts, with TokenArrays.versions. Groups are not replaced by dynamic sampling.
 
     Raises ConfigError for settings, ValueError for arrays that do not fit each other, and for rewards that are not finite.
     """
