@@ -86,7 +86,8 @@ def selected(share: Share, whole: Batch, logprobs_T: np.ndarray, loss: Loss, red
     columns[0, own_N] = torch.from_numpy(kept_T[is_response_T].astype(np.float64))
     for row, values_T in enumerate(statistics_kT, 1):
         columns[row, own_N] = torch.from_numpy(to_tokens(values_T, micro, fill=0.0)[is_response_T])
-    reduce(columns)
+    for column_N in columns:  # one at a time on the GPU: 8 bytes for each response token of the mini-batch
+        reduce(column_N)
     present_N, chosen_N = columns[0] > 0, torch.zeros(columns.shape[1], dtype=torch.bool)
     chosen_N[present_N] = loss.objective.select(columns[1:, present_N])  # type: ignore[union-attr]
     selected_T = np.zeros(len(own.token_ids_T), dtype=bool)
