@@ -20,7 +20,6 @@ from typing import Any
 RECIPE = "grpo-tiny-moe-1n2g-sync"
 MORE = {
     "dapo": ["algorithm.overlong=none"],
-    "gspo": ["algorithm.objective.clip_low=0.2", "algorithm.objective.clip_high=0.2"],
     "grpo_tis": ["algorithm=grpo", "algorithm.corrections=[{kind: tis}]"],
     "reinforce_pp_kl": ["algorithm=reinforce_pp", "algorithm.kl_coefficient=0.001", "algorithm.kl_in=reward"],
 }

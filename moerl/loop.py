@@ -71,10 +71,10 @@ async def run(
                 await weights.compare(asked)
             batch = await _completed(config, step, groups, batch, algorithm, train, observe)
             stats = await _update(config, step, batch, algorithm, train, observe)
-            algorithm = algorithm.after_step(stats.kl_reference, batch.num_sequences)
             is_refused = weights.refuses(stats, step=step + 1)
             _check(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
             version, cursor = step + 1, buffer.oldest_untrained_ticket
+            algorithm = algorithm if is_refused else algorithm.after_step(stats, groups)
             observe.step(version, groups, stats)
             del groups, batch  # with them go their samples in the object store
             if _is_saved(config, version):  # before the push: the trainer then gives up what a checkpoint needs

@@ -34,6 +34,9 @@ class ScoredTokens:
     """float64, a critic's estimate of the rewards from this token on."""
     process_N: np.ndarray | None = None
     """float64, log-prob by the model of outcomes minus the reference's."""
+    old_N: np.ndarray | None = None
+    """float64, log-prob by the trainer before the update, where the advantage's `needs` have old_logprobs; so for the next."""
+    reference_N: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,8 @@ def whitened(values: np.ndarray) -> np.ndarray:
 def _centered(values: np.ndarray) -> np.ndarray:
     # Rounding in the mean of equal values would leave a credit near 1e-10; subtracting one of them first makes it exactly 0.
     shifted = values - values[0]
-    return shifted - shifted.mean()
+    centered = shifted - shifted.mean()
+    return np.where(is_rounding(centered, values), 0.0, centered)
 
 
 def _by_sample(advantages: Callable[[ScoredStep], np.ndarray]) -> Estimator:
@@ -178,10 +182,10 @@ def _opo(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def _maxrl(rewards: np.ndarray) -> np.ndarray:
     mean = rewards.mean()
-    return np.zeros_like(rewards) if _is_rounding(mean, rewards) else _centered(rewards) / mean
+    return np.zeros_like(rewards) if is_rounding(mean, rewards) else _centered(rewards) / mean
 
 
-def _is_rounding(difference: Any, rewards: np.ndarray) -> Any:
+def is_rounding(difference: Any, rewards: np.ndarray) -> Any:
     """A difference of rewards that is 0 but for rounding, which depends on the samples' order."""
     return np.abs(difference) <= 1e-12 * np.abs(rewards).max(initial=0.0)
 
@@ -195,7 +199,7 @@ def _best(rewards: np.ndarray, *, by_std: bool) -> np.ndarray:
 
 def _gpg(step: ScoredStep) -> np.ndarray:
     centered_S = _in_groups(step, _centered)
-    scaled: np.ndarray = centered_S * len(centered_S) / max(np.count_nonzero(~_is_rounding(centered_S, step.rewards_S)), 1)
+    scaled: np.ndarray = centered_S * len(centered_S) / max(np.count_nonzero(~is_rounding(centered_S, step.rewards_S)), 1)
     return scaled
 
 

@@ -3,19 +3,21 @@
 Axis suffixes: `_G` samples of a group.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from moerl.algorithms.advantages import Credit, ScoredStep, estimator, whitened
+from moerl.algorithms.advantages import Credit, ScoredStep, estimator, is_rounding, whitened
 from moerl.algorithms.corrections import Correcting, correction_of
 from moerl.algorithms.kl import Estimator, adapted
 from moerl.algorithms.objectives import Objective, objective_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.config.schema.custom_part import Need
 from moerl.types.groups import Group
+from moerl.types.stats import StepStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +84,16 @@ class Algorithm:
         if self.config.max_attempts == 1:
             return True
         rewards = group.rewards_G[self.sample_mask(group)]
-        return len(rewards) > 0 and bool((rewards != rewards[0]).any())
+        if group.greedy is not None:  # what remax compares with
+            rewards = np.append(rewards, group.greedy.reward)
+        return len(rewards) > 0 and not is_rounding(np.ptp(rewards), rewards)
 
     def sample_mask(self, group: Group) -> np.ndarray:
-        """bool [G]. A sample outside the mask carries no loss, and its reward enters nothing; with overlong=mask, truncated ones too."""
+        """bool [G]. A sample outside the mask carries no loss, and its reward enters nothing; with overlong=mask, truncated ones too, and
+        all of a group that lacks the baseline it needs."""
         scored = np.array([sample.score.error is None for sample in group.samples], dtype=bool)
+        if "greedy_sample" in self.config.needs and group.greedy is None:
+            return np.zeros_like(scored)
         return scored & ~_truncated(group) if self.config.overlong == "mask" else scored
 
     def rewards(self, group: Group) -> np.ndarray:
@@ -112,12 +119,12 @@ class Algorithm:
     def credit(self, step: ScoredStep) -> Credit:
         return estimator(self.config.advantage)(step)
 
-    def after_step(self, kl: float | None, num_samples: int) -> "Algorithm":
-        """The algorithm of the next step. `kl`: mean estimate of KL(policy || initial model) over the step's tokens."""
-        target = self.config.kl_target
-        if target is None or kl is None:
+    def after_step(self, stats: StepStats, groups: Sequence[Group]) -> "Algorithm":
+        """The algorithm of the step after the one on `groups`; the same where its weights did not change, or its KL is no number."""
+        target, kl = self.config.kl_target, stats.kl_reference
+        if target is None or kl is None or not math.isfinite(kl) or stats.skipped_updates:
             return self
-        horizon = self.config.kl_horizon
+        num_samples, horizon = sum(len(group.samples) for group in groups), self.config.kl_horizon
         return self._with(adapted(self.kl_coefficient, kl=kl, target=target, horizon=horizon, num_samples=num_samples))
 
     def state(self) -> dict[str, Any]:
@@ -125,7 +132,8 @@ class Algorithm:
         return {"kl_coefficient": self.kl_coefficient} if self.config.kl_target is not None else {}
 
     def resumed(self, state: Mapping[str, Any]) -> "Algorithm":
-        return self._with(state["kl_coefficient"]) if "kl_coefficient" in state else self
+        is_adaptive = self.config.kl_target is not None and "kl_coefficient" in state
+        return self._with(state["kl_coefficient"]) if is_adaptive else self
 
     def _with(self, kl_coefficient: float) -> "Algorithm":
         in_loss = kl_coefficient if self.config.kl_in == "loss" else 0.0

@@ -56,10 +56,12 @@ class TokenColumns:
 
     def sums_T(self, values_T: Tensor) -> Tensor:
         """[T]: for every token the sum of its sequence's masked values on all ranks, with gradient. Collective over them."""
-        sums = values_T.new_zeros(self.num_sequences).index_add(0, self.sequence_T, torch.where(self.mask_T, values_T, 0.0))
+        # In float64: the order of additions on a GPU is not fixed, and ranks must not differ about a bound.
+        held_T = torch.where(self.mask_T, values_T, 0.0).double()
+        sums = held_T.new_zeros(self.num_sequences).index_add(0, self.sequence_T, held_T)
         if self.ranks is not None:
             sums = _SumOverRanks.apply(sums, self.ranks)
-        return sums[self.sequence_T]
+        return sums.to(values_T.dtype)[self.sequence_T]
 
     def means_T(self, values_T: Tensor) -> Tensor:
         """The mean likewise."""

@@ -45,5 +45,5 @@ def _plain(estimator: str, logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
 
 def adapted(coefficient: float, *, kl: float, target: float, horizon: int, num_samples: int) -> float:
     """Coefficient after a step of `num_samples` whose mean KL was `kl`: times 1 + clip(kl / target - 1, +-0.2) * samples / horizon
-    (arXiv:1909.08593, section 2.2)."""
-    return coefficient * (1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * num_samples / horizon)
+    (arXiv:1909.08593, section 2.2), but never less than halved: a step of more samples than the horizon would turn its sign."""
+    return coefficient * max(1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * num_samples / horizon, 0.5)

@@ -14,18 +14,25 @@ def covariances(logp_N: Tensor, advantage_N: Tensor) -> Tensor:
 
 def highest(values_N: Tensor, *, share: float) -> Tensor:
     """bool [N]: the highest, share * N of them rounded down, but at least one."""
-    chosen_N = torch.zeros_like(values_N, dtype=torch.bool)
-    if len(values_N):
-        chosen_N[values_N.argsort(descending=True, stable=True)[: max(int(share * len(values_N)), 1)]] = True
-    return chosen_N
+    if not len(values_N):
+        return torch.zeros_like(values_N, dtype=torch.bool)
+    number = max(int(share * len(values_N)), 1)
+    return _first_of(values_N, values_N.topk(number, sorted=False).values.min(), number)
 
 
 def largest_until(values_N: Tensor, *, mean: float) -> Tensor:
     """bool [N]: the largest, as few as leave a mean of at most `mean` in the rest."""
-    order = values_N.argsort(descending=True, stable=True)
-    rest = values_N[order].flip(0).cumsum(0).flip(0)  # of each and of all after it
-    counts = torch.arange(len(values_N), 0, -1, device=values_N.device)
-    is_over = rest / counts > mean
-    chosen_N = torch.zeros_like(values_N, dtype=torch.bool)
-    chosen_N[order[: int(is_over.sum())]] = True  # means of a sorted rest only fall
-    return chosen_N
+    is_large_N = values_N > mean  # no other needs to go
+    large = values_N[is_large_N].sort().values
+    if not len(large):
+        return is_large_N
+    small = values_N[~is_large_N]
+    means = (small.sum() + large.cumsum(0)) / (len(small) + torch.arange(1, len(large) + 1, device=large.device))
+    number = int((means > mean).sum())  # means only grow with what is kept
+    return torch.zeros_like(is_large_N) if number == 0 else _first_of(values_N, large[-number], number)
+
+
+def _first_of(values_N: Tensor, least: Tensor, number: int) -> Tensor:
+    """bool [N]: `number` values, all above `least`, and of those that equal it the first."""
+    above_N, equal_N = values_N > least, values_N == least
+    return above_N | (equal_N & (equal_N.cumsum(0) <= number - above_N.sum()))

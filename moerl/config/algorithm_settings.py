@@ -24,6 +24,11 @@ def algorithm(name: str, *overrides: str) -> AlgorithmConfig:
     """
     if name not in options("algorithm"):
         raise ConfigError([problem("algorithm", name, "is not one of the algorithm files", "they are in configs/algorithm", _names())])
+    bare = [text for text in overrides if "=" not in text]
+    wrong = [problem("override", text, "must read key=value", "there is no value", f"{text}=VALUE") for text in bare]
+    if wrong:
+        raise ConfigError(wrong)
+    overrides = tuple(text.removeprefix("algorithm.") for text in overrides)
     try:
         composed = OmegaConf.merge(
             OmegaConf.load(shipped_configs() / "algorithm" / f"{name}.yaml"), OmegaConf.from_dotlist(list(overrides))
@@ -31,7 +36,7 @@ def algorithm(name: str, *overrides: str) -> AlgorithmConfig:
         plain = OmegaConf.to_container(composed, resolve=True)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        path = getattr(error, "full_key", None) or "algorithm"
+        path = ".".join(filter(None, ("algorithm", getattr(error, "full_key", None))))
         raise ConfigError([problem(path, NOT_SET, "must be given here", reason, f"{path}=VALUE as an override")]) from error
     assert isinstance(plain, dict)
     return of_plain({str(key): value for key, value in plain.items()})

@@ -1,6 +1,7 @@
 """A run on one page: what follows from its settings as comments, then every setting as YAML."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from moerl.config.derive.object_store import most_bytes, sample_bytes
 from moerl.config.load import to_yaml
@@ -32,9 +33,17 @@ def _derived(config: RunConfig) -> list[str]:
         f"one step        {config.groups_per_step} prompts * {config.group_size} = {samples} samples, {updates} update(s)",
         f"in flight       at most {slots} groups",
         f"object store    at most {most_bytes(config) / 1e9:.3g} GB of samples, {sample_bytes(config) / 1e6:.3g} MB for the longest",
+        f"algorithm       {_algorithm(config)}",
         f"old log-probs   {_old_logprobs(config)}",
         f"reference model {'a frozen copy of the initial weights' if config.uses_reference else 'none'}",
     ]
+
+
+def _algorithm(config: RunConfig) -> str:
+    algorithm = config.algorithm
+    parts = [algorithm.advantage, algorithm.objective, *algorithm.corrections]
+    told = (f"{part.kind}({', '.join(f'{name}={value}' for name, value in asdict(part).items() if name != 'kind')})" for part in parts)
+    return f"{', '.join(told).replace('()', '')}; normalize_by={algorithm.normalize_by}"
 
 
 def _old_logprobs(config: RunConfig) -> str:

@@ -31,13 +31,14 @@ def check_finite(stats: StepStats, *, step: int, on_nonfinite: Literal["stop", "
 
 
 def check_trained(stats: StepStats, *, step: int) -> None:
-    """GuardError if corrections took every response token out of the step: the optimizer has moved by its momentum alone."""
-    if stats.num_tokens == 0 and stats.correction_dropped > 0:
+    """GuardError if corrections took everything out of a mini-batch of the step."""
+    if stats.empty_updates:
         raise GuardError(
-            f"step {step}: corrections took every response token out, so nothing was trained: mean |log-prob(trainer) - "
-            f"log-prob(rollout)| = {stats.mismatch_mean:.3g}, max {stats.mismatch_max:.3g}. The bounds of algorithm.corrections are "
-            "narrower than what trainer and server differ by: widen low and high, judge tokens instead of sequences (level=token), or make "
-            "the two agree (mismatch/* of metrics.jsonl; docs/algorithms.md). The same command continues from the last checkpoint"
+            f"step {step}: corrections took every token out of {stats.empty_updates} mini-batch(es), which trained nothing: mean "
+            f"|log-prob(trainer) - log-prob(rollout)| = {stats.mismatch_mean:.3g}, max {stats.mismatch_max:.3g}. The bounds of "
+            "algorithm.corrections are narrower than what trainer and server differ by: widen low and high, judge tokens instead of "
+            "sequences (level=token), or make the two agree (mismatch/* of metrics.jsonl; docs/algorithms.md). The same command continues "
+            "from the last checkpoint"
         )
 
 

@@ -36,8 +36,7 @@ class GroupRunner:
                 f"prompt {prompt.index} ({prompt.data_source}): none of its {len(errors)} samples could be scored; the first: {errors[0]}"
             ).began_in(Origin(who="reward worker", node=socket.gethostname(), doing="rollout"))
         if greedy is not None and greedy.error is not None:
-            name = f"prompt {prompt.index} ({prompt.data_source})"
-            raise DataError(f"{name}: its completion at temperature 0 could not be scored: {greedy.error}")
+            errors, greedy = (*errors, f"at temperature 0: {greedy.error}"), None
         return Group(prompt=prompt, samples=samples, errors=errors, greedy=greedy)
 
     async def _sample(self, prompt: Prompt, index: int, *, is_greedy: bool = False) -> Sample:

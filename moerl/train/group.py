@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from moerl.train.checkpoint.saver import CheckpointSaver
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_calls import RankCalls
 from moerl.types.stats import SavedCheckpoint, StepStats
-from moerl.types.stored import Stored
+from moerl.types.stored import Here, Stored, keep
 from moerl.types.stored_batch import Batch, StoredBatch
 from moerl.weights.sync import WeightSource
 
@@ -183,6 +184,8 @@ class MegatronTrainGroup:
         for module in modules_of_files():
             ray.cloudpickle.register_pickle_by_value(module)  # nodes need not have a user's file
         num_updates = self._config.train.updates_per_step
+        if isinstance(batch, StoredBatch) and isinstance(batch.token_advantages, Here):
+            batch = replace(batch, token_advantages=await asyncio.to_thread(keep, batch.token_advantages.value))  # once for all ranks
         return (await self._on_shares("update", batch, num_updates, loss, lr, num_updates))[0]
 
     async def hosts(self) -> list[str]:

@@ -130,6 +130,7 @@ class MegatronEngine:
             learning_rate=lr,
             memory=largest_over_ranks(replace(self._residency.stats(), peaks=peaks())),
             server_mismatch=results[0].sums.server_mismatch(),
+            empty_updates=sum(result.is_empty for result in results),
             whole_minibatch_seconds=sum(result.whole_minibatch_seconds for result in results),
             skipped_updates=tuple(result.trouble for result in results if result.trouble is not None),
             padding_fraction=sum(r.num_padding for r in results) / sum(r.num_positions for r in results),

@@ -101,7 +101,8 @@ class TrainStep:
         if refused:
             self.model.routers.restore(biases)
         elif math.isfinite(grad_norm) and math.isfinite(total.loss):
-            self.optimizer.step()
+            if denominators.num_trained:  # else momentum alone would move the weights
+                self.optimizer.step()
         else:
             trouble = self._locate_nonfinite(share, packed, loss_of_logits, samples)
             self.model.routers.restore(biases)
@@ -115,6 +116,7 @@ class TrainStep:
             trouble=trouble,
             refused=refused,
             whole_minibatch_seconds=seconds,
+            is_empty=denominators.num_trained == 0,
         )
 
     def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss) -> tuple[Share, Denominators]:
@@ -232,6 +234,8 @@ class MiniBatchResult:
     """Where loss or gradient was not finite; then nothing was updated."""
     refused: bool
     """Nothing was updated: a server sampled with other weights than it says."""
+    is_empty: bool
+    """Nothing was updated: corrections took all out."""
     whole_minibatch_seconds: float
     """Time of the pass that the objective needs before the update."""
 
@@ -277,8 +281,9 @@ def _loss(
     logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
     logp_T, entropy_T = token_logprobs(logits, micro)
     columns = LossColumns.of(micro, device=logits.device)
-    if micro.sets is not None and loss_of_tokens.uses_reference:
-        # The reference chose from the whole vocabulary: so must what is compared with it.
+    is_compared = loss_of_tokens.uses_reference or columns.ce_weight_T is not None or columns.kl_weight_T is not None
+    if micro.sets is not None and is_compared:
+        # Reference, teacher and cross-entropy know the whole vocabulary: so must what is compared with them.
         columns = replace(columns, whole_logp_T=token_logprobs(logits, micro, is_whole=True)[0])
     ranks = parallel_state.get_context_parallel_group() if parallel_state.get_context_parallel_world_size() > 1 else None
     loss, sums = micro_batch_loss(logp_T, entropy_T, columns, loss_of_tokens, denominators, ranks)

@@ -63,7 +63,7 @@ class Group:
     samples: tuple[Sample, ...]
     errors: tuple[str, ...] = ()
     greedy: Score | None = None
-    """Score of one more completion, at temperature 0, which is not trained on; None where no algorithm asks for it."""
+    """Score of one more completion, at temperature 0, which is not trained on; None where no algorithm asks for it, or it has none."""
 
     @property
     def rewards_G(self) -> np.ndarray:

@@ -49,9 +49,17 @@ class SamplingSets:
         within = np.arange(len(starts)) - np.repeat(np.cumsum(counts[known]) - counts[known], counts[known])
         return SamplingSets.of_counts(self.ids[starts + within], counts)
 
+    def are_ascending(self) -> bool:
+        """Each token's entries, so that none stands twice."""
+        rises = np.diff(self.ids) > 0
+        starts = self.offsets[1:-1]
+        rises[starts[(starts > 0) & (starts < len(self.ids))] - 1] = True
+        return bool(rises.all())
+
     def hold(self, token_ids: np.ndarray) -> np.ndarray:
         """bool [tokens]: the set has no entries, or the token is one."""
-        owner = np.repeat(np.arange(len(self)), self.counts)
-        found = np.zeros(len(self), dtype=bool)
-        found[owner[self.ids == token_ids[owner]]] = True
-        return found | (self.counts == 0)
+        counts = self.counts
+        matches = np.flatnonzero(self.ids == np.repeat(token_ids.astype(np.int32), counts))
+        found = counts == 0
+        found[np.searchsorted(self.offsets, matches, side="right") - 1] = True
+        return found

@@ -126,6 +126,8 @@ class StepStats:
     """Share of tokens at a bound of a correction, dropped ones included."""
     correction_dropped: float = field(default=0.0, compare=False)
     """Share of tokens that a correction took out."""
+    empty_updates: int = field(default=0, compare=False)
+    """Mini-batches of which corrections left nothing: they changed no weight."""
     objective: dict[str, float] = field(default_factory=dict, compare=False)
     """Means over response tokens of what the objective tells."""
     whole_minibatch_seconds: float = field(default=0.0, compare=False)

@@ -48,10 +48,19 @@ def test_the_parts_of_the_page_are_used(own):
         ("objective", "own.py:Halved", "must have token_loss"),
         ("advantage", "own.py:Halved", "must have __call__"),
         ("corrections", "own.py:Squared", "must have weights"),
+        ("corrections", "odd.py:Plain", "must be a dataclass"),
+        ("corrections", "odd.py:Wanting", "needs must be a set of old_logprobs, reference"),
+        ("corrections", "odd.py:Ending", "has no attribute 'Ending'"),
+        ("objective", "leaving.py:Squared", "SystemExit"),
     ],
 )
 def test_a_part_that_cannot_be_used_is_named_before_the_run(part, path, said, own, tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(5)")
+    (tmp_path / "odd.py").write_text(
+        "from dataclasses import dataclass\n\n\nclass Plain:\n    def weights(self, columns): ...\n\n\n"
+        "@dataclass\nclass Wanting:\n    needs = 'reference'\n\n    def weights(self, columns): ...\n"
+    )
     name = "algorithm.corrections" if part == "corrections" else f"algorithm.{part}"
     value = f"{{kind: custom, path: '{path}'}}"
     with pytest.raises(ConfigError) as caught:

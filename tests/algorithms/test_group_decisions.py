@@ -3,6 +3,7 @@
 import math
 import pickle
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from moerl.config.algorithm_settings import algorithm as settings_of
 from moerl.config.compose import options
 from moerl.types.completion import Completion, VersionSpan
 from moerl.types.groups import Group, Prompt, Sample, Score
+from moerl.types.stats import StepStats
 
 LIMIT = 20
 REWARDS = st.lists(st.floats(-10, 10), min_size=1, max_size=16)
@@ -169,11 +171,36 @@ def test_losses_travel_pickled(name):
     assert pickle.loads(pickle.dumps(loss)) == loss
 
 
+def stats_of(kl, **changes):
+    fields = dict.fromkeys(("grad_norm", "learning_rate", "entropy", "clip_fraction", "mismatch_mean", "mismatch_max", "mismatch_kl"), 0.0)
+    more = {"padding_fraction": 0.0, "rank_imbalance": 1.0, "round_imbalance": 1.0}
+    return StepStats(loss=0.0, num_tokens=1, kl_old=0.0, kl_reference=kl, **fields, **more, **changes)
+
+
 def test_an_adaptive_kl_follows_its_target_and_is_saved_with_a_checkpoint():
-    algorithm = grpo(kl_coefficient=0.1, kl_target=0.02, kl_horizon=100)
-    after = algorithm.after_step(0.04, 10)
+    algorithm, groups = grpo(kl_coefficient=0.1, kl_target=0.02, kl_horizon=100), [make_group([0.0] * 10)]
+    after = algorithm.after_step(stats_of(0.04), groups)
     assert after.loss.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 10 / 100))
-    assert algorithm.after_step(0.021, 10).kl_coefficient == pytest.approx(0.1 * (1 + 0.05 * 10 / 100))
+    assert algorithm.after_step(stats_of(0.021), groups).kl_coefficient == pytest.approx(0.1 * (1 + 0.05 * 10 / 100))
     assert algorithm.resumed(after.state()) == after
-    fixed = grpo(kl_coefficient=0.1)
-    assert (fixed.after_step(0.04, 10), fixed.state()) == (fixed, {})
+    fixed = grpo(kl_coefficient=0.2)
+    assert (fixed.after_step(stats_of(0.04), groups), fixed.state(), fixed.resumed(after.state())) == (fixed, {}, fixed)
+
+
+def test_an_adaptive_kl_neither_turns_its_sign_nor_follows_a_step_that_changed_nothing():
+    algorithm = grpo(kl_coefficient=0.1, kl_target=0.02, kl_horizon=1)
+    assert algorithm.after_step(stats_of(0.0), [make_group([0.0] * 10)]).kl_coefficient == pytest.approx(0.05)
+    for stats in (stats_of(math.nan), stats_of(0.04, skipped_updates=("rank 0",)), stats_of(None)):
+        assert algorithm.after_step(stats, [make_group([0.0])]) == algorithm
+
+
+def test_a_group_without_its_baseline_is_not_trained_on():
+    remax = build("remax")
+    group = make_group([1, 0])
+    assert not remax.sample_mask(group).any()
+    assert remax.sample_mask(replace(group, greedy=Score(reward=0.5))).all()
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    assert not dapo().keep(make_group([0.1 + 0.2, 0.3]))
+    assert credit(grpo(), make_group([0.1 + 0.2, 0.3])).tolist() == [0, 0]

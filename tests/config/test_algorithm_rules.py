@@ -40,6 +40,14 @@ def refused(*overrides):
             "algorithm.kl_estimator", "is for kl_in=loss",
         ),
         (["algorithm.kl_target=0.1"], "algorithm.kl_target", "needs kl_coefficient > 0"),
+        (["rollout.top_k=1"], "rollout.top_k", "must be 0 or at least 2"),
+        (["rollout.top_p=0.9", "train.sampling_replay=off"], "train.sampling_replay", "weights.mismatch_limit=0.21"),
+        (["rollout.top_k=4", "rollout.engine=fake"], "rollout.top_k", "needs rollout.engine=hf"),
+        (["algorithm=maxrl", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards", "cannot go with maxrl"),
+        (["algorithm=remax", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards", "cannot go with remax"),
+        (["algorithm=reinforce_pp", "algorithm.max_attempts=2", "group_size=1"], "algorithm.max_attempts", "needs group_size >= 2"),
+        (["algorithm=gspo", "algorithm.objective.clip_high=0.2"], "algorithm.objective.clip_high", "must be at most 0.1 for gspo"),
+        (["algorithm.corrections=[{kind: icepop, low: 2}]"], "algorithm.corrections.0", "must have 1 between its bounds"),
         (["group_size=1"], "group_size", "must be at least 2"),
     ],
 )  # fmt: skip
@@ -54,6 +62,8 @@ def test_without_a_comparison_of_samples_one_is_enough():
 
 
 def test_stale_samples_need_a_correction():
+    opsm = "algorithm.corrections=[{kind: opsm}]"
+    assert "train.old_logprobs" in refused(ASYNC, "train.old_logprobs=trainer", opsm)
     assert "needs algorithm.corrections" in refused(ASYNC, "train.old_logprobs=trainer")["train.old_logprobs"]
     corrected = load([ASYNC, "train.old_logprobs=trainer", "algorithm.corrections=[{kind: tis}]"])
     assert not corrected.needs_old_logprobs

@@ -60,7 +60,7 @@ def test_a_guard_error_reaches_another_process_whole(make_stats):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_step_whose_tokens_were_all_rejected_stops_the_run(make_stats):
+def test_a_step_with_a_mini_batch_that_was_rejected_whole_stops_the_run(make_stats):
     check_trained(make_stats(num_tokens=3, correction_dropped=0.5), step=2)
-    with pytest.raises(GuardError, match=r"(?s)step 2: corrections took every response token out.*widen low and high"):
-        check_trained(make_stats(num_tokens=0, correction_dropped=1.0), step=2)
+    with pytest.raises(GuardError, match=r"(?s)step 2: corrections took every token out of 1 mini-batch.*widen low and high"):
+        check_trained(make_stats(num_tokens=3, correction_dropped=0.5, empty_updates=1), step=2)

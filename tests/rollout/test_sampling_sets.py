@@ -70,16 +70,26 @@ def test_parts_of_a_completion_have_theirs_end_to_end():
     ("rows", "said"),
     [
         (None, "entries of 0 tokens: must be of 2"),
+        ([[3, 1], [4]], "must ascend, each once"),
+        ([[3, 3], [4]], "must ascend, each once"),
         ([[3]], "entries of 1 tokens: must be of 2"),
-        ([[3, 1], [5]], "token 1: must be one of the entries it was chosen from"),
-        ([[3, 1], []], "token 1: must be one of the entries"),
-        ([[3, 1], [4, 10]], "must be in the model's vocabulary"),
+        ([[1, 3], [5]], "token 1: must be one of the entries it was chosen from"),
+        ([[1, 3], []], "token 1: must be one of the entries"),
+        ([[1, 3], [4, 10]], "must be in the model's vocabulary"),
     ],
 )
 def test_an_answer_whose_sets_cannot_be_is_refused(rows, said):
     with pytest.raises(EngineUnsound, match=said):
         check_completion(completion([3, 4], rows), SAMPLING, request_id="r", vocab_size=10, server="s")
     check_completion(completion([3, 4], [[3], [4]]), SAMPLING, request_id="r", vocab_size=10, server="s")
+
+
+def test_entries_that_nobody_asked_for_and_more_than_top_k_are_refused():
+    rows = completion([3, 4], [[1, 3], [4]])
+    with pytest.raises(EngineUnsound, match="nobody asked"):
+        check_completion(rows, replace(SAMPLING, filtered=False), request_id="r", vocab_size=10, server="s")
+    with pytest.raises(EngineUnsound, match="at most top_k = 1"):
+        check_completion(rows, replace(SAMPLING, top_k=1), request_id="r", vocab_size=10, server="s")
 
 
 def test_an_engine_that_does_not_say_refuses_the_request():

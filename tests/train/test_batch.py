@@ -106,6 +106,12 @@ def test_the_age_of_a_token_stands_at_the_tokens_that_the_policy_produced():
     assert batch.proximal_T.tolist() == [0, 0, half, 0, 0, 0, 0, 0, half, 0, 0, 0, 0.75]
 
 
+def test_a_distance_from_a_teacher_is_refused_where_there_is_none():
+    taught = Sample(completion=make_segment([1, 2], weights={"kl": [1, 1]}), score=Score(reward=1.0))
+    with pytest.raises(DataError, match="no teacher yet"):
+        build_batch([make_group(taught, make_sample([8], 0.0))], GRPO)
+
+
 def test_credit_of_tokens_runs_through_the_segments_of_a_sample_and_takes_the_kl_from_their_reward():
     settings = ("advantage.gamma=0.5", "kl_coefficient=0.1", "kl_in=reward", "kl_estimator=k1")
     pp = build_algorithm(algorithm("reinforce_pp", *settings), 8)

@@ -6,7 +6,8 @@ from moerl.config.schema.run_config import RunConfig
 TOKEN_BYTES = 12
 """Bytes of a token without its routes: id and log-prob, and some four letters of text."""
 COLUMN_BYTES = 4
-"""Bytes of a token in the log-probs that the trainer computes before an update, for each of the old policy and the reference."""
+"""Bytes of a token in each column of a step: log-probs of the old policy and of the reference that the trainer computes before an update,
+and advantages of tokens."""
 
 
 def sample_bytes(config: RunConfig) -> int:
@@ -22,7 +23,7 @@ def sample_bytes(config: RunConfig) -> int:
 def most_bytes(config: RunConfig) -> int:
     """With every slot of the buffer full of the longest samples, and the columns of a step."""
     step = config.groups_per_step * config.group_size
-    columns = step * _longest(config) * COLUMN_BYTES * (config.needs_old_logprobs + config.uses_reference)
+    columns = step * _longest(config) * COLUMN_BYTES * (config.needs_old_logprobs + config.uses_reference + config.algorithm.credits_tokens)
     return (config.max_staleness + 1) * step * sample_bytes(config) + columns
 
 

@@ -1,5 +1,6 @@
 """Rules of the algorithm: what its parts need of a run, and which do not go together."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -9,9 +10,9 @@ from pydantic import ValidationError
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, ReinforceAdvantage
 from moerl.config.schema.custom_part import CustomPart, load_class
-from moerl.config.schema.loss_config import GMPO, TIS, IcePop, Rejection, SequenceMaskTIS
+from moerl.config.schema.loss_config import GMPO, GSPO, TIS, IcePop, Rejection, SequenceMaskTIS
 from moerl.config.schema.run_config import RunConfig
-from moerl.types.errors import Problem, problem
+from moerl.types.errors import NOT_SET, Problem, problem
 
 
 def compares_samples(algorithm: AlgorithmConfig) -> bool:
@@ -22,6 +23,11 @@ def compares_samples(algorithm: AlgorithmConfig) -> bool:
     return isinstance(advantage, GroupAdvantage | PassAtKAdvantage)
 
 
+def corrects_staleness(algorithm: AlgorithmConfig) -> bool:
+    """A correction weighs by the probability that the server sampled with."""
+    return any(isinstance(each, TIS | IcePop | Rejection | SequenceMaskTIS | CustomPart) for each in algorithm.corrections)
+
+
 def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     broken = list(_custom_problems(config.algorithm))
     yield from broken
@@ -30,6 +36,7 @@ def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield from _old_policy_problems(config)
     yield from _objective_problems(config.algorithm)
     yield from _filter_problems(config)
+    yield from _advantage_problems(config)
     yield from _bound_problems(config.algorithm)
     yield from _overlong_problems(config)
 
@@ -48,7 +55,7 @@ def _custom_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
             continue
         try:
             found = load_class(part.path)
-        except Exception as error:  # whatever the user's module does when it is run
+        except (Exception, SystemExit) as error:  # whatever the user's module does when it is run
             yield problem(path, part.path, "must name a class that can be imported", f"{type(error).__name__}: {error}", fix)
             continue
         yield from _class_problems(name, part, found, path)
@@ -58,31 +65,53 @@ _METHODS = {"advantage": "__call__", "objective": "token_loss", "corrections": "
 
 
 def _class_problems(name: str, part: CustomPart, found: type, path: str) -> Iterator[Problem]:
-    method = _METHODS[name.partition(".")[0]]
+    role = name.partition(".")[0]
+    method = _METHODS[role]
+    if not is_dataclass(found):
+        fix = f"@dataclass(frozen=True) above class {found.__name__}"
+        yield problem(path, part.path, "must be a dataclass", "its fields are the settings", fix)
+        return
     if not any(method in vars(base) for base in found.__mro__):  # a class itself can always be called
-        reason = f"an {name.partition('.')[0]} is asked by it" if name != "advantage" else "an estimator is called"
-        yield problem(path, part.path, f"must have {method}", reason, f"def {method}(self, ...) in class {found.__name__}")
-    if name == "objective" and "metric_names" not in dir(found):
-        yield problem(path, part.path, "must have metric_names", "sums of all ranks have a place for each", "metric_names = ()")
+        fix = f"def {method}(self, ...) in class {found.__name__}"
+        yield problem(path, part.path, f"must have {method}", f"{role} is asked by it", fix)
+    needs = getattr(found, "needs", ())
+    if not isinstance(needs, set | frozenset | tuple | list) or not set(needs) <= _NEEDS[role]:
+        rule, fix = f"needs must be a set of {', '.join(sorted(_NEEDS[role]))}", "needs = frozenset() for none"
+        yield problem(path, part.path, rule, f"it is {needs!r}, which no step can bring for {role}", fix)
+    told = getattr(found, "metric_names", None)
+    is_told = isinstance(told, property) or (isinstance(told, tuple) and all(isinstance(each, str) for each in told))
+    if role == "objective" and not is_told:
+        reason = "sums of all ranks have a place for each"
+        yield problem(path, part.path, "must have metric_names, a tuple of names", reason, "metric_names = ()")
     selecting = [other for other in ("statistics", "select") if not callable(getattr(found, other, None))]
     if "whole_minibatch" in part.needs and selecting:
         reason = "its needs have whole_minibatch, and these choose from it"
         yield problem(path, part.path, f"must have {' and '.join(selecting)}", reason, "both, or leave whole_minibatch out of needs")
-    names = [each.name for each in fields(found)] if is_dataclass(found) else []
+    yield from _setting_problems(f"algorithm.{name}.settings", part, found)
+
+
+def _setting_problems(path: str, part: CustomPart, found: type) -> Iterator[Problem]:
+    names, reason = [each.name for each in fields(found)], f"the fields of {found.__name__} are its settings"
     for setting in part.settings.keys() - names:
-        where, reason = f"algorithm.{name}.settings.{setting}", f"the fields of {found.__name__} are its settings"
-        yield problem(where, part.settings[setting], "is not a setting", reason, f"one of {', '.join(names)}" if names else "leave it out")
+        fix = f"one of {', '.join(names)}" if names else "leave it out"
+        yield problem(f"{path}.{setting}", part.settings[setting], "is not a setting", reason, fix)
     try:
         part.build()
     except ValidationError as error:
         for details in error.errors():
-            where = ".".join(map(str, details["loc"]))
-            reason = f"the fields of {found.__name__} are its settings"
-            yield problem(
-                f"algorithm.{name}.settings.{where}", details["input"], details["msg"].lower(), reason, "a field as it is declared"
-            )
+            where = ".".join(map(str, [path, *details["loc"]]))
+            is_missing = details["type"] == "missing"
+            value = NOT_SET if is_missing else details["input"]
+            yield problem(where, value, "must be given" if is_missing else details["msg"].lower(), reason, f"{where}=VALUE")
     except Exception as error:
-        yield problem(f"algorithm.{name}.settings", part.settings, "must make an object", f"{type(error).__name__}: {error}", "correct it")
+        yield problem(path, part.settings, "must make an object", f"{type(error).__name__}: {error}", "settings that the class takes")
+
+
+_NEEDS: dict[str, set[str]] = {
+    "advantage": {"reference", "old_logprobs", "greedy_sample"},
+    "objective": {"reference", "old_logprobs", "whole_minibatch"},
+    "corrections": {"reference", "old_logprobs"},
+}
 
 
 def _needs_problems(config: RunConfig) -> Iterator[Problem]:
@@ -118,6 +147,13 @@ def _objective_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if isinstance(objective, GMPO) and normalize_by != "sequence":
         reason = "its loss is one number for a sequence, and a mean over sequences"
         yield problem("algorithm.normalize_by", normalize_by, "must be sequence for gmpo", reason, "algorithm.normalize_by=sequence")
+    if isinstance(objective, GSPO):
+        for name in ("clip_low", "clip_high"):
+            bound = getattr(objective, name)
+            if bound is not None and bound > 0.1:
+                path = f"algorithm.objective.{name}"
+                reason = "it bounds the mean of a sequence, which moves hundreds of times less than a token: nothing would be clipped"
+                yield problem(path, bound, f"must be at most 0.1 for {objective.kind}", reason, f"{path}=0.0004")
     if normalize_by == "fixed_length" and algorithm.fixed_length is None:
         reason = "sums over sequences are divided by it"
         yield problem("algorithm.fixed_length", None, "must be given for normalize_by=fixed_length", reason, "the longest response")
@@ -132,16 +168,44 @@ def _objective_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         yield problem("algorithm.kl_target", algorithm.kl_target, "needs kl_coefficient > 0", reason, "algorithm.kl_coefficient=0.001")
 
 
+def _advantage_problems(config: RunConfig) -> Iterator[Problem]:
+    algorithm, kind = config.algorithm, config.algorithm.advantage.kind
+    shaped = {"algorithm.whiten_rewards": algorithm.whiten_rewards, "algorithm.overlong": algorithm.overlong == "penalty"}
+    shaped["algorithm.kl_in"] = algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward" and kind == "maxrl"
+    for path in [path for path, is_on in shaped.items() if is_on and kind in ("maxrl", "remax")]:
+        value = getattr(algorithm, path.removeprefix("algorithm."))
+        reason = {
+            "maxrl": "it divides by the mean reward of a group, which must not be negative: the better sample would be pushed down",
+            "remax": "the reward at temperature 0 that it subtracts is as it was scored, and would be of another scale",
+        }[kind]
+        yield problem(path, value, f"cannot go with {kind}", reason, f"leave it out, or algorithm.advantage.kind={_OTHER[kind]}")
+    if algorithm.max_attempts > 1 and config.group_size < 2:
+        reason = "dynamic sampling drops groups whose samples all have the same reward, which a group of one always is"
+        yield problem("algorithm.max_attempts", algorithm.max_attempts, "needs group_size >= 2", reason, "algorithm.max_attempts=1")
+
+
+_OTHER = {"maxrl": "rloo", "remax": "reinforce_pp"}
+
+
 def _filter_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.filters_samples:
         return
-    filters = {f"rollout.{name}": getattr(config.rollout, name) for name in ("top_p", "top_k")}
-    path, value = next((path, value) for path, value in filters.items() if value not in (0, 1.0))
-    engine, algorithm = config.rollout.engine, config.algorithm
+    rollout, algorithm, engine = config.rollout, config.algorithm, config.rollout.engine
+    path, value = ("rollout.top_p", rollout.top_p) if rollout.top_p < 1 else ("rollout.top_k", rollout.top_k)
+    if rollout.top_k == 1:
+        reason = "it leaves one token, whose log-prob is 0 whatever the weights are: nothing can be learned"
+        yield problem("rollout.top_k", 1, "must be 0 or at least 2", reason, "rollout.top_k=0")
+    bias = -math.log(rollout.top_p)
+    if config.train.sampling_replay == "off" and config.weights.mismatch_limit < bias:
+        rule = f"needs weights.mismatch_limit above -log(rollout.top_p) = {bias:.3g}"
+        reason = "trainer and server then differ by what was left out, which looks like wrong weights"
+        yield problem(
+            "train.sampling_replay", "off", rule, reason, f"train.sampling_replay=rollout, or weights.mismatch_limit={2 * bias:.2g}"
+        )
     if engine != "hf":
         reason = f"rollout.engine={engine} does not say what they left of the vocabulary, and log-probs would be of another distribution"
         yield problem(path, value, "needs rollout.engine=hf", reason, "rollout.top_p=1.0 and rollout.top_k=0, or rollout.engine=hf")
-    if algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward":
+    if algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward" and config.replays_sets:
         reason = "a KL is over the whole vocabulary, and the log-probs before the update are of a part of it"
         yield problem("algorithm.kl_in", "reward", f"must be loss with {path}={value}", reason, "algorithm.kl_in=loss")
 
@@ -152,6 +216,10 @@ def _bound_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         path = f"algorithm.corrections.{index}"
         if low is not None and high is not None and low >= high:
             yield problem(f"{path}.low", low, f"must be less than high={high}", "everything would be outside", f"{path}.low={high / 2}")
+        is_ratio = isinstance(correction, IcePop | SequenceMaskTIS) or (isinstance(correction, Rejection) and correction.statistic == "k1")
+        if is_ratio and (low or 0) < (math.inf if high is None else high) and not (low or 0) < 1 < (math.inf if high is None else high):
+            reason = "rho is 1 where server and trainer agree, and everything would be outside"
+            yield problem(path, {"low": low, "high": high}, "must have 1 between its bounds", reason, f"{path}.low=0.5 {path}.high=2.0")
         if isinstance(correction, Rejection) and low is None and high is None:
             yield problem(f"{path}.high", None, "needs a bound", "without low and high nothing is rejected", f"{path}.high=2.0")
 

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from moerl.config.rules.algorithm_rules import compares_samples
+from moerl.config.rules.algorithm_rules import compares_samples, corrects_staleness
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem
@@ -35,7 +35,7 @@ def staleness_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if config.deterministic:
         reason = "which weights sample a group then depends on timing"
         yield problem("deterministic", True, "needs max_staleness=0", reason, "max_staleness=0 or deterministic=false")
-    if config.train.old_logprobs == "trainer" and not config.algorithm.corrections:
+    if config.train.old_logprobs == "trainer" and not corrects_staleness(config.algorithm):
         reason = "samples of older weights must be corrected by the probability they were drawn with, which the server recorded"
         fix = "train.old_logprobs=rollout or log_linear, or a correction, as algorithm.corrections=[{kind: tis}]"
         yield problem("train.old_logprobs", "trainer", "needs algorithm.corrections when max_staleness > 0", reason, fix)

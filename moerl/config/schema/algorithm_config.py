@@ -95,20 +95,20 @@ class AlgorithmConfig(Strict):
     sequences of their sums. fixed_length: sum / (sequences * fixed_length)."""
     fixed_length: Positive | None = None
     """Tokens of normalize_by=fixed_length: the same for every batch (Dr. GRPO: the longest response)."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kl_coefficient: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of KL(policy || initial model); > 0 keeps a frozen copy of the initial weights."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "unbiased"] = "k3"
     """Estimate of a token, with d = log-prob - reference's: k1 d; abs |d|; k2 d^2 / 2; k3 exp(-d) + d - 1 (http://joschu.net/blog/kl-approx.html).
     With + that value with the gradient of k2. unbiased: k3 * policy / old policy, with the gradient of both (arXiv:2512.02556)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss. reward: taken from every token's reward, by the log-probs before the update."""
-    kl_target: Annotated[float, Field(gt=0)] | None = None
+    kl_target: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """KL that an adaptive coefficient steers to, in nats per token (arXiv:1909.08593); None: the coefficient is fixed."""
     kl_horizon: Positive = 10_000
     """Samples over which the adaptive coefficient changes by about the whole error."""
-    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    entropy_bonus: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of the policy's entropy, taken from the loss."""
-    drift_penalty: Annotated[float, Field(ge=0)] = 0.0
+    drift_penalty: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Weight of log(policy / old policy)^2 of a token in the loss (arXiv:2602.02276)."""
     whiten_rewards: bool = False
     """Rewards of a step get mean 0 and variance 1 before the advantages."""

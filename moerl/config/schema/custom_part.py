@@ -30,7 +30,8 @@ class CustomPart(Strict):
     @property
     def needs(self) -> frozenset[Need]:
         """The class's own `needs`."""
-        return frozenset(getattr(load_class(self.path), "needs", ()))
+        needs = getattr(load_class(self.path), "needs", ())
+        return frozenset(needs) if isinstance(needs, set | frozenset | tuple | list) else frozenset()
 
     def build(self) -> Any:
         """The object. pydantic.ValidationError for settings that the class does not take; it is no error here to give more."""
@@ -51,11 +52,12 @@ def load_class(path: str) -> type:
 
 
 _PREFIX = "moerl_custom_"
+_NEIGHBOURS: dict[str, ModuleType] = {}
 
 
 def modules_of_files() -> list[ModuleType]:
-    """Modules that were run from files: other processes cannot import them by their names."""
-    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+    """Modules that were run from files, and those beside them which they imported: other processes cannot import them by their names."""
+    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX) or name in _NEIGHBOURS]
 
 
 def _module_of_file(file: Path) -> ModuleType:
@@ -70,9 +72,13 @@ def _module_of_file(file: Path) -> ModuleType:
     sys.modules[name] = module  # where pickle and dataclasses look for it
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+    before = set(sys.modules)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    for other in set(sys.modules) - before:
+        if Path(getattr(sys.modules[other], "__file__", None) or "/").is_relative_to(file.parent):
+            _NEIGHBOURS[other] = sys.modules[other]
     return module

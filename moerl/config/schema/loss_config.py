@@ -13,7 +13,7 @@ from moerl.config.schema.custom_part import CustomPart, Need
 from moerl.config.schema.strict import Strict
 
 Below = Annotated[float, Field(gt=0, lt=1)]
-Above = Annotated[float, Field(gt=0)]
+Above = Annotated[float, Field(gt=0, le=1e6)]
 Divergence = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -128,7 +128,7 @@ class DPPOPrime(Strict):
     kind: Literal["dppo_tv_prime"]
     low: Divergence = 0.2
     high: Divergence = 0.2
-    drift_penalty: Annotated[float, Field(ge=0)] = 1e-3
+    drift_penalty: Annotated[float, Field(ge=0, le=1e6)] = 1e-3
     needs: ClassVar[frozenset[Need]] = frozenset()
 
 
@@ -156,7 +156,7 @@ ObjectiveConfig = Annotated[
 
 # -- corrections -----------------------------------------------------------------------------------------------
 
-Bound = Annotated[float, Field(gt=0)]
+Bound = Annotated[float, Field(gt=0, le=1e9)]
 Level = Literal["token", "sum", "mean", "max"]
 """Reach of a statistic: a token, or the response tokens of a sequence."""
 

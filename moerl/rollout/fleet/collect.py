@@ -7,6 +7,7 @@ numbers.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -107,7 +108,11 @@ class Intake:
         before = None if so_far is None else so_far[0].whole(so_far[1])
         prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
         more = await generate(prompt_ids, sampling, request.request_id)
-        check_completion(more, sampling, request_id=request.request_id, vocab_size=self.vocab_size, server=server)
+        check = partial(check_completion, more, sampling, request_id=request.request_id, vocab_size=self.vocab_size, server=server)
+        if more.sets is None:
+            check()
+        else:  # of large sets it takes a while, and other completions are arriving
+            await asyncio.to_thread(check)
         completion = completed(joined(before, more), request.sampling)
         text = "" if completion.finish_reason == "abort" else await self._finished(request, completion)
         payload = Payload.of(request.prompt_ids, completion, text)

@@ -74,13 +74,18 @@ def _end(completion: Completion, sampling: SamplingParams) -> Iterator[str]:
 def _sets(completion: Completion, sampling: SamplingParams, vocab_size: int) -> Iterator[str]:
     sets = completion.sets
     if not sampling.filtered or not completion.token_ids:
-        return
-    if sets is None or len(sets) != len(completion.token_ids):
+        if sets is not None:
+            yield f"entries of {len(sets)} tokens: nobody asked for them"
+    elif sets is None or len(sets) != len(completion.token_ids):
         yield f"entries of {0 if sets is None else len(sets)} tokens: must be of {len(completion.token_ids)}"
     elif len(sets.ids) and not 0 <= sets.ids.min() <= sets.ids.max() < vocab_size:
         yield f"entries {sets.ids.min()} to {sets.ids.max()}: must be in the model's vocabulary [0, {vocab_size})"
-    elif not (found := sets.hold(np.array(completion.token_ids))).all() or (sets.counts == 0).any():
-        yield f"token {int(np.argmin(found & (sets.counts > 0)))}: must be one of the entries it was chosen from"
+    elif sampling.top_k and int(sets.counts.max()) > sampling.top_k:
+        yield f"{int(sets.counts.max())} entries of a token: must be at most top_k = {sampling.top_k}"
+    elif not sets.are_ascending():
+        yield "entries of a token: must ascend, each once"
+    elif not (found := sets.hold(np.array(completion.token_ids)) & (sets.counts > 0)).all():
+        yield f"token {int(np.argmin(found))}: must be one of the entries it was chosen from"
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:

@@ -41,6 +41,8 @@ def build_batch(
     completions = _completions(groups, algorithm)
     if not completions:
         raise DataError(_nothing_left(groups))
+    if any("kl" in each.streams for each in completions):
+        raise DataError("samples have weights of a distance from a teacher, and a run has no teacher yet: leave kl out of Payload.weights")
     missing = [completion.request_id for completion in completions if routes is not None and not completion.routes_bytes]
     assert not missing, f"completions {missing[:4]}: no routes, for which collectors look"
     prompts = np.array([completion.num_prompt for completion in completions], dtype=np.int64)
@@ -63,7 +65,12 @@ def build_batch(
 def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) -> StoredBatch:
     """With advantages of tokens, which follow from log-probs too: waits for those. Raises DataError for one that is not a number."""
     is_response_T = batch.response_mask_T()
-    step = replace(algorithm.scored_step(groups), tokens=ScoredTokens(penalties_N=_penalties(batch, algorithm, is_response_T)))
+    tokens = ScoredTokens(
+        penalties_N=_penalties(batch, algorithm, is_response_T),
+        old_N=_column(batch.old_logprobs, is_response_T),
+        reference_N=_column(batch.reference_logprobs, is_response_T),
+    )
+    step = replace(algorithm.scored_step(groups), tokens=tokens)
     advantages_T = np.zeros(len(is_response_T), dtype=np.float32)
     advantages_T[is_response_T] = algorithm.credit(step).by_token(step)
     if not np.isfinite(advantages_T).all():
@@ -91,12 +98,15 @@ def _penalties(batch: StoredBatch, algorithm: Algorithm, is_response_T: np.ndarr
     config = algorithm.config
     if config.kl_coefficient == 0 or config.kl_in == "loss":
         return None
-    assert batch.reference_logprobs is not None and isinstance(batch.old_logprobs, Stored), "a KL in the reward needs both first"
-    old_N, reference_N = (
-        torch.from_numpy(stored.get()[is_response_T]).double() for stored in (batch.old_logprobs, batch.reference_logprobs)
-    )
-    kl_N = kl_estimate(config.kl_estimator, old_N, reference_N, torch.ones_like(old_N))
+    old_N, reference_N = (_column(each, is_response_T) for each in (batch.old_logprobs, batch.reference_logprobs))
+    assert old_N is not None and reference_N is not None, "a KL in the reward needs both first"
+    kl_N = kl_estimate(config.kl_estimator, torch.from_numpy(old_N), torch.from_numpy(reference_N), torch.ones(len(old_N)))
     return algorithm.kl_coefficient * kl_N.numpy()
+
+
+def _column(stored: Stored[np.ndarray] | str | None, is_response_T: np.ndarray) -> np.ndarray | None:
+    """float64 [N]; None for what is not there, or with the payloads."""
+    return stored.get()[is_response_T].astype(np.float64) if isinstance(stored, Stored) else None
 
 
 def _fresh(spans: Sequence[VersionSpan], servers: Mapping[str, int], *, recomputes: bool) -> tuple[int, int]:
@@ -144,6 +154,8 @@ def _advantages(groups: Sequence[Group], algorithm: Algorithm) -> np.ndarray:
 
 def _check_rewards(groups: Sequence[Group], algorithm: Algorithm) -> None:
     for group in groups:
+        if group.greedy is not None and not np.isfinite(group.greedy.reward):
+            raise _not_finite("reward at temperature 0", group.greedy.reward, group)
         for sample in _trained(group, algorithm):
             for segment in sample.segments:
                 if segment.num_tokens:

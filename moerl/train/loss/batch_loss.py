@@ -39,6 +39,11 @@ class Denominators:
     num_kl: int = 0
     """Tokens whose weight of the distance from a teacher is not 0."""
 
+    @property
+    def num_trained(self) -> int:
+        """Tokens that any component of the loss has, counted once for each."""
+        return self.num_tokens + self.num_ce + self.num_kl
+
     @classmethod
     def of(cls, mini_batch: Batch) -> "Denominators":
         lengths = mini_batch.response_lengths
@@ -98,11 +103,12 @@ def micro_batch_loss(
     total, told = torch.where(tokens.mask_T, logp_T, 0.0).sum() * 0.0, Observed.nothing(tokens)
     if loss.objective is not None:
         total, told = _rl(tokens, entropy_T, columns, loss, denominators)
+    whole_T = logp_T if columns.whole_logp_T is None else at_least_float32(columns.whole_logp_T)
     if columns.ce_weight_T is not None:
-        total = total + _weighted(-logp_T, columns.ce_weight_T, denominators.num_ce)
+        total = total + _weighted(-whole_T, columns.ce_weight_T, denominators.num_ce)
     if columns.kl_weight_T is not None:
         assert columns.teacher_logprobs_T is not None, "kl_weight_T needs a teacher's log-probs"
-        total = total + _weighted(_from_teacher(logp_T, columns), columns.kl_weight_T, denominators.num_kl)
+        total = total + _weighted(_from_teacher(whole_T, columns), columns.kl_weight_T, denominators.num_kl)
     with torch.no_grad():
         sampled_T = columns.response_mask_T
         sums = observed_sums(
@@ -161,6 +167,7 @@ def _rl(tokens: TokenColumns, entropy_T: Tensor, columns: LossColumns, loss: Los
     bounded_T = torch.zeros_like(tokens.mask_T) if columns.bounded_T is None else columns.bounded_T
     for correction in loss.live_corrections:
         weights = correction.weights(tokens)
+        assert weights.kept_T is None, f"{correction}: takes tokens out, so its needs must have old_logprobs: counts are known before"
         weight_T = weights.weight_T if weight_T is None else weight_T * weights.weight_T
         bounded_T = bounded_T | weights.is_bounded_T
     if weight_T is not None:

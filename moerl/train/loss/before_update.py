@@ -46,6 +46,8 @@ def _with_corrections(own: TrainBatch, loss: Loss, reduce: Reduce) -> TrainBatch
         if weights.kept_T is None:
             factors.append(correction)
             continue
+        if (weights.weight_T != 1).any():
+            factors.append(correction)
         kept_T = to_tokens(weights.kept_T, micro, fill=False)
         own = replace(own, kept_T=kept_T if own.kept_T is None else own.kept_T & kept_T)
         bounded_T |= to_tokens(weights.is_bounded_T, micro, fill=False)
@@ -104,7 +106,7 @@ def _places(share: Share, whole: Batch) -> Tensor:
 
 def whole_columns(own: TrainBatch, logprobs_T: np.ndarray | None = None) -> tuple[PackedMicroBatch, TokenColumns]:
     """All sequences as one micro-batch, under log-probs [T]; without them, those of the old policy."""
-    micro = pack(own, range(own.num_sequences), 1)
+    micro = pack(replace(own, routes_T=None, sets=None), range(own.num_sequences), 1)
     columns = LossColumns.of(micro, device="cpu")
     if logprobs_T is None:
         assert columns.old_logprobs_T is not None, "a correction before the update needs old log-probs"

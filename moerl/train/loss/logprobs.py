@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +27,7 @@ def logprobs_and_entropy(
     -inf, which have no part in the entropy; the log-prob of such a label is -inf. `sets`: of T tokens; outside a token's set entries have
     probability 0 too. Collective over `group`: two reductions of a few values
     per token. Peak memory beyond logits and their gradient: two chunks [chunk_tokens, V / tp] in the result's dtype forward, one
-    backward, and a few values per token.
+    backward, a few values per token, and some 40 bytes for each entry of this rank that the sets of a chunk have.
     """
     shard = _Shard(
         first=group.rank() * logits_TV.shape[1],
@@ -75,14 +76,15 @@ class _Shard:
         if self.sets is None:
             return None
         first, end = self.sets.offsets[tokens.start], self.sets.offsets[tokens.stop]
-        counts = torch.from_numpy(self.sets.counts[tokens]).to(logits_TV.device)
-        columns = torch.from_numpy(self.sets.ids[first:end]).to(logits_TV.device, torch.int64) - self.first
-        rows = torch.repeat_interleave(torch.arange(len(counts), device=logits_TV.device), counts)
-        here = (columns >= 0) & (columns < self.num_valid)
-        rows, columns = rows[here], columns[here]
+        counts = self.sets.counts[tokens]
+        ids = self.sets.ids[first:end] - self.first
+        here = (ids >= 0) & (ids < self.num_valid)  # before anything goes to the device
+        device = logits_TV.device
+        rows = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[here]).to(device)
+        columns = torch.from_numpy(ids[here]).to(device, torch.int64)
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         values = logits_TV[tokens][rows, columns].to(dtype).div_(self.temperature).clamp_(min=_floor(dtype))
-        return _Left(is_restricted_C=counts > 0, rows=rows, columns=columns, values=values)
+        return _Left(is_restricted_C=torch.from_numpy(counts > 0).to(device), rows=rows, columns=columns, values=values)
 
     def local(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
         """The column of each label in this shard, 0 for those of other ranks, and whether it is here."""

@@ -86,7 +86,10 @@ def algorithm_loss(
     flat = _Flat.of(tokens)
     if flat.old_logprobs is None and "old_logprobs" in config.needs:
         flat = replace(flat, old_logprobs=flat.logprobs)
+    if samples is None and np.shape(rewards) != (flat.num_sequences,):
+        raise ValueError(f"rewards {np.shape(rewards)}: must be {flat.num_sequences}, one for each sequence, where samples are not given")
     owner = np.arange(flat.num_sequences) if samples is None else np.asarray(samples, dtype=np.int64)
+    _check_given(config, flat, max_response_tokens)
     scored = _Scored(
         rewards_S=np.asarray(rewards, dtype=np.float64),
         group_S=np.asarray(groups, dtype=np.int64),
@@ -165,10 +168,10 @@ class _Scored:
         wrong = [f"{name} {column.shape}" for name, column in others.items() if column is not None and column.shape != shape]
         if len(shape) != 1 or wrong:
             raise ValueError(f"rewards {shape}, {', '.join(wrong)}: must be one number each for every sample")
-        if not np.isfinite(rewards_S).all():
-            raise ValueError(
-                f"rewards {rewards_S[~np.isfinite(rewards_S)].tolist()}: must be finite, because one would make all weights NaN"
-            )
+        given = np.concatenate([rewards_S] if self.greedy_S is None else [rewards_S, self.greedy_S])
+        if not np.isfinite(given).all():
+            unsound = given[~np.isfinite(given)].tolist()
+            raise ValueError(f"rewards {unsound}: must be finite, because one would make all weights NaN")
         is_known = len(owner) == 0 or 0 <= owner[0] <= owner[-1] < len(rewards_S)
         if len(owner) != flat.num_sequences or (np.diff(owner) < 0).any() or not is_known:
             raise ValueError(f"samples {owner.tolist()}: must be a sample of 0 to {len(rewards_S) - 1} for each sequence, ascending")
@@ -207,8 +210,10 @@ class _Flat:
             lengths = np.asarray(tokens.lengths, dtype=np.int64)
         else:
             raise ValueError(f"mask has shape {mask.shape}: must be [B, T], or [T] with lengths, because sequences have ends")
-        if lengths.sum() != mask.size:
-            raise ValueError(f"lengths add up to {lengths.sum()}: must be the {mask.size} tokens of the mask")
+        if mask.size == 0:
+            raise ValueError(f"mask has shape {mask.shape}: must have a token")
+        if (lengths < 0).any() or lengths.sum() != mask.size:
+            raise ValueError(f"lengths {lengths.tolist()}: must add up to the {mask.size} tokens of the mask")
         columns = {}
         for name in cls.__slots__[3:]:
             given = getattr(tokens, name)
@@ -276,6 +281,8 @@ class _Flat:
             if version is None:
                 raise ValueError("version = None: must be given with versions, because the age of a token is its distance from it")
             sampled_by = np.where(self.mask, self.versions, version)
+            if (sampled_by > version).any():
+                raise ValueError(f"versions up to {sampled_by.max():g}: must be at most version = {version}, which the update starts from")
             proximal = (version - sampled_by) / (version + 1 - sampled_by)
         return TrainBatch(
             token_ids_T=np.zeros(len(self.mask) + self.num_sequences, dtype=np.int64),
@@ -297,3 +304,18 @@ def _given(column: np.ndarray | None, what: str) -> np.ndarray:
     if column is None:
         raise ValueError(f"reference_logprobs = None: must be given, because {what} is relative to them")
     return column
+
+
+def _check_given(config: AlgorithmConfig, flat: _Flat, max_response_tokens: int | None) -> None:
+    wanted = {
+        "reference_logprobs": (config.kl_coefficient > 0, "a KL"),
+        "teacher_logprobs": (flat.kl_weights is not None, "a distance from a teacher"),
+        "entropy": (config.entropy_bonus > 0, "an entropy bonus"),
+    }
+    for name, (is_wanted, what) in wanted.items():
+        if is_wanted and getattr(flat, name) is None:
+            raise ValueError(f"{name} = None: must be given for {what}")
+    if config.normalize_by == "fixed_length" and config.fixed_length is None:
+        raise ValueError("algorithm.fixed_length = None: must be given for normalize_by=fixed_length")
+    if config.overlong == "penalty" and (config.overlong_buffer is None or max_response_tokens is None):
+        raise ValueError("overlong_buffer and max_response_tokens must be given for overlong=penalty")

@@ -6,6 +6,7 @@ computation. Single-threaded; the generation thread owns it.
 """
 
 import heapq
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,7 +34,7 @@ class SlotTable:
         self._top_k = np.zeros(num_slots, dtype=np.int64)
         self._top_p = np.zeros(num_slots)
         self._filtered = np.zeros(num_slots, dtype=bool)
-        self._sets: dict[int, list[SamplingSets]] = {}  # by slot, of those that want them: one for each token
+        self._sets: dict[int, tuple[array[int], array[int]]] = {}  # by slot, of those that want them: entries, and each token's number
         self._stops = np.zeros((num_slots, vocab_size), dtype=bool)
         self._uniforms = np.zeros((num_slots, max_context))
         self._tokens = np.zeros((num_slots, max_context), dtype=np.int64)
@@ -73,9 +74,11 @@ class SlotTable:
 
     def record_sets(self, slots: np.ndarray, sets: SamplingSets) -> None:
         """Entries from which each of `slots` chose its newest token."""
-        for row, slot in enumerate(slots.tolist()):
+        for slot, first, end in zip(slots.tolist(), sets.offsets[:-1].tolist(), sets.offsets[1:].tolist(), strict=True):
             if self._filtered[slot]:
-                self._sets.setdefault(slot, []).append(sets.take(np.array([row])))
+                ids, counts = self._sets.setdefault(slot, (array("i"), array("i")))
+                ids.frombytes(sets.ids[first:end].tobytes())
+                counts.append(end - first)
 
     def take_routes(self, slot: int, prompt_routes: np.ndarray) -> None:
         """Routes of the prompt of `slot`; from now on those of its tokens are kept too."""
@@ -106,7 +109,7 @@ class SlotTable:
             spans=runs_of(self._versions[slot, :count].tolist()),
             finish_reason=reason,
             routes=self._routes[slot][: self.prompt_length[slot] + count - 1] if count and slot in self._routes else None,
-            sets=SamplingSets.joined(self._sets[slot]) if count and slot in self._sets else None,
+            sets=SamplingSets.of_counts(*(np.array(each) for each in self._sets.pop(slot))) if count and slot in self._sets else None,
         )
 
 
