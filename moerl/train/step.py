@@ -53,7 +53,11 @@ class TrainStep:
         self._mismatch_limit = settings.mismatch_limit
 
     def logprobs(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
-        share, routing = self.share(batch, plan), self.model.routing
+        return self._logprobs(self.share(batch, plan), batch, records_routes=records_routes)
+
+    def _logprobs(self, share: Share, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
+        """Log-probs [T] of all of `batch`, of which this rank computes its share."""
+        routing = self.model.routing
         packed = self.micro_batches(share)
         with routing.run(packed, trains=False, notes=records_routes):
             outputs = self.run(packed, partial(_keep_logprobs, self.token_logprobs), forward_only=True)
@@ -125,7 +129,7 @@ class TrainStep:
         own, denominators = corrected(share.batch, loss, Denominators.of(batch), reduce_over_shares)
         share = replace(share, batch=own)
         if "whole_minibatch" in loss.needs:
-            share = selected(share, batch, self.logprobs(batch.without_servers(), plan), loss, reduce_over_shares)
+            share = selected(share, batch, self._logprobs(share, batch), loss, reduce_over_shares)
         return share, denominators
 
     def loss(self, loss: Loss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
