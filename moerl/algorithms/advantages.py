@@ -19,6 +19,7 @@ from moerl.config.schema.algorithm_config import (
     ReinforceAdvantage,
     ReMaxAdvantage,
 )
+from moerl.types.errors import DataError
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
@@ -91,11 +92,15 @@ class Credit:
     """float64 [N], what a critic is to estimate."""
 
     def by_token(self, step: ScoredStep) -> np.ndarray:
-        """float64 [N]"""
+        """float64 [N]. DataError for another number of them than the step has: one number would pass for all."""
+        name, given, wanted = ("advantages_S", self.advantages_S, len(step.lengths_S))
         if self.advantages_N is not None:
-            return self.advantages_N
-        assert self.advantages_S is not None, "credit of neither samples nor tokens"
-        return step.spread(self.advantages_S)
+            name, given, wanted = ("advantages_N", self.advantages_N, step.num_tokens)
+        if given is None:
+            raise DataError("algorithm.advantage returned a Credit without advantages: must have advantages_S or advantages_N")
+        if np.shape(given) != (wanted,):
+            raise DataError(f"algorithm.advantage returned {name} of shape {np.shape(given)}: must be ({wanted},)")
+        return given if self.advantages_N is not None else step.spread(given)
 
 
 class Estimator(Protocol):

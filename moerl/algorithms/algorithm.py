@@ -108,12 +108,12 @@ class Algorithm:
         rewards_S = np.concatenate([self.rewards(group)[mask] for group, mask in zip(groups, masks, strict=True)] or [np.zeros(0)])
         lengths_S = np.concatenate([group.lengths_G[mask] for group, mask in zip(groups, masks, strict=True)] or [np.zeros(0, np.int64)])
         counts = [int(mask.sum()) for mask in masks]
-        greedy = [group.greedy for group in groups]
+        greedy_G = [0.0 if group.greedy is None else group.greedy.reward for group in groups]  # 0: its mask has no sample
         return ScoredStep(
             rewards_S=whitened(rewards_S) if self.config.whiten_rewards else rewards_S.astype(np.float64),
             group_S=np.repeat(np.arange(len(groups)), counts),
             lengths_S=lengths_S,
-            greedy_S=np.repeat([0.0 if each is None else each.reward for each in greedy], counts),
+            greedy_S=np.repeat(greedy_G, counts) if "greedy_sample" in self.config.needs else None,
         )
 
     def credit(self, step: ScoredStep) -> Credit:

@@ -10,7 +10,7 @@ import yaml
 from moerl.config.algorithm_settings import of_plain
 from moerl.config.load import load
 from moerl.train.loss.plain_loss import TokenArrays, algorithm_loss
-from moerl.types.errors import ConfigError
+from moerl.types.errors import ConfigError, DataError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add-an-algorithm.md").read_text()
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
@@ -36,6 +36,23 @@ def test_the_parts_of_the_page_are_used(own):
     assert result.loss == pytest.approx(0.5 * (near + 1.0) / 3)
     assert result.metrics["objective"]["far"] == pytest.approx(1 / 3)
     assert result.metrics["correction_weight"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("credit", "said"),
+    [
+        ("advantages_S=step.rewards_S[:1]", r"advantages_S of shape \(1,\): must be \(2,\)"),
+        ("advantages_N=step.rewards_S[:1]", r"advantages_N of shape \(1,\): must be \(3,\)"),
+        ("advantages_S=0.5", r"advantages_S of shape \(\): must be \(2,\)"),
+        ("returns_N=np.zeros(3)", "a Credit without advantages"),
+    ],
+)
+def test_credit_of_another_shape_is_no_credit(credit, said, own, tmp_path):
+    (tmp_path / "other.py").write_text((tmp_path / "own.py").read_text().replace("advantages_S=credit_S", credit))
+    tokens = TokenArrays(mask=[[1, 1], [1, 0]], logprobs=[[-1.0, -2.0], [-1.0, 0]], old_logprobs=[[-1.1, -1.0], [-1.0, 0]])
+    advantage = {"kind": "custom", "path": "other.py:RankAdvantage"}
+    with pytest.raises(DataError, match=said):
+        algorithm_loss(of_plain({**own, "advantage": advantage}), tokens, rewards=[3.0, 1.0], groups=[0, 0])
 
 
 @pytest.mark.parametrize(

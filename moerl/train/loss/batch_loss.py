@@ -9,7 +9,7 @@ Invariants, by the names of their tests:
 * masked_values: whatever stands outside the response mask, NaN and inf included, changes nothing.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from moerl.algorithms.algorithm import Loss
 from moerl.algorithms.columns import TokenColumns
 from moerl.algorithms.kl import kl_estimate
 from moerl.train.batching.packing import PackedMicroBatch
-from moerl.train.loss.loss_sums import LossSums, Observed, by_server, observed_sums
+from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums
 from moerl.types.stored_batch import Batch
 
 
@@ -115,10 +115,9 @@ def micro_batch_loss(
             total, tokens, told, sampled_T,
             logp_T=masked(logp_T, sampled_T), rollout_T=masked(columns.rollout_logprobs_T, sampled_T),
             entropy_T=masked(entropy_T, tokens.mask_T), metric_names=loss.metric_names,
+            server_T=columns.server_T, num_servers=denominators.num_servers,
         )  # fmt: skip
-        mismatch_T = (masked(logp_T, sampled_T).double() - masked(columns.rollout_logprobs_T, sampled_T).double()).abs()
-        servers = by_server(mismatch_T, columns.server_T, denominators.num_servers)
-    return total, replace(sums, sums=torch.cat([sums.sums, servers.flatten()]))
+    return total, sums
 
 
 def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup | None = None) -> TokenColumns:

@@ -82,10 +82,10 @@ class LossSums:
 
 def observed_sums(
     loss: Tensor, tokens: TokenColumns, seen: Observed, sampled_T: Tensor, *, logp_T: Tensor, rollout_T: Tensor, entropy_T: Tensor,
-    metric_names: tuple[str, ...],
+    metric_names: tuple[str, ...], server_T: Tensor | None, num_servers: int,
 ) -> LossSums:  # fmt: skip
-    """Without the servers'. Columns of `tokens` are 0 outside its mask, `logp_T` and `rollout_T` outside `sampled_T`, where every estimator
-    is 0 as well."""
+    """Sums of a micro-batch. Columns of `tokens` are 0 outside its mask, `logp_T` and `rollout_T` outside `sampled_T`, where every
+    estimator is 0 as well."""
     policy_T, old_T, mask_T = tokens.logp_T.double(), tokens.old_logp_T.double(), tokens.mask_T
     logp_T, rollout_T, reference_T = logp_T.double(), rollout_T.double(), tokens.reference_logp_T
     rho_T = torch.where(sampled_T, (logp_T - rollout_T).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp(), 0.0)
@@ -118,12 +118,15 @@ def observed_sums(
     metrics = [
         torch.where(mask_T, seen.metrics[name].detach().double(), 0.0).sum() if name in seen.metrics else nothing for name in metric_names
     ]
+    servers = _by_server(mismatch_T, server_T, num_servers)
     return LossSums(
-        sums=torch.stack([by_name[name] for name in SUMMED] + metrics), mismatch_max=mismatch_T.max(), metric_names=metric_names
+        sums=torch.cat([torch.stack([by_name[name] for name in SUMMED] + metrics), servers.flatten()]),
+        mismatch_max=mismatch_T.max(),
+        metric_names=metric_names,
     )
 
 
-def by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) -> Tensor:
+def _by_server(mismatch_T: Tensor, server_T: Tensor | None, num_servers: int) -> Tensor:
     """float64 [num_servers, 2]: sum of the mismatch and number of the tokens that each sampled."""
     totals = mismatch_T.new_zeros((num_servers + 1, 2))
     if server_T is None:
