@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.data_config import RewardConfig, RewardTerm
-from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, PURE_KINDS, split_path
+from moerl.rewards.verifiers import FUNCTION_ARGUMENTS, PURE_KINDS
 from moerl.rewards.worker_sandbox import missing
 from moerl.types.errors import Problem, can_be
 

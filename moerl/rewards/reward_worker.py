@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.data_config import Isolation, RewardTerm
 from moerl.rewards import worker_sandbox
-from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Check, Verifier, split_path
+from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Check, Verifier
 
 _LONGEST_MESSAGE = 2000
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moerl.config.schema.custom_part import split_path
 from moerl.config.schema.data_config import RewardTerm
 from moerl.rewards.gym_scorers import disarm_scorers
 
@@ -145,14 +146,6 @@ VERIFIERS: dict[str, Callable[[RewardTerm], Verifier]] = {
 
 PURE_KINDS = ("exact", "prefix", "format", "math")
 """Kinds that evaluate nothing, so that they may do without isolation where the machine has none."""
-
-
-def split_path(path: str) -> tuple[str, str]:
-    """("file.py" or "package.module", "name")."""
-    source, colon, name = path.rpartition(":")
-    if not colon or not source or not name.isidentifier():
-        raise ValueError(f"{path!r} is neither `file.py:name` nor `package.module:name`")
-    return source, name
 
 
 def _module_of_file(file: Path) -> ModuleType:

@@ -38,12 +38,18 @@ class CustomPart(Strict):
         return TypeAdapter(load_class(self.path)).validate_python(self.settings)
 
 
+def split_path(path: str) -> tuple[str, str]:
+    """("file.py" or "package.module", "name")."""
+    source, colon, name = path.rpartition(":")
+    if not colon or not source or not name.isidentifier():
+        raise ValueError(f"{path!r} is neither `file.py:name` nor `package.module:name`")
+    return source, name
+
+
 def load_class(path: str) -> type:
     """Class at `file.py:Class` or `package.module:Class`. A file is run once, as a module that can import its neighbours. ValueError for
     another form; ImportError, AttributeError, or what the module itself raises."""
-    source, colon, name = path.rpartition(":")
-    if not colon or not source or not name.isidentifier():
-        raise ValueError("must be file.py:Class or package.module:Class")
+    source, name = split_path(path)
     module = _module_of_file(Path(source).resolve()) if source.endswith(".py") else importlib.import_module(source)
     found = getattr(module, name)
     if not isinstance(found, type):
