@@ -16,6 +16,7 @@ from typing import Any
 
 from moerl.algorithms.algorithm import Algorithm
 from moerl.cluster.stop import Stop
+from moerl.companions.companions import Companions
 from moerl.config.derive.eval_settings import is_evaluated
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.schema.run_config import RunConfig
@@ -41,11 +42,11 @@ logger = logging.getLogger(__name__)
 
 async def run(
     config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, train: TrainGroup, weights: WeightPublisher,
-    residency: Residency, observe: Observer, stop: Stop, evaluator: Evaluator | None = None,
+    residency: Residency, observe: Observer, stop: Stop, evaluator: Evaluator | None = None, companions: Companions | None = None,
 ) -> None:  # fmt: skip
     """Train from the newest checkpoint, or from the start, to `num_steps`; until the run is asked to `stop`, with RunStopped."""
     with observe.phase("load"):
-        first_version, state = await train.load()
+        first_version, state = await _load(train, companions)
         if "drawn" in state:  # else the run begins, perhaps with converted weights
             prompts.refuse_other_data(state)
     with observe.phase("push"):
@@ -69,8 +70,8 @@ async def run(
                 asked = await weights.ask(groups, batch)
                 await residency.train()
                 await weights.compare(asked)
-            batch = await _completed(config, step, groups, batch, algorithm, train, observe)
-            stats = await _update(config, step, batch, algorithm, train, observe)
+            batch = await _completed(config, step, groups, batch, algorithm, train, companions, observe)
+            stats = await _update(config, step, groups, batch, algorithm, train, companions, observe)
             is_refused = weights.refuses(stats, step=step + 1)
             _check(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
             version, cursor = step + 1, buffer.oldest_untrained_ticket
@@ -84,6 +85,13 @@ async def run(
             buffer.release(config.groups_per_step)  # only now may new groups start
             observe.saved(await train.saved())  # a checkpoint that failed in the background fails here
     await _evaluate(config, config.num_steps, evaluator, weights, observe, stop)
+
+
+async def _load(train: TrainGroup, companions: Companions | None) -> tuple[int, dict[str, Any]]:
+    loaded = await train.load()
+    if companions is not None:
+        await companions.load()
+    return loaded
 
 
 async def _evaluate(
@@ -168,9 +176,10 @@ def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -
 
 
 async def _completed(
-    config: RunConfig, step: int, groups: Sequence[Group], batch: StoredBatch, algorithm: Algorithm, train: TrainGroup, observe: Observer
-) -> StoredBatch:
-    """The log-probs the update needs beside the policy's own, by reference, and the credit that follows from them."""
+    config: RunConfig, step: int, groups: Sequence[Group], batch: StoredBatch, algorithm: Algorithm, train: TrainGroup,
+    companions: Companions | None, observe: Observer,
+) -> StoredBatch:  # fmt: skip
+    """The log-probs the update needs beside the policy's own, by reference, what other models say, and the credit that follows from all."""
     if config.replays_sets:
         batch = replace(batch, replays_sets=True)
     if config.train.old_logprobs == "rollout":
@@ -185,17 +194,26 @@ async def _completed(
     if config.uses_reference:
         with observe.phase("reference"):
             batch = replace(batch, reference_logprobs=await train.reference_logprobs(batch))
+    if companions is not None:
+        with observe.phase("companions"):
+            batch = await companions.scored(batch, groups, algorithm)
     if config.algorithm.credits_tokens:
         batch = await asyncio.to_thread(credited, batch, groups, algorithm)
     return batch
 
 
 async def _update(
-    config: RunConfig, step: int, batch: StoredBatch, algorithm: Algorithm, train: TrainGroup, observe: Observer
-) -> StepStats:
+    config: RunConfig, step: int, groups: Sequence[Group], batch: StoredBatch, algorithm: Algorithm, train: TrainGroup,
+    companions: Companions | None, observe: Observer,
+) -> StepStats:  # fmt: skip
+    told: dict[str, float] = {}
+    if companions is not None:
+        with observe.phase("companions"):
+            told = await companions.learn(batch, groups, algorithm, step)
+    lr = learning_rate(step, config.train.optimizer, config.num_steps) if step >= config.num_critic_steps else 0.0
     with observe.phase("update"):
-        stats = await train.update(batch, algorithm.loss, lr=learning_rate(step, config.train.optimizer, config.num_steps))
-    return replace(stats, **algorithm.state())
+        stats = await train.update(batch, algorithm.loss, lr=lr)
+    return replace(stats, companions=told, **algorithm.state())
 
 
 def _check(config: RunConfig, stats: StepStats, *, step: int, is_first: bool, is_reference: bool) -> None:

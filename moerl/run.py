@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import ray
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from moerl import loop
 from moerl.algorithms.algorithm import build_algorithm
@@ -26,10 +26,13 @@ from moerl.cluster.ray_nodes import reached_at
 from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.cluster.user_process import tell_cause
+from moerl.companions.companions import Companions
+from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
 from moerl.config.load import to_yaml
+from moerl.config.rules.companion_rules import tokenizer_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
 from moerl.evaluation.evaluator import Evaluator
@@ -38,7 +41,6 @@ from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hardware.network_settings import applied, find_settings
-from moerl.models.transformers_config import read_transformers_config
 from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
@@ -51,9 +53,9 @@ from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
-from moerl.scratch_model import write_scratch_model
+from moerl.run_model import RunModel, load_model
 from moerl.train.group import MegatronTrainGroup
-from moerl.types.errors import ConfigError, HangError, MoerlError, Problem, problem
+from moerl.types.errors import ConfigError, HangError, MoerlError, problem
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Prompt
 from moerl.warm_start import warm_start
@@ -91,16 +93,21 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
 
 
 async def _train(config: RunConfig, observe: Observer, ends_at: float | None) -> None:
-    model = _load_model(config)
+    model = load_model(config)
+    others = [companion for companion in companion_models(config) if companion.path is not None]
+    if problems := [each for companion in others for each in tokenizer_problems(model.directory, companion)]:
+        raise ConfigError(problems)
     prompts = _prompts(config, model.tokenizer)
     async with _assembled(config, model, observe, trained_on=prompts, ends_at=ends_at) as run:
         runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
         weights = run.publisher(config, [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)])
-        algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens)
+        algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens, trains_rewards=config.trains_rewards)
         evaluates = config.eval is not None and config.eval.every > 0
         try:
             async with run.evaluator(config) if evaluates else nullcontext() as evaluator:
-                await loop.run(config, algorithm, prompts, runner, run.group, weights, run.residency, observe, run.stop, evaluator)
+                await loop.run(
+                    config, algorithm, prompts, runner, run.group, weights, run.residency, observe, run.stop, evaluator, run.companions
+                )
         finally:
             observe.dump_last()
 
@@ -121,7 +128,7 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
 async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
     """The checkpoint goes to the servers as in a run: loaded by the ranks, pushed, compared by digest and canary."""
     config = evaluation.config
-    model = _load_model(config)
+    model = load_model(config)
     async with _assembled(config, model, observe) as run, run.evaluator(config) as evaluator:
         version = 0
         if evaluation.checkpoint is not None:
@@ -173,23 +180,17 @@ def _began_with_a_kill(error: MoerlError) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
-    directory: Path
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Assembly:
     """The parts of a run or an evaluation, all of them started."""
 
-    model: _Model
+    model: RunModel
     secret: RunSecret
     stop: Stop
     pool: RolloutPool
     rewards: RewardPool
     group: MegatronTrainGroup
     residency: Residency
+    companions: Companions | None
 
     def publisher(self, config: RunConfig, canary: Sequence[Prompt]) -> WeightPublisher:
         vocab_size = read_config(self.model.directory)["vocab_size"]
@@ -204,7 +205,7 @@ class _Assembly:
 
 @asynccontextmanager
 async def _assembled(
-    config: RunConfig, model: _Model, observe: Observer, *, trained_on: PromptSource | None = None, ends_at: float | None = None
+    config: RunConfig, model: RunModel, observe: Observer, *, trained_on: PromptSource | None = None, ends_at: float | None = None
 ) -> AsyncIterator[_Assembly]:
     """Ray, then rollout servers, verifiers and train ranks, started together; all of it ended in any case. `trained_on` None: the ranks
     only hold weights."""
@@ -224,10 +225,16 @@ async def _assembled(
         hangs = HangReports(config.run_dir)
         secret = RunSecret.new()
         pool, rewards = _rollout_pool(config, model, secret, placement, hangs), RewardPool(config.reward)
+        checkpoint_dir = config.run_dir / "checkpoints"
         group = MegatronTrainGroup(
-            config, model_dir=model.directory, checkpoint_dir=config.run_dir / "checkpoints", places=placement.ranks, hangs=hangs,
+            config, model_dir=model.directory, checkpoint_dir=checkpoint_dir, places=placement.ranks, hangs=hangs,
             trains=trained_on is not None,
         )  # fmt: skip
+        companions = None
+        if trained_on is not None:
+            companions = Companions(
+                config, policy=group, policy_dir=model.directory, checkpoint_dir=checkpoint_dir, places=placement.beside, hangs=hangs
+            )
         residency = Residency(group, pool, num_shared=num_shared(config))
         hangs.include_in_pushes(pool.watched)
         hangs.include_in_pushes(lambda: group.watched)
@@ -236,6 +243,8 @@ async def _assembled(
             stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
             for part in (pool, rewards, group):
                 stack.push_async_callback(part.close)
+            if companions is not None:
+                stack.push_async_callback(companions.close)
             with observe.phase("start"):
                 if num_shared(config):  # a server takes the memory it finds free
                     await _together(pool.start(), rewards.start())
@@ -243,10 +252,14 @@ async def _assembled(
                     await group.start()
                 else:
                     await _together(pool.start(), rewards.start(), group.start())
-            yield _Assembly(model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency)
+                if companions is not None:
+                    await companions.start()
+            yield _Assembly(
+                model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions
+            )
 
 
-def _rollout_pool(config: RunConfig, model: _Model, secret: RunSecret, placement: RunPlacement, hangs: HangReports) -> RolloutPool:
+def _rollout_pool(config: RunConfig, model: RunModel, secret: RunSecret, placement: RunPlacement, hangs: HangReports) -> RolloutPool:
     rollout = config.rollout
     return RolloutPool(
         build_engines(config, model.directory, config.run_dir / "logs", secret, placement),
@@ -316,32 +329,6 @@ def _writable(config: RunConfig) -> Iterator[None]:
         raise ConfigError([found]) from error
 
 
-def _load_model(config: RunConfig) -> _Model:
-    """Its folder, which a model from scratch gets first, and what is needed of it beside the weights."""
-    if config.model.path is not None:
-        directory = Path(config.model.path)
-    else:
-        assert config.model.scratch is not None
-        directory = config.run_dir / "model"
-        if not directory.exists():
-            write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
-    tokenizer = _read_tokenizer(directory)
-    return _Model(directory=directory, tokenizer=tokenizer, stop_token_ids=_stop_tokens(directory, tokenizer))
-
-
-def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Tokenizer, of a class of transformers: code of the folder is not run. Raises ConfigError."""
-    try:
-        return AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory), trust_remote_code=False)
-    except MoerlError:
-        raise
-    except Exception as error:  # tokenizers raise it itself
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "the tokenizer files of the published model, as transformers reads them without code of the folder"
-        found = Problem(path="model", value=str(directory), rule="must have a tokenizer that can be read", reason=reason, fix=fix)
-        raise ConfigError([found]) from error
-
-
 def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
     return PromptSource(
         load_dataset(config.data, seed=config.seed),
@@ -350,32 +337,8 @@ def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSou
         seed=config.seed,
         max_context=config.model.max_context,
         max_response_tokens=config.rollout.max_response_tokens,
+        shown=None if config.distillation is None else config.distillation.shown,
     )
-
-
-def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens of generation_config.json where there is one: chat models list more than the tokenizer's eos there."""
-    eos = tokenizer.eos_token_id
-    if (model_dir / "generation_config.json").exists():
-        listed = _listed_stop_tokens(model_dir)
-        eos = eos if listed is None else listed
-    if eos is None:
-        reason = "a response would never end"
-        fix = "eos_token_id in generation_config.json"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason=reason, fix=fix)])
-    return tuple(eos) if isinstance(eos, list) else (eos,)
-
-
-def _listed_stop_tokens(model_dir: Path) -> int | list[int] | None:
-    try:
-        found = GenerationConfig.from_pretrained(model_dir).eos_token_id
-    except (OSError, TypeError, ValueError) as error:  # transformers' own, of a file that it cannot read
-        rule, fix = "must have a generation_config.json that can be read", "fetch that file again, or remove it"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=str(error), fix=fix)]) from error
-    if not all(isinstance(each, int) for each in (found if isinstance(found, list) else [found or 0])):
-        rule, reason = "must name tokens by their numbers in generation_config.json", f"eos_token_id is {found!r}"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=reason, fix="eos_token_id: NUMBER")])
-    return found
 
 
 def _heed_ends(daemons: Sequence[Daemon], stop: Stop, observe: Observer) -> None:

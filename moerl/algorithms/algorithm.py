@@ -57,7 +57,8 @@ class Loss:
 
 
 SUPERVISED = Loss()
-"""Negative log-likelihood of the tokens that a batch weighs (`ce_weight_T`): supervised fine-tuning."""
+"""Only what a batch weighs: the negative log-likelihood of tokens (`ce_weight_T`), as in supervised fine-tuning, and the distance from a
+teacher (`kl_weight_T`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +141,10 @@ class Algorithm:
         return replace(self, kl_coefficient=kl_coefficient, loss=replace(self.loss, kl_coefficient=in_loss))
 
 
-def build_algorithm(config: AlgorithmConfig, max_response_tokens: int) -> Algorithm:
-    return Algorithm(config=config, max_response_tokens=max_response_tokens, kl_coefficient=config.kl_coefficient, loss=loss_of(config))
+def build_algorithm(config: AlgorithmConfig, max_response_tokens: int, *, trains_rewards: bool = True) -> Algorithm:
+    """`trains_rewards` False: the objective and what is added to it are no part of the loss; groups are judged as with it."""
+    loss = loss_of(config) if trains_rewards else SUPERVISED
+    return Algorithm(config=config, max_response_tokens=max_response_tokens, kl_coefficient=config.kl_coefficient, loss=loss)
 
 
 def loss_of(config: AlgorithmConfig) -> Loss:

@@ -29,6 +29,8 @@ class RunPlacement:
     ranks: tuple[ProcessPlace, ...]
     servers: tuple[tuple[ProcessPlace, ...], ...]
     """By server, a place on each of its nodes."""
+    beside: Mapping[str, tuple[ProcessPlace, ...]]
+    """Ranks of models beside the policy that have their own, by name."""
     here: str
     """Id of the driver's node."""
 
@@ -39,7 +41,7 @@ def find_placement(config: RunConfig) -> RunPlacement:
     nodes = _nodes(config.placement, alive_nodes(), here)
     # The hf server computes on CPU.
     gpu_servers = mapped.servers if config.rollout.engine != "hf" else ()
-    needed = {gpu for gpus in (mapped.ranks, *gpu_servers) for gpu in gpus}
+    needed = {gpu for gpus in (mapped.ranks, *mapped.beside.values(), *gpu_servers) for gpu in gpus}
     ids = _gpu_ids(nodes) if all(gpu.index < nodes[gpu.node].num_gpus for gpu in needed) else None
 
     def place(gpus: Sequence[MappedGPU], number: int, *, on_gpu: bool) -> ProcessPlace:
@@ -54,6 +56,7 @@ def find_placement(config: RunConfig) -> RunPlacement:
     return RunPlacement(
         ranks=tuple(place([gpu], rank, on_gpu=True) for rank, gpu in enumerate(mapped.ranks)),
         servers=tuple(places_of(gpus, number) for number, gpus in enumerate(mapped.servers)),
+        beside={name: tuple(place([gpu], rank, on_gpu=True) for rank, gpu in enumerate(gpus)) for name, gpus in mapped.beside.items()},
         here=here,
     )
 

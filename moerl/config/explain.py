@@ -77,6 +77,8 @@ def _unknown(path: str, value: object, owner: Node) -> Problem:
     names = list(owner["properties"])
     near = difflib.get_close_matches(name, names, n=1)
     elsewhere = sorted({p for p in _paths(json_schema(), "") if p.rpartition(".")[2] == name and p != path})
+    # Models beside the policy have sections of its names.
+    elsewhere = [path for path in elsewhere if path.startswith("train.")] or elsewhere
     here = near if near or elsewhere else [other for other in names if other.startswith(name)][:1]
     meant = [".".join(filter(None, [head, other])) for other in here] if here else elsewhere
     fix = f"did you mean {' or '.join(meant)}?" if meant else f"leave it out (~{path} if a file sets it), or use one of those"

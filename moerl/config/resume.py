@@ -15,6 +15,8 @@ FIXED: Mapping[str, str] = {
     "group_size": "the checkpoint holds finished groups of that size",
     "algorithm.advantage.kind": "the checkpoint's steps were taken with it",
     "algorithm.objective.kind": "the checkpoint's steps were taken with it",
+    "critic.path": "the checkpoint holds weights of that model",
+    "outcome_model.path": "the checkpoint holds weights of that model",
     "sft": "the warm start is over",
     "deterministic": "steps already taken cannot become reproducible",
     "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",

@@ -1,6 +1,7 @@
 """Rules across fields: what the schema cannot say. Each broken one is a `Problem` with its reason and what to write."""
 
 from moerl.config.rules.algorithm_rules import algorithm_problems
+from moerl.config.rules.companion_rules import companion_problems
 from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems, tls_problems
 from moerl.config.rules.eval_rules import eval_problems
 from moerl.config.rules.facts import Facts, Rule
@@ -33,6 +34,7 @@ _RULES: tuple[Rule, ...] = (
     optimizer_problems,
     memory_problems,
     algorithm_problems,
+    companion_problems,
     eval_problems,
     server_problems,
     tls_problems,

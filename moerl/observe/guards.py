@@ -13,11 +13,14 @@ from moerl.types.stats import StepStats
 logger = logging.getLogger(__name__)
 
 
-def check_finite(stats: StepStats, *, step: int, on_nonfinite: Literal["stop", "skip"]) -> None:
-    """GuardError, or with "skip" a warning, if an update of the step was not applied because loss or gradient were not finite."""
+def check_finite(stats: StepStats, *, step: int, on_nonfinite: Literal["stop", "skip"], name: str = "") -> None:
+    """GuardError, or with "skip" a warning, if an update of the step was not applied because loss or gradient were not finite. `name`: of
+    a model beside the policy."""
     if not stats.skipped_updates:
         return
-    message = f"step {step}: loss or gradient is not finite, so the update was not applied: " + " | ".join(stats.skipped_updates)
+    message = f"step {step}{name and f', {name}'}: loss or gradient is not finite, so the update was not applied: " + " | ".join(
+        stats.skipped_updates
+    )
     if on_nonfinite == "skip":
         logger.warning("%s", message)
         return

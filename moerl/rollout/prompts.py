@@ -6,6 +6,8 @@ a row.
 """
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +37,11 @@ class PromptSource:
         seed: int,
         max_context: int,
         max_response_tokens: int,
+        shown: str | None = None,
     ):
-        """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template."""
+        """Raises DataError that lists overlong prompts and rows the chat template refuses, ConfigError if there is no template. `shown`:
+        distillation.shown; prompts then come with the answer too, which must fit into the context likewise."""
+        self._shown, self._context = shown, max_context - max_response_tokens
         self._dataset, self._tokenizer, self._config, self._seed = dataset, tokenizer, config, seed
         if config.chat_template and not tokenizer.chat_template:
             reason, fix = "the tokenizer of this model has no chat template", "data.chat_template=false, or a model with one"
@@ -71,6 +76,7 @@ class PromptSource:
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
+            shown_ids=() if self._shown is None else tuple(self._encode(self._render(self._with_answer(row, self._shown)))),
         )
 
     def refuse_other_data(self, state: dict[str, int]) -> None:
@@ -98,7 +104,9 @@ class PromptSource:
             except TemplateError as error:
                 refused.add(self._dataset.name_of(index), str(error))
                 continue
-            if self._fits(text):
+            if self._fits(text) and (too_long := self._too_long_with_answer(self._dataset[index])):
+                overlong.add(self._dataset.name_of(index), too_long)
+            elif self._fits(text):
                 usable.append(index)
             else:
                 overlong.add(self._dataset.name_of(index), f"{len(self._encode(text))} tokens")
@@ -119,6 +127,19 @@ class PromptSource:
     def _fits(self, text: str) -> bool:
         return len(text.encode(errors="surrogatepass")) <= self._limit or len(self._encode(text)) <= self._limit
 
+    def _too_long_with_answer(self, row: Row) -> str:
+        """Empty if it fits, or is not shown."""
+        if self._shown is None:
+            return ""
+        count = len(self._encode(self._render(self._with_answer(row, self._shown))))
+        return "" if count <= self._context else f"{count} tokens with the answer (distillation.shown), more than {self._context}"
+
+    @staticmethod
+    def _with_answer(row: Row, shown: str) -> Row:
+        *before, last = row.messages
+        text = shown.replace("{answer}", answer_of(row.extra_info, row.ground_truth))
+        return replace(row, messages=(*before, {**last, "content": last["content"] + text}))
+
     def _render(self, row: Row) -> str:
         if not self._config.chat_template:
             return "".join(message["content"] for message in row.messages)
@@ -131,6 +152,11 @@ class PromptSource:
 
 
 def demonstration(prompt: Prompt) -> str:
-    """The response a supervised warm start learns: extra_info["answer"], as verl's converters store it, or else the ground truth."""
-    answer = prompt.extra_info.get("answer")
-    return answer if isinstance(answer, str) else prompt.ground_truth
+    """The response a supervised warm start learns."""
+    return answer_of(prompt.extra_info, prompt.ground_truth)
+
+
+def answer_of(extra_info: Mapping[str, Any], ground_truth: str) -> str:
+    """extra_info["answer"], as verl's converters store it, or else the ground truth."""
+    answer = extra_info.get("answer")
+    return answer if isinstance(answer, str) else ground_truth

@@ -23,5 +23,7 @@ class EngineSettings:
     """Those that published checkpoints quantize leave in blocks of FP8 instead."""
     mismatch_limit: float = math.inf
     """Mean by which a server's log-probs may differ, in nats per token."""
+    is_critic: bool = False
+    """The model has a value head; log-probs, reference and push are none of its verbs."""
     trains: bool = True
     """False: a rank that scores and sends. It has no optimizer, and of a checkpoint it loads the weights alone."""

@@ -16,12 +16,14 @@ from moerl.train.batching.balance import split_mini_batches
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.loss.loss_sums import step_statistics
+from moerl.train.loss.value_loss import ValueLoss
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.optimizer import NoOptimizer, build_optimizer
 from moerl.train.megatron.overlap import gather_parameters
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routing_stats import RoutingCounts
+from moerl.train.megatron.value_head import load_head
 from moerl.train.memory.device_report import begin_peaks, peaks, told_when_full
 from moerl.train.memory.memory_states import ON_DEVICE, Call, MemoryStates, State
 from moerl.train.memory.offload import DeviceMemory, largest_over_ranks
@@ -39,9 +41,10 @@ class MegatronEngine:
         """
         self._settings, self._train = settings, settings.train
         require_device(settings.train.fp8)
-        self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context)
+        self.model = build_model(settings.model_dir, settings.train, max_context=settings.max_context, is_critic=settings.is_critic)
         with HFCheckpoint(settings.model_dir) as checkpoint:
             self.model.bridge.load(checkpoint)
+            load_head(self.model.chunks, checkpoint)
         dtype = getattr(torch, settings.export_dtype)
         self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, in_fp8=settings.push_fp8)
         self.optimizer: Any = build_optimizer(settings.train, self.model.wrapped) if settings.trains else NoOptimizer()
@@ -88,10 +91,10 @@ class MegatronEngine:
         """
         with self._running("logprobs"):
             if not records_routes:
-                return self.step.logprobs(batch, self.step.step_plan(batch))
+                return self.step.scores(batch, self.step.step_plan(batch))
             self.step.kept_routes.forget()
             parts = map(batch.select, split_mini_batches(batch.num_sequences, self._train.updates_per_step))
-            return np.concatenate([self.step.logprobs(part, self.step.plan(part), records_routes=True) for part in parts])
+            return np.concatenate([self.step.scores(part, self.step.plan(part), records_routes=True) for part in parts])
 
     def reference_logprobs(self, batch: Batch) -> np.ndarray:
         """The same under the initial weights, swapped in for this pass."""
@@ -101,16 +104,22 @@ class MegatronEngine:
             self._swap_reference()
             try:
                 # It is a model of its own, which routes by itself, and chooses from the whole vocabulary.
-                return self.step.logprobs(batch.without_routes().without_sets(), self.step.step_plan(batch))
+                return self.step.scores(batch.without_routes().without_sets(), self.step.step_plan(batch))
             finally:
                 self._swap_reference()
 
-    def update(self, batch: Batch, loss: Loss, *, lr: float, num_updates: int) -> StepStats:
+    def values(self, batch: Batch) -> np.ndarray:
+        """A critic's estimate of the rewards from every token on, likewise."""
+        assert self.model.is_critic, "settings.is_critic is False"
+        with self._running("values"):
+            return self.step.scores(batch.without_routes().without_sets(), self.step.step_plan(batch))
+
+    def update(self, batch: Batch, loss: Loss | ValueLoss, *, lr: float, num_updates: int) -> StepStats:
         """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
         with self._running("update"):
             return self._update(batch, loss, lr=lr, num_updates=num_updates)
 
-    def _update(self, batch: Batch, loss: Loss, *, lr: float, num_updates: int) -> StepStats:
+    def _update(self, batch: Batch, loss: Loss | ValueLoss, *, lr: float, num_updates: int) -> StepStats:
         begin_peaks()
         self.model.routing.check(batch, self._train.router_replay)
         for group in self.optimizer.param_groups:

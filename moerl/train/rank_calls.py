@@ -30,9 +30,10 @@ Calls = dict[int, asyncio.Task[Any]]
 _KILL_SECONDS = 20.0
 _PHASES: Mapping[str, Phase] = {
     "place": "start", "host": "start", "address": "start", "use_network": "start", "open_store": "start", "start": "start",
-    "data_rank": "start", "planner": "start",
+    "data_rank": "start", "planner": "start", "add_model": "start",
     "load": "load", "faults_of_checkpoint": "load",
-    "wake": "wake", "shed": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "update": "update",
+    "wake": "wake", "shed": "wake", "sleep": "wake", "logprobs": "logprobs", "reference_logprobs": "logprobs", "values": "logprobs",
+    "update": "update",
     "stage_checkpoint": "save", "write_checkpoint": "save", "finish_checkpoint": "save", "export_hf": "save",
 }  # fmt: skip
 """Phase of a call; all others belong to a push."""
@@ -55,9 +56,10 @@ class RankPlace:
 class RankCalls:
     """`workers`: Ray actors with the verbs of moerl.train.train_worker.TrainWorker, by rank."""
 
-    def __init__(self, workers: Sequence[Any], deadlines: DeadlineConfig, hangs: HangReports):
+    def __init__(self, workers: Sequence[Any], deadlines: DeadlineConfig, hangs: HangReports, *, title: str = "rank"):
+        """`title`: what reports call one of them, before its number."""
         self._workers, self._deadlines = list(workers), deadlines
-        self._hangs = hangs
+        self._hangs, self._title = hangs, title
         self._places: list[RankPlace] = []
         self._hung: asyncio.Future[HangError] = asyncio.get_running_loop().create_future()
         self._open: list[Calls] = []
@@ -69,9 +71,11 @@ class RankCalls:
     @property
     def watched(self) -> list[WatchedProcess]:
         if not self._places:
-            return [WatchedProcess(name=f"rank {rank}", node="?", rank=rank) for rank in range(len(self._workers))]
+            return [WatchedProcess(name=f"{self._title} {rank}", node="?", rank=rank) for rank in range(len(self._workers))]
         return [
-            WatchedProcess(name=f"rank {rank}", node=place.host, node_id=place.node_id, process=place.process, log=place.log, rank=rank)
+            WatchedProcess(
+                name=f"{self._title} {rank}", node=place.host, node_id=place.node_id, process=place.process, log=place.log, rank=rank
+            )
             for rank, place in enumerate(self._places)
         ]
 
@@ -132,7 +136,7 @@ class RankCalls:
     async def _find_hung(self, phase: Phase) -> None:
         silent = sorted({rank for calls in self._open for rank, call in calls.items() if not call.done()})
         deadline = f"{self._deadlines.of(phase):g} s (deadlines.{phase}_seconds)"
-        error = await self._hangs.report(phase, deadline, watched=self.watched, silent=[f"rank {rank}" for rank in silent])
+        error = await self._hangs.report(phase, deadline, watched=self.watched, silent=[f"{self._title} {rank}" for rank in silent])
         # In a push ranks wait for a server that hangs: who pushes to it ends it, and the push begins anew.
         if not self._hung.done() and any(each.name in error.names for each in self.watched):
             self._hung.set_result(error)
@@ -165,7 +169,7 @@ class RankCalls:
     def _origin(self, rank: int, verb: str, details: str) -> Origin:
         place = self._places[rank] if self._places else None
         node, log = ("?", "") if place is None else (place.host, str(place.log))
-        return Origin(who=f"rank {rank} of {len(self._workers)}", node=node, doing=verb, log=log, details=details)
+        return Origin(who=f"{self._title} {rank} of {len(self._workers)}", node=node, doing=verb, log=log, details=details)
 
     async def _reason(self, rank: int, error: BaseException) -> list[str]:
         if not was_killed(error):

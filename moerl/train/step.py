@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moerl.algorithms.algorithm import Loss
 from moerl.train.batching.balance import Balance, Bins, Planner
-from moerl.train.batching.packing import PackedMicroBatch, pack, unpack_logprobs
+from moerl.train.batching.packing import PackedMicroBatch, pack, unpack_scores
 from moerl.train.batching.rank_share import Share
 from moerl.train.batching.token_costs import attention_tokens
 from moerl.train.engine_settings import EngineSettings
@@ -32,6 +32,7 @@ from moerl.train.loss.logprobs import logprobs_and_entropy
 from moerl.train.loss.loss_sums import LossSums
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
+from moerl.train.loss.value_loss import ValueLoss, value_loss
 from moerl.train.megatron.expert_routing import KeptRoutes
 from moerl.train.megatron.megatron_model import Model, sum_gradients
 from moerl.train.megatron.overlap import without_grad_reduce
@@ -52,26 +53,26 @@ class TrainStep:
         self._train, self._temperature = settings.train, settings.temperature
         self._mismatch_limit = settings.mismatch_limit
 
-    def logprobs(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
-        return self._logprobs(self.share(batch, plan), batch, records_routes=records_routes)
+    def scores(self, batch: Batch, plan: Sequence[Bins], *, records_routes: bool = False) -> np.ndarray:
+        """[T] of all of `batch`, of which this rank computes its share: log-probs, or a critic's values."""
+        return self._scores(self.share(batch, plan), batch, records_routes=records_routes)
 
-    def _logprobs(self, share: Share, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
-        """Log-probs [T] of all of `batch`, of which this rank computes its share."""
+    def _scores(self, share: Share, batch: Batch, *, records_routes: bool = False) -> np.ndarray:
         routing = self.model.routing
         packed = self.micro_batches(share)
         with routing.run(packed, trains=False, notes=records_routes):
-            outputs = self.run(packed, partial(_keep_logprobs, self.token_logprobs), forward_only=True)
+            outputs = self.run(packed, partial(_keep, _values if self.model.is_critic else self.token_logprobs), forward_only=True)
         routing.counts()
         if records_routes:
             self.kept_routes.keep(packed, routing.noted(packed))
-        pieces = [(micro, out["logprobs_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
+        pieces = [(micro, out["scores_T"].numpy()) for micro, out in zip(packed, outputs, strict=True)] if outputs else []
         dtype = "float64" if self._train.dtype == "float64" else "float32"
-        own_T = unpack_logprobs(pieces, share.batch, dtype=dtype)
+        own_T = unpack_scores(pieces, share.batch, dtype=dtype)
         total_T = torch.from_numpy(share.spread(own_T, batch)).to(torch.cuda.current_device())
         reduce_over_micro_batches(total_T)
         return total_T.cpu().numpy()
 
-    def mini_batch(self, batch: Batch, loss: Loss, samples: np.ndarray) -> "MiniBatchResult":
+    def mini_batch(self, batch: Batch, loss: Loss | ValueLoss, samples: np.ndarray) -> "MiniBatchResult":
         """One optimizer step, or none if loss or gradient is not finite, or a server's log-probs are not the model's. `samples`: where the
         sequences stand in the whole batch."""
         plan = self.plan(batch)
@@ -123,17 +124,21 @@ class TrainStep:
             is_empty=denominators.num_trained == 0,
         )
 
-    def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss) -> tuple[Share, Denominators]:
+    def _before_update(self, batch: Batch, plan: Sequence[Bins], loss: Loss | ValueLoss) -> tuple[Share, Denominators]:
         """Sequences of this rank with what must be known of the whole mini-batch. Collective."""
         share = self.share(batch, plan)
+        if isinstance(loss, ValueLoss):
+            return share, Denominators.of(batch)
         own, denominators = corrected(share.batch, loss, Denominators.of(batch), reduce_over_shares)
         share = replace(share, batch=own)
         if "whole_minibatch" in loss.needs:
-            share = selected(share, batch, self._logprobs(share, batch), loss, reduce_over_shares)
+            share = selected(share, batch, self._scores(share, batch), loss, reduce_over_shares)
         return share, denominators
 
-    def loss(self, loss: Loss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
+    def loss(self, loss: Loss | ValueLoss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
         """Function of a micro-batch and its logits that `run` takes for an update."""
+        if isinstance(loss, ValueLoss):
+            return partial(_value_loss, loss, denominators)
         return partial(_loss, partial(self.token_logprobs, entropy_has_gradient=loss.entropy_bonus > 0), loss, denominators, mtp)
 
     def _locate_nonfinite(self, share: Share, packed: Sequence[PackedMicroBatch], loss: Any, samples: np.ndarray) -> str:
@@ -297,6 +302,17 @@ def _loss(
     return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
 
 
-def _keep_logprobs(token_logprobs: Any, micro: PackedMicroBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    logp_T, _ = token_logprobs(logits, micro)
-    return logp_T.sum(), torch.zeros((), dtype=torch.int, device=logits.device), {"logprobs_T": logp_T.detach().cpu()}
+def _value_loss(
+    loss: ValueLoss, denominators: Denominators, micro: PackedMicroBatch, outputs: Tensor
+) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
+    total, sums = value_loss(_values(outputs, micro)[0], micro, loss, denominators)
+    return total, torch.zeros((), dtype=torch.int, device=outputs.device), {"sums": sums}
+
+
+def _values(outputs: Tensor, _: PackedMicroBatch) -> tuple[Tensor, None]:
+    return outputs[0, :, 0], None
+
+
+def _keep(scores: Any, micro: PackedMicroBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    scores_T, _ = scores(outputs, micro)
+    return scores_T.sum(), torch.zeros((), dtype=torch.int, device=outputs.device), {"scores_T": scores_T.detach().cpu()}

@@ -1,4 +1,6 @@
-"""One training rank as a Ray actor: it joins the ranks' process group, owns the Megatron engine, and sends weights.
+"""One training rank as a Ray actor: it joins the ranks' process group, owns Megatron engines, and sends weights.
+
+It starts with the engine of one model; models beside it may follow, on the same groups. `model` is the name of the one that a verb is for.
 
 Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
 controller calls it on all.
@@ -32,6 +34,7 @@ from moerl.train import rank_imports
 from moerl.train.batching.balance import Planner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
+from moerl.train.loss.value_loss import ValueLoss
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
 from moerl.train.rank_store import join_store, open_store
@@ -45,7 +48,7 @@ from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.send import WeightSender
 
 if TYPE_CHECKING:
-    from moerl.train.megatron_engine import EngineSettings
+    from moerl.train.megatron_engine import EngineSettings, MegatronEngine
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +65,14 @@ class TrainWorker:
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
+        self._beside: dict[str, MegatronEngine] = {}
         torch.set_num_threads(1)
 
-    def place(self, log_dir: Path) -> RankPlace:
+    def place(self, log: Path) -> RankPlace:
         """From here on the process can be looked at from outside, and what it writes goes to a log of its own."""
         answer_stack_requests()
         open_record()
-        log = write_to(log_dir / f"rank-{self._rank}.log")
+        log = write_to(log)
         host, node_id = socket.gethostname(), ray.get_runtime_context().get_node_id()
         logger.info("rank %d of %d on %s, process %d", self._rank, self._num_ranks, host, os.getpid())
         counter = memory_counter()
@@ -113,14 +117,22 @@ class TrainWorker:
         megatron_patches.assert_active()
         return megatron_patches.active_names()
 
-    def wake(self) -> int:
-        return self._engine.wake()
+    def add_model(self, model: str, settings: "EngineSettings") -> None:
+        from moerl.train.megatron_engine import MegatronEngine
 
-    def shed(self) -> int:
-        return self._engine.shed()
+        self._beside[model] = MegatronEngine(settings)
 
-    def sleep(self) -> int:
-        return self._engine.sleep()
+    def _of(self, model: str) -> "MegatronEngine":
+        return self._beside.get(model, self._engine)
+
+    def wake(self, model: str) -> int:
+        return self._of(model).wake()
+
+    def shed(self, model: str) -> int:
+        return self._of(model).shed()
+
+    def sleep(self, model: str) -> int:
+        return self._of(model).sleep()
 
     def data_rank(self) -> int:
         """Which of the shares of a batch this rank gets."""
@@ -128,50 +140,53 @@ class TrainWorker:
 
         return parallel_state.get_data_parallel_rank()
 
-    def planner(self) -> Planner:
-        return self._engine.step.planner
+    def planner(self, model: str) -> Planner:
+        return self._of(model).step.planner
 
-    def logprobs(self, batch: Batch, records_routes: bool) -> InStore[np.ndarray] | None:
+    def logprobs(self, batch: Batch, model: str, records_routes: bool) -> InStore[np.ndarray] | None:
         """From rank 0: all have the same."""
-        return self._stored(self._engine.logprobs(batch, records_routes=records_routes))
+        return self._stored(self._of(model).logprobs(batch, records_routes=records_routes))
 
-    def reference_logprobs(self, batch: Batch) -> InStore[np.ndarray] | None:
-        return self._stored(self._engine.reference_logprobs(batch))
+    def reference_logprobs(self, batch: Batch, model: str) -> InStore[np.ndarray] | None:
+        return self._stored(self._of(model).reference_logprobs(batch))
 
-    def update(self, batch: Batch, loss: Loss, lr: float, num_updates: int) -> StepStats:
-        return self._engine.update(batch, loss, lr=lr, num_updates=num_updates)
+    def values(self, batch: Batch, model: str) -> InStore[np.ndarray] | None:
+        return self._stored(self._of(model).values(batch))
+
+    def update(self, batch: Batch, model: str, loss: Loss | ValueLoss, lr: float, num_updates: int) -> StepStats:
+        return self._of(model).update(batch, loss, lr=lr, num_updates=num_updates)
 
     def _stored(self, values_T: np.ndarray) -> InStore[np.ndarray] | None:
         return keep(values_T) if self._rank == 0 else None
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
-    def stage_checkpoint(self, copies: bool) -> int:
+    def stage_checkpoint(self, model: str, copies: bool) -> int:
         """Fix what the rank will write; returns its bytes. With `copies` training may go on before it is written."""
-        return self._engine.stage(copies=copies)
+        return self._of(model).stage(copies=copies)
 
     @ray.method(concurrency_group=SAVE_THREAD)
-    def write_checkpoint(self, directory: Path) -> WrittenShards:
+    def write_checkpoint(self, model: str, directory: Path) -> WrittenShards:
         """Not collective."""
-        return self._engine.shards.write(directory)
+        return self._of(model).shards.write(directory)
 
     @ray.method(concurrency_group=SAVE_THREAD)
-    def finish_checkpoint(self, directory: Path, indices: list[bytes]) -> FileDigests:
+    def finish_checkpoint(self, model: str, directory: Path, indices: list[bytes]) -> FileDigests:
         """Rank 0, when every rank has written."""
-        return self._engine.shards.finish(directory, indices)
+        return self._of(model).shards.finish(directory, indices)
 
     def faults_of_checkpoint(self, directory: Path) -> list[str]:
         """In this rank's share of the files."""
         return faults_of_part(directory, part=self._rank, num_parts=self._num_ranks)
 
-    def load(self, directory: Path) -> None:
-        self._engine.load(directory)
+    def load(self, model: str, directory: Path) -> None:
+        self._of(model).load(directory)
 
-    def export_hf(self, directory: Path, shard_bytes: int) -> None:
+    def export_hf(self, model: str, directory: Path, shard_bytes: int) -> None:
         """Rank 0 writes the weights as Hugging Face safetensors."""
         from moerl.models.hf_checkpoint import write_shards
 
-        tensors = self._engine.export()
+        tensors = self._of(model).export()
         if self._rank == 0:
             write_shards(tensors, directory, shard_bytes=shard_bytes)
         for _ in tensors:

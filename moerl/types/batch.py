@@ -33,6 +33,8 @@ class TrainBatch:
     bounded_T: np.ndarray | None = None  # bool, a correction's bound was reached
     selected_T: np.ndarray | None = None  # bool, what the objective picked of the mini-batch
     proximal_T: np.ndarray | None = None  # float32, where between server (0) and policy (1) the old policy is, in log-probs
+    values_T: np.ndarray | None = None  # float32, a critic's before its update
+    returns_T: np.ndarray | None = None  # float32, what the critic is to estimate
     server_T: np.ndarray | None = None  # int16, who sampled it with the weights that the update starts from; -1: other weights, or nobody
     sets: SamplingSets | None = None  # of T tokens: entries that top-k and top-p left the server to choose from
     routes_T: np.ndarray | None = None  # uint8 or uint16 [T, layers, top_k], from the engine; unknown_route where it has none

@@ -22,6 +22,8 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: dict[str, Any] = field(default_factory=dict)
+    shown_ids: tuple[int, ...] = ()
+    """The same with the data set's answer before its end, for a policy that teaches itself; empty where none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,12 +126,16 @@ class StepStats:
     """Share of tokens at a bound of a correction, dropped ones included."""
     correction_dropped: float = field(default=0.0, compare=False)
     """Share of tokens that a correction took out."""
+    kl_teacher: float | None = field(default=None, compare=False)
+    """k1 estimate of KL(policy || teacher) at the tokens that are taught, first mini-batch; None without a teacher."""
     empty_updates: int = field(default=0, compare=False)
     """Mini-batches of which corrections left nothing: they changed no weight."""
     objective: dict[str, float] = field(default_factory=dict, compare=False)
     """Means over response tokens of what the objective tells."""
     whole_minibatch_seconds: float = field(default=0.0, compare=False)
     """Time of the log-prob passes that an objective needs before its updates."""
+    companions: dict[str, float] = field(default_factory=dict, compare=False)
+    """Metrics of models beside the policy that learned in this step, by their names."""
     server_mismatch: tuple[ServerMismatch, ...] = ()
     """By the server's number, over the first mini-batch. Where one of them is above weights.mismatch_limit nothing was updated."""
     mtp_loss: float | None = None

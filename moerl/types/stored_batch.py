@@ -77,6 +77,20 @@ class StoredBatch:
     """float32 [T] of the whole step, from the frozen initial model."""
     token_advantages: Stored[np.ndarray] | None = None
     """float32 [T] of the whole step, in the place of `advantages`."""
+    teacher_logprobs: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, from the teacher that kl_weights is about."""
+    kl_weights: np.ndarray | None = None  # float32 [num_sequences]
+    """Weight of the distance from the teacher at response tokens of payloads that have none of their own; streams has kl."""
+    prompts: tuple[tuple[int, ...], ...] | None = None
+    """In the place of those of the payloads, as long as prompt_lengths says."""
+    values: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, a critic's before its update."""
+    process: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, log-prob by a model of outcomes minus its initial weights'; the driver makes credit of it."""
+    process_reference: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, log-prob by the initial weights of the model of outcomes."""
+    returns: Stored[np.ndarray] | None = None
+    """float32 [T] of the whole step, what the critic is to estimate."""
     replays_sets: bool = False
     """Payloads bring the entries that tokens were chosen from, and the trainer's log-probs are of these."""
     observed: tuple[tuple[tuple[int, int], ...], ...] | None = None
@@ -140,7 +154,9 @@ class StoredBatch:
 
         columns = {name: getattr(self, name)[chosen] for name in ("prompt_lengths", "response_lengths", "advantages", "starts")}
         fresh = None if self.fresh is None else self.fresh[chosen]
-        tuples = {name: pick(getattr(self, name)) for name in ("payloads", "observed", "proximal")}
+        tuples = {name: pick(getattr(self, name)) for name in ("payloads", "observed", "proximal", "prompts")}
+        if self.kl_weights is not None:
+            columns["kl_weights"] = self.kl_weights[chosen]
         if not isinstance(self.observed_lengths, int):
             columns["observed_lengths"] = self.observed_lengths[chosen]
         return replace(self, fresh=fresh, **tuples, **columns)
@@ -167,9 +183,10 @@ class StoredBatch:
         sets: list[SamplingSets] = []
         weights_T = {stream: np.zeros(num_tokens, dtype=np.float32) for stream in self.streams}
         for index, (payload, (start, end)) in enumerate(zip(payloads, pairwise(offsets.tolist()), strict=True)):
-            response = slice(start + len(payload.prompt_ids), end)
+            prompt_ids = payload.prompt_ids if self.prompts is None else self.prompts[index]
+            response = slice(start + len(prompt_ids), end)
             sampled = np.arange(response.start, end) if payload.mask is None else response.start + np.flatnonzero(payload.mask)
-            token_ids_T[start : response.start] = payload.prompt_ids
+            token_ids_T[start : response.start] = prompt_ids
             token_ids_T[response] = payload.token_ids
             response_mask_T[sampled] = True
             rollout_logprobs_T[response] = payload.logprobs
@@ -179,6 +196,8 @@ class StoredBatch:
                     column_T[response] = payload.weights[stream]
                 elif stream == "rl":
                     column_T[sampled] = 1
+                elif stream == "kl" and self.kl_weights is not None:
+                    column_T[sampled] = self.kl_weights[index]
             if self.fresh is not None and server_T is not None:
                 server, num_fresh = self.fresh[index]
                 server_T[sampled[len(sampled) - num_fresh :]] = server
@@ -186,7 +205,7 @@ class StoredBatch:
                 places, counts = zip(*self.proximal[index], strict=True)
                 proximal_T[sampled] = np.repeat(places, counts)
             if self.replays_sets:
-                sets += [SamplingSets.unrestricted(len(payload.prompt_ids))]
+                sets += [SamplingSets.unrestricted(len(prompt_ids))]
                 sets += [payload.sets if payload.sets is not None else SamplingSets.unrestricted(len(payload.token_ids))]
             if routes_T is not None and payload.routes is not None:
                 routes_T[start : end - 1] = payload.routes
@@ -203,6 +222,9 @@ class StoredBatch:
             sets=SamplingSets.joined(sets) if self.replays_sets else None,
             **{f"{stream}_weight_T": column_T for stream, column_T in weights_T.items()},
             reference_logprobs_T=self._column(self.reference_logprobs),
+            teacher_logprobs_T=self._column(self.teacher_logprobs),
+            values_T=self._column(self.values),
+            returns_T=self._column(self.returns),
             server_T=server_T,
             routes_T=routes_T,
         )

@@ -18,8 +18,6 @@ def refused(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
-        (["algorithm.advantage.kind=gae"], "algorithm.advantage.kind", "needs a critic"),
-        (["algorithm.advantage.kind=prime"], "algorithm.advantage.kind", "needs a model of outcomes"),
         (["algorithm=m2po", "train.router_replay=rollout"], "train.router_replay", "must be off"),
         (["algorithm=gmpo", "algorithm.normalize_by=token"], "algorithm.normalize_by", "must be sequence for gmpo"),
         (["algorithm.normalize_by=fixed_length"], "algorithm.fixed_length", "must be given"),

@@ -9,7 +9,7 @@ import torch
 from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.hf.hf_model import load_model
-from moerl.run import _read_tokenizer
+from moerl.run_model import _read_tokenizer
 from moerl.types.errors import ConfigError
 
 

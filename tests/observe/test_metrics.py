@@ -71,6 +71,13 @@ def test_phases_and_other_add_up_to_the_step(measure, make_group, make_sample):
     assert values["time/rollout"] + values["time/update"] + values["time/other"] == values["time/step"] == 4.0
 
 
+COMPANIONS = (
+    *(f"critic/{name}" for name in ("loss", "explained_variance", "value", "return", "clipped")),
+    *(f"outcome_model/{name}" for name in ("loss", "accuracy", "right")),
+    "companion/critic/grad_norm",
+)
+
+
 def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, make_sample, make_stats):
     memory = MemoryStats(
         device_bytes={"training": {"parameters": 8, "reference": 0}},
@@ -83,7 +90,7 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     mismatch = MismatchStats(k1=0.0, chi2=0.0, effective=1.0, trainer_perplexity=2.0, server_perplexity=2.0, correlation=1.0)
     stats = make_stats(
         kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing, mismatch=mismatch, kl_coefficient=0.1, objective={"selected": 0.1},
-        whole_minibatch_seconds=0.5,
+        whole_minibatch_seconds=0.5, kl_teacher=0.5, companions=dict.fromkeys(COMPANIONS, 0.5),
     )  # fmt: skip
     pushed = PushStats(version=0, num_tensors=3, num_bytes=64, num_buckets=1, num_senders=1, seconds=0.5, num_network=48)
     values = measure(make_group(sample), stats=stats) | push_metrics(pushed)

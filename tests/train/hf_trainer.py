@@ -43,8 +43,8 @@ class HFTrainGroup:
         self._saved: list[SavedCheckpoint] = []
 
     async def start(self) -> None:
-        self.model = _load(self._settings.model_dir, self._dtype)
-        self._reference = _load(self._settings.model_dir, self._dtype) if self._settings.uses_reference else None
+        self.model = load_model(self._settings.model_dir, self._dtype)
+        self._reference = load_model(self._settings.model_dir, self._dtype) if self._settings.uses_reference else None
         adam = self._settings.train.optimizer
         decayed = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
@@ -168,7 +168,7 @@ class HFTrainGroup:
         """Log-prob of every token and entropy of the distribution it was drawn from; 0 for the first, which nothing predicts."""
         tokens = torch.from_numpy(batch.token_ids_T[start:end])
         routes = None if batch.routes_T is None else batch.routes_T[start:end]
-        with _WiderFloats() if self._dtype == torch.float64 else nullcontext(), following(model, routes):
+        with WiderFloats() if self._dtype == torch.float64 else nullcontext(), following(model, routes):
             logits_TV = model(input_ids=tokens[None]).logits[0, :-1]
         table_TV = torch.log_softmax(logits_TV / self._settings.temperature, dim=-1)
         nothing = table_TV.new_zeros(1)
@@ -193,7 +193,7 @@ class HFTrainGroup:
         return ["localhost"]
 
 
-class _WiderFloats(TorchFunctionMode):
+class WiderFloats(TorchFunctionMode):
     """transformers computes norms and the router's softmax in float32 whatever the model's dtype; here in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,7 +203,7 @@ class _WiderFloats(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _load(directory: Path, dtype: torch.dtype) -> Any:
+def load_model(directory: Path, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, experts_implementation="eager")
     # Rotary angles are float32 in every trainer, Megatron's too: more digits here would be a difference, not an exactness.
     rotary, model.model.rotary_emb.forward = model.model.rotary_emb.forward, None

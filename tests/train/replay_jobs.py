@@ -52,7 +52,7 @@ def noted_and_replayed(settings: EngineSettings, batch: TrainBatch) -> tuple[np.
     given = engine.step.micro_batches
     engine.step.micro_batches = lambda share: engine.step.kept_routes.take(given(share))
     parts = map(batch.select, np.array_split(np.arange(batch.num_sequences), settings.train.updates_per_step))
-    return noting_T, np.concatenate([engine.step.logprobs(part, engine.step.plan(part)) for part in parts])
+    return noting_T, np.concatenate([engine.step.scores(part, engine.step.plan(part)) for part in parts])
 
 
 def train_with_a_router_that_disobeys(settings: EngineSettings, batch: TrainBatch, layer: int) -> StepStats:

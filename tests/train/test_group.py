@@ -69,9 +69,9 @@ def run_with(connected, checkpoints, tmp_path):
         async def whole():
             try:
                 await group.start()
-                await scenario(group, [await worker.process_id.remote() for worker in group._workers])
+                await scenario(group, [await worker.process_id.remote() for worker in group._ranks._workers])
             finally:
-                processes = [place.process for place in group._calls._places]
+                processes = [place.process for place in group._ranks._calls._places]
                 await group.close()
                 _, alive = psutil.wait_procs([psutil.Process(each.pid) for each in processes if psutil.pid_exists(each.pid)], timeout=20)
                 assert not alive

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.train.batching.balance import Balance, plan_micro_batches, sequence_costs, split_mini_batches
-from moerl.train.batching.packing import pack, unpack_logprobs, zigzag_positions
+from moerl.train.batching.packing import pack, unpack_scores, zigzag_positions
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import ConfigError
 
@@ -352,7 +352,7 @@ def test_round_trip(seed, num_sequences, num_ranks):
         packed = pack(batch, indices, 4, 2)
         return packed, np.where(packed.label_index_T >= 0, truth[packed.label_index_T], np.nan)
 
-    per_rank = [unpack_logprobs([piece(indices) for indices in rank], batch) for rank in plan]
+    per_rank = [unpack_scores([piece(indices) for indices in rank], batch) for rank in plan]
     truth[batch.offsets[:-1]] = 0
     assert sum(per_rank).tolist() == truth.tolist()
 

@@ -9,7 +9,7 @@ from deepseek_cases import deepseek_settings, slow, write_deepseek
 from engine_cases import LAYOUTS, random_batch
 from engine_jobs import train
 from engine_ranks import RankError, run_ranks
-from hf_trainer import HFTrainGroup, _load
+from hf_trainer import HFTrainGroup, load_model
 from memory_jobs import with_train
 from plain_routing import own_routes, random_routes
 from replay_jobs import (
@@ -103,7 +103,7 @@ def test_an_update_of_routers_that_changed_follows_the_routes_noted_before(updat
     """Their weights are negated in between, so that they would choose the opposite."""
     directory, batch = directories["qwen3_moe"], random_batch()
     result = run_ranks(record_disturb_train, 1, replaying(directory, "one", "trainer", updates=updates, dtype="float64"), batch)
-    model = _load(directory, torch.float64)
+    model = load_model(directory, torch.float64)
     noted = replace(batch, routes_T=own_routes(model, batch))
     expected = train_plainly(replaying(negated(directory), "one", "rollout", dtype="float64"), noted, 1, updates)
     [step], [wanted] = result.steps, expected.steps
@@ -229,7 +229,7 @@ def test_loads_count_every_token_once_and_no_padding(layout, directories):
     batch = random_batch()
     chosen = replaying(directories["qwen3_moe"], layout, "off", recompute="layers", updates=1, dtype="float64")
     stats = run_ranks(train, chosen.train.layout.ranks, chosen, batch, 1, 1).steps[0].routing
-    model = _load(directories["qwen3_moe"], torch.float64)
+    model = load_model(directories["qwen3_moe"], torch.float64)
     routes = own_routes(model, batch)
     for place, layer in enumerate(stats.layers):
         load_E = np.bincount(routes[:, place].ravel(), minlength=8) / routes[:, place].size * 8 - 1
@@ -241,7 +241,7 @@ def test_loads_count_every_token_once_and_no_padding(layout, directories):
 
 def test_overlap_is_the_share_of_routes_the_trainer_would_have_chosen(directories):
     batch = random_batch()
-    model = _load(directories["qwen3_moe"], torch.float64)
+    model = load_model(directories["qwen3_moe"], torch.float64)
     own = own_routes(model, batch)
     routes = own[..., ::-1].copy()  # another order among the same experts
     routes[batch.offsets[1:] - 1] = 255

@@ -10,8 +10,8 @@ from moerl.train.checkpoint.saver import CheckpointSaver
 from moerl.types.errors import CheckpointError, TrainError
 
 
-class Ranks:
-    """Two ranks that write one small file each; `writing` is awaited in between."""
+class Part:
+    """Model that writes one small file; `writing` is awaited before."""
 
     def __init__(self, copies):
         self.copies = copies
@@ -20,36 +20,28 @@ class Ranks:
         self.in_flight = 0
         self.error = None
 
-    async def all(self, verb, argument):
-        if verb == "stage_checkpoint":
-            self.staged += 1
-            assert argument == self.copies
-            assert self.in_flight == 0
-            return [30, 40]
-        directory = argument
+    async def stage(self, *, copies):
+        self.staged += 1
+        assert copies == self.copies
+        assert self.in_flight == 0
+        return 70
+
+    async def write(self, directory):
         self.in_flight += 1
         await self.writing.wait()
         self.in_flight -= 1
         if self.error is not None:
             raise self.error
-        for rank in range(2):
-            (directory / f"rank{rank}").write_text(f"{directory.name} {rank}")
-        return [
-            checkpoint_dirs.WrittenShards(files=checkpoint_dirs.digest_files(directory, [f"rank{rank}"]), index=b"%d" % rank)
-            for rank in range(2)
-        ]
-
-    async def rank0(self, verb, directory, indices):
-        assert (verb, indices) == ("finish_checkpoint", [b"0", b"1"])
-        (directory / "common").write_text("both")
+        (directory / "common").write_text(directory.name)
         return checkpoint_dirs.digest_files(directory, ["common"])
 
 
-def play(tmp_path, scenario, *, in_background=True):
+def play(tmp_path, scenario, *, in_background=True, beside=()):
     async def whole():
-        ranks = Ranks(copies=in_background)
-        saver = CheckpointSaver(tmp_path, model={"layers": 1}, keep=2, in_background=in_background, all_ranks=ranks.all, rank0=ranks.rank0)
-        await scenario(saver, ranks)
+        part = Part(copies=in_background)
+        saver = CheckpointSaver(tmp_path, model={"layers": 1}, keep=2, in_background=in_background, policy=part)
+        saver.beside |= dict.fromkeys(beside, part)
+        await scenario(saver, part)
 
     asyncio.run(whole())
 
@@ -64,12 +56,12 @@ async def turns(count=50):
 
 
 def test_training_goes_on_while_files_are_written_and_the_checkpoint_appears_last(tmp_path):
-    async def scenario(saver, ranks):
+    async def scenario(saver, part):
         await saver.save(1, {"drawn": 5})
         await turns()
         assert names(tmp_path) == ["step-000001.tmp"]
         assert await saver.saved() == []
-        ranks.writing.set()
+        part.writing.set()
         (saved,) = await saver.saved(wait=True)
         assert (saved.version, saved.num_bytes) == (1, 70)
         assert 0 < saved.blocked_seconds < saved.seconds
@@ -83,14 +75,14 @@ def test_training_goes_on_while_files_are_written_and_the_checkpoint_appears_las
 
 
 def test_one_is_in_flight_at_a_time_and_none_is_forgotten(tmp_path):
-    async def scenario(saver, ranks):
+    async def scenario(saver, part):
         await saver.save(1, {})
         second = asyncio.create_task(saver.save(2, {}))
         await turns()
-        assert (ranks.staged, ranks.in_flight, second.done()) == (1, 1, False)
-        ranks.writing.set()
+        assert (part.staged, part.in_flight, second.done()) == (1, 1, False)
+        part.writing.set()
         await second
-        assert ranks.staged == 2
+        assert part.staged == 2
         assert [saved.version for saved in await saver.saved(wait=True)] == [1, 2]
         assert names(tmp_path) == ["step-000001", "step-000002"]
 
@@ -98,11 +90,11 @@ def test_one_is_in_flight_at_a_time_and_none_is_forgotten(tmp_path):
 
 
 def test_without_background_training_waits_for_the_whole_checkpoint(tmp_path):
-    async def scenario(saver, ranks):
+    async def scenario(saver, part):
         saving = asyncio.create_task(saver.save(1, {}))
         await turns()
         assert not saving.done()
-        ranks.writing.set()
+        part.writing.set()
         await saving
         assert names(tmp_path) == ["step-000001"]
         (saved,) = await saver.saved()
@@ -114,11 +106,11 @@ def test_without_background_training_waits_for_the_whole_checkpoint(tmp_path):
 @pytest.mark.parametrize("error", [TrainError("rank 1 failed in write_checkpoint:\nNo space left"), OSError("No space left")])
 @pytest.mark.parametrize("hears", ["saved", "save", "wait"])
 def test_a_failure_in_the_background_is_raised_once_by_whatever_comes_next(tmp_path, hears, error):
-    async def scenario(saver, ranks):
-        ranks.writing.set()
+    async def scenario(saver, part):
+        part.writing.set()
         await saver.save(1, {})
         await saver.saved(wait=True)
-        ranks.error = error
+        part.error = error
         await saver.save(2, {})
         await turns()
         calls = {"saved": saver.saved, "save": lambda: saver.save(3, {}), "wait": lambda: saver.saved(wait=True)}
@@ -129,7 +121,7 @@ def test_a_failure_in_the_background_is_raised_once_by_whatever_comes_next(tmp_p
         assert "\n".join(rest) == str(error)
         assert caught.value.__cause__ is error
         assert checkpoint_dirs.newest(tmp_path).name == "step-000001"
-        ranks.error = None
+        part.error = None
         await saver.save(3, {})
         assert [saved.version for saved in await saver.saved(wait=True)] == [3]
         assert names(tmp_path) == ["step-000001", "step-000003"]
@@ -138,13 +130,27 @@ def test_a_failure_in_the_background_is_raised_once_by_whatever_comes_next(tmp_p
 
 
 def test_a_cancelled_wait_leaves_the_checkpoint_in_flight(tmp_path):
-    async def scenario(saver, ranks):
+    async def scenario(saver, part):
         await saver.save(1, {})
         waiting = asyncio.create_task(saver.saved(wait=True))
         await turns()
         waiting.cancel()
         await asyncio.wait([waiting])
-        ranks.writing.set()
+        part.writing.set()
         assert [saved.version for saved in await saver.saved(wait=True)] == [1]
 
     play(tmp_path, scenario)
+
+
+def test_models_beside_the_policy_are_parts_of_its_checkpoint(tmp_path):
+    async def scenario(saver, part):
+        part.writing.set()
+        await saver.save(1, {})
+        (saved,) = await saver.saved(wait=True)
+        directory = tmp_path / "step-000001"
+        assert saved.num_bytes == 140
+        assert faults_of_part(directory, part=0, num_parts=1) == []
+        (directory / "critic" / "common").write_text("others")
+        assert faults_of_part(directory, part=0, num_parts=1) == ["* critic/common: 6 bytes, should be 15"]
+
+    play(tmp_path, scenario, beside=["critic"])

@@ -153,5 +153,5 @@ class _Pushes:
         return run_canary([self._engine], self._logprobs, PROMPTS, max_tokens=6, limit=1e-4, version=version, vocab_size=VOCAB_SIZE)
 
     async def _logprobs(self, batch: TrainBatch) -> np.ndarray:
-        found: list[Any] = self._ranks.ask(None, "logprobs", batch, False)
+        found: list[Any] = self._ranks.ask(None, "logprobs", batch, "policy", False)
         return found[0].get()

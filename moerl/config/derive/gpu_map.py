@@ -1,10 +1,12 @@
 """GPU of each training rank and rollout server: a function of layout, servers and nodes, without Ray."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from moerl.config.derive.companion_models import own_layouts
 from moerl.config.schema.layout import Layout
 from moerl.types.errors import ConfigError, Problem, problem
 
@@ -50,22 +52,29 @@ class GPUMap:
     """GPU of each rank."""
     servers: tuple[tuple[MappedGPU, ...], ...]
     """GPUs of each server, in order; empty for one that needs none."""
+    beside: Mapping[str, tuple[MappedGPU, ...]] = field(default_factory=dict)
+    """GPU of each rank of models beside the policy that have their own, by name."""
 
 
-def map_gpus(layout: Layout, servers: ServerShape, machine: Machine) -> GPUMap:
-    """`layout` without problems of its own. ConfigError with what does not fit, and what would."""
-    if shortage := list(_shortage(layout, servers, machine)):
+def map_gpus(layout: Layout, servers: ServerShape, machine: Machine, beside: Mapping[str, Layout] = MappingProxyType({})) -> GPUMap:
+    """`layout` without problems of its own. `beside`: of models with ranks of their own. ConfigError with what does not fit, and what
+    would."""
+    if shortage := list(_shortage(layout, servers, machine, beside)):
         raise ConfigError(shortage)
     reason = ""
-    for block in _blocks(layout, machine):
-        order, room = rank_order(layout), _in_blocks(block, machine)
-        if len(room) < layout.ranks:
-            continue
-        ranks = dict(zip(order, room, strict=False))
-        mapped = tuple(ranks[rank] for rank in range(layout.ranks))
-        reason, placed = _place_servers(servers, mapped, machine)
-        if not reason:
-            return GPUMap(ranks=mapped, servers=placed)
+    for mapped in _rank_gpus(layout, machine, frozenset()):
+        others: dict[str, tuple[MappedGPU, ...]] = {}
+        for name, other in beside.items():
+            taken = frozenset(mapped).union(*others.values())
+            found = next(_rank_gpus(other, machine, taken), None)
+            if found is None:
+                reason = f"no room for {name}.layout, whose groups of {other.tp} ranks stay inside a node"
+                break
+            others[name] = found
+        else:
+            reason, placed = _place_servers(servers, mapped, machine, frozenset().union(*others.values()))
+            if not reason:
+                return GPUMap(ranks=mapped, servers=placed, beside=others)
     if reason:
         fix = "more placement.nodes, fewer servers, or servers of a number of GPUs that divides a node's, or is a multiple of it"
         raise ConfigError([problem("rollout.num_servers", servers.num_servers, "servers cannot be placed", reason, fix)])
@@ -73,6 +82,17 @@ def map_gpus(layout: Layout, servers: ServerShape, machine: Machine) -> GPUMap:
     reason = f"a tensor-parallel group exchanges activations in every layer and stays inside a node; {machine.num_nodes} nodes are too few"
     fix = f"a tp that divides {machine.gpus_per_node}, or more placement.nodes"
     raise ConfigError([problem("train.layout.tp", layout.tp, rule, reason, fix)])
+
+
+def _rank_gpus(layout: Layout, machine: Machine, taken: frozenset[MappedGPU]) -> Iterator[tuple[MappedGPU, ...]]:
+    """GPU of each rank, with as much kept together as there is room for first; none of those `taken`."""
+    for block in _blocks(layout, machine):
+        room = _in_blocks(block, machine)
+        blocks = [room[begin : begin + block] for begin in range(0, len(room), block)]
+        free = [gpu for gpus in blocks if taken.isdisjoint(gpus) for gpu in gpus] if taken else room
+        if len(free) >= layout.ranks:
+            ranks = dict(zip(rank_order(layout), free, strict=False))
+            yield tuple(ranks[rank] for rank in range(layout.ranks))
 
 
 def rank_order(layout: Layout) -> list[int]:
@@ -107,15 +127,17 @@ def _in_blocks(block: int, machine: Machine) -> list[MappedGPU]:
     return [gpu for room in rooms for gpu in room[: len(room) // block * block]]
 
 
-def _place_servers(servers: ServerShape, ranks: Sequence[MappedGPU], machine: Machine) -> tuple[str, tuple[tuple[MappedGPU, ...], ...]]:
-    """(why not, the GPUs of every server)."""
+def _place_servers(
+    servers: ServerShape, ranks: Sequence[MappedGPU], machine: Machine, others: frozenset[MappedGPU]
+) -> tuple[str, tuple[tuple[MappedGPU, ...], ...]]:
+    """(why not, the GPUs of every server). `others`: of models beside the policy."""
     if servers.gpus_per_server == 0:
         return "", ((),) * servers.num_servers
     taken = set(ranks)
     placed: list[tuple[MappedGPU, ...]] = []
     for count, free, whose in (
         (servers.num_shared, sorted(taken), "the trainer's"),
-        (servers.num_servers - servers.num_shared, [gpu for gpu in machine.gpus if gpu not in taken], "the others"),
+        (servers.num_servers - servers.num_shared, [gpu for gpu in machine.gpus if gpu not in taken and gpu not in others], "the others"),
     ):
         found = _server_gpus(servers.gpus_per_server, free, machine)
         if len(found) < count:
@@ -146,12 +168,13 @@ def _server_gpus(num_gpus: int, free: Sequence[MappedGPU], machine: Machine) -> 
     return found
 
 
-def _shortage(layout: Layout, servers: ServerShape, machine: Machine) -> Iterator[Problem]:
+def _shortage(layout: Layout, servers: ServerShape, machine: Machine, beside: Mapping[str, Layout]) -> Iterator[Problem]:
     shared, own = servers.num_shared * servers.gpus_per_server, (servers.num_servers - servers.num_shared) * servers.gpus_per_server
-    needed = layout.ranks + own
+    needed = layout.ranks + own + sum(other.ranks for other in beside.values())
     if needed > machine.num_gpus:
         nodes = -(-needed // machine.gpus_per_node)
-        reason = f"{layout.ranks} training ranks and servers on {own} GPUs of their own need {needed}; there are {machine.num_gpus}"
+        others = "".join(f", {other.ranks} of {name}" for name, other in beside.items())
+        reason = f"{layout.ranks} training ranks{others} and servers on {own} GPUs of their own need {needed}; there are {machine.num_gpus}"
         fix = f"placement.nodes={nodes}, fewer train.layout.ranks, or fewer servers"
         rule = f"must be at least {nodes} with {machine.gpus_per_node} GPUs each"
         yield problem("placement.nodes", machine.num_nodes, rule, reason, fix)
@@ -170,7 +193,8 @@ def num_gpus(config: "RunConfig") -> int:
     """GPUs of the ranks and of the servers that do not share theirs; the hf server computes on CPU."""
     rollout = config.rollout
     per_server = 0 if rollout.engine == "hf" else gpus_per_server(rollout)
-    return config.train.layout.ranks + (rollout.num_servers - num_shared(config)) * per_server
+    ranks = config.train.layout.ranks + sum(layout.ranks for layout in own_layouts(config).values())
+    return ranks + (rollout.num_servers - num_shared(config)) * per_server
 
 
 def num_shared(config: "RunConfig") -> int:
@@ -188,5 +212,6 @@ def gpu_map(config: "RunConfig") -> GPUMap:
     gpus = placement.gpus_per_node
     if gpus is None:
         gpus = config.train.layout.ranks + (servers.num_servers - servers.num_shared) * servers.gpus_per_server
+        gpus += sum(layout.ranks for layout in own_layouts(config).values())
     machine = Machine(num_nodes=placement.nodes, gpus_per_node=gpus, nodes_per_domain=placement.nodes_per_domain)
-    return map_gpus(config.train.layout, servers, machine)
+    return map_gpus(config.train.layout, servers, machine, own_layouts(config))

@@ -29,7 +29,7 @@ def corrects_staleness(algorithm: AlgorithmConfig) -> bool:
 
 
 def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    broken = list(_custom_problems(config.algorithm))
+    broken = list(custom_problems(config.algorithm))
     yield from broken
     if not broken:  # what a class needs is asked of the class
         yield from _needs_problems(config)
@@ -41,7 +41,8 @@ def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _overlong_problems(config)
 
 
-def _custom_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+def custom_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Of classes of one's own; where there is one nobody may ask what the algorithm needs."""
     parts: dict[str, object] = {"advantage": algorithm.advantage, "objective": algorithm.objective}
     parts |= {f"corrections.{index}": correction for index, correction in enumerate(algorithm.corrections)}
     for name, part in parts.items():
@@ -108,20 +109,14 @@ def _setting_problems(path: str, part: CustomPart, found: type) -> Iterator[Prob
 
 
 _NEEDS: dict[str, set[str]] = {
-    "advantage": {"reference", "old_logprobs", "greedy_sample"},
+    "advantage": {"reference", "old_logprobs", "greedy_sample", "values", "process_rewards"},
     "objective": {"reference", "old_logprobs", "whole_minibatch"},
     "corrections": {"reference", "old_logprobs"},
 }
 
 
 def _needs_problems(config: RunConfig) -> Iterator[Problem]:
-    needs, kind = config.algorithm.needs, config.algorithm.advantage.kind
-    if "values" in needs:
-        reason = "a run has no critic yet; moerl.algorithm_loss computes it from values that are given"
-        yield problem("algorithm.advantage.kind", kind, "needs a critic", reason, "algorithm.advantage.kind=reinforce_pp")
-    if "process_rewards" in needs:
-        reason = "a run has no model of outcomes yet; moerl.algorithm_loss computes it from log-probs that are given"
-        yield problem("algorithm.advantage.kind", kind, "needs a model of outcomes", reason, "algorithm.advantage.kind=rloo")
+    needs = config.algorithm.needs
     if "whole_minibatch" in needs and config.train.router_replay != "off":
         reason = "its pass before an update routes tokens by itself, and would choose by other log-probs than the update has"
         yield problem(

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from moerl.config.derive.companion_models import own_layouts
 from moerl.config.derive.gpu_map import gpu_map, gpus_per_server
+from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.run_config import RunConfig
@@ -14,7 +16,9 @@ from moerl.types.errors import ConfigError, Problem, can_be, problem
 def placement_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     found = [*_mode_problems(config), *_node_problems(config), *_too_many(config)]
     yield from found
-    if found or any(broken_layout(config.train.layout, None)):
+    if found or any(custom_problems(config.algorithm)):
+        return
+    if any(fault for layout in (config.train.layout, *own_layouts(config).values()) for fault in broken_layout(layout, None)):
         return
     try:
         mapped = gpu_map(config)

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moerl.config.schema.algorithm_config import AlgorithmConfig
+from moerl.config.schema.companion_config import CriticConfig, DistillationConfig, OutcomeModelConfig
 from moerl.config.schema.data_config import DataConfig, EvalConfig, RewardConfig
 from moerl.config.schema.deadlines import DeadlineConfig
 from moerl.config.schema.hardware_config import GpuConfig
@@ -113,6 +114,9 @@ class RunConfig(Strict):
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    outcome_model: OutcomeModelConfig = field(default_factory=OutcomeModelConfig)
+    distillation: DistillationConfig | None = None
     sft: SFTConfig | None = None
     eval: EvalConfig | None = None
     output_dir: str = "runs"
@@ -134,6 +138,16 @@ class RunConfig(Strict):
     def needs_old_logprobs(self) -> bool:
         """With one update per step the old policy is the policy itself: no extra pass, unless the algorithm looks at it before."""
         return self.train.old_logprobs == "trainer" and (self.train.updates_per_step > 1 or "old_logprobs" in self.algorithm.needs)
+
+    @property
+    def trains_rewards(self) -> bool:
+        """The algorithm's objective is part of the loss."""
+        return self.distillation is None or self.distillation.trains_rewards
+
+    @property
+    def num_critic_steps(self) -> int:
+        """First steps in which the critic alone learns."""
+        return self.critic.warmup_steps if "values" in self.algorithm.needs else 0
 
     @property
     def filters_samples(self) -> bool:

@@ -58,13 +58,18 @@ class Shard:
 
 
 class NativeBridge:
-    def __init__(self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path):
-        """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice.
+    def __init__(
+        self, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path,
+        has_output: bool = True,
+    ):  # fmt: skip
+        """`chunks`: this rank's GPTModels. `tied`: the output layer is the embedding, so that it is not exported twice. `has_output`
+        False: their last layer is none of the checkpoint's, and stays as it is.
 
         `source`: the checkpoint the model comes from. Its tensors of multi-token prediction are exported, whether built or not.
         """
         self._groups, self._sizes, self._tied, self._family, self._source = groups, sizes, tied, family, source
-        self._owned = {item.name: item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank())}
+        owned = (item for chunk in chunks for item in owned_by(chunk, family, expert_rank=groups.expert.rank()))
+        self._owned = {item.name: item for item in owned if has_output or item.name != "output_layer.weight"}
         self._shards: dict[str, tuple[torch.Size, torch.dtype]] = {}  # known everywhere, so that export need not send them along
         self._owners = self._find_owners()
         # Of a tied model the last stage has the embedding a second time, and the first one sends it.

@@ -52,11 +52,12 @@ class WeightBridge(Protocol):
 
 
 def build_bridge(
-    name: str, dtype: torch.dtype, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path
-) -> WeightBridge:
+    name: str, dtype: torch.dtype, family: Family, chunks: Sequence[nn.Module], *, groups: Groups, sizes: Sizes, tied: bool, source: Path,
+    has_output: bool = True,
+) -> WeightBridge:  # fmt: skip
     """The one of `name`, a value of train.bridge; further arguments are those of `NativeBridge`, `dtype` is the trainer's."""
-    if name == "native":
-        return NativeBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source)
+    if name == "native" or not has_output:
+        return NativeBridge(family, chunks, groups=groups, sizes=sizes, tied=tied, source=source, has_output=has_output)
     if name == "mbridge":
         from moerl.models.bridge.mbridge_adapter import MBridge
 

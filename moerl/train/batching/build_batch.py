@@ -13,7 +13,7 @@ from moerl.algorithms.kl import kl_estimate
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
-from moerl.types.groups import Group, Sample
+from moerl.types.groups import Group, Prompt, Sample
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Here, Stored, StoredCompletion
 from moerl.types.stored_batch import StoredBatch
@@ -41,8 +41,6 @@ def build_batch(
     completions = _completions(groups, algorithm)
     if not completions:
         raise DataError(_nothing_left(groups))
-    if any("kl" in each.streams for each in completions):
-        raise DataError("samples have weights of a distance from a teacher, and a run has no teacher yet: leave kl out of Payload.weights")
     missing = [completion.request_id for completion in completions if routes is not None and not completion.routes_bytes]
     assert not missing, f"completions {missing[:4]}: no routes, for which collectors look"
     prompts = np.array([completion.num_prompt for completion in completions], dtype=np.int64)
@@ -69,13 +67,33 @@ def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) 
         penalties_N=_penalties(batch, algorithm, is_response_T),
         old_N=_column(batch.old_logprobs, is_response_T),
         reference_N=_column(batch.reference_logprobs, is_response_T),
+        values_N=_column(batch.values, is_response_T),
+        process_N=_column(batch.process, is_response_T),
     )
     step = replace(algorithm.scored_step(groups), tokens=tokens)
-    advantages_T = np.zeros(len(is_response_T), dtype=np.float32)
-    advantages_T[is_response_T] = algorithm.credit(step).by_token(step)
-    if not np.isfinite(advantages_T).all():
-        raise DataError(f"advantages of tokens by algorithm.advantage.kind={algorithm.config.advantage.kind} are not all finite")
-    return replace(batch, token_advantages=Here(advantages_T))
+    credit = algorithm.credit(step)
+
+    def spread(name: str, values_N: np.ndarray) -> Here[np.ndarray]:
+        if not np.isfinite(values_N).all():
+            raise DataError(f"{name} of tokens by algorithm.advantage.kind={algorithm.config.advantage.kind} are not all finite")
+        spread_T = np.zeros(len(is_response_T), dtype=np.float32)
+        spread_T[is_response_T] = values_N
+        return Here(spread_T)
+
+    returns = None if credit.returns_N is None else spread("returns", credit.returns_N)
+    return replace(batch, token_advantages=spread("advantages", credit.by_token(step)), returns=returns)
+
+
+def labelled(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, *, right_above: float) -> StoredBatch:
+    """Batch for a model of outcomes: in the place of advantages 1 for every token of an answer that is right, else 0."""
+    samples = [sample for group in groups for sample in _trained(group, algorithm)]
+    is_right = [sample.score.reward > right_above for sample in samples for segment in sample.segments if segment.num_tokens]
+    return replace(batch, advantages=np.array(is_right, dtype=np.float32))
+
+
+def prompts_of(groups: Sequence[Group], algorithm: Algorithm) -> list[Prompt]:
+    """Of each sequence of the batch."""
+    return [group.prompt for group in groups for sample in _trained(group, algorithm) for segment in sample.segments if segment.num_tokens]
 
 
 def with_proximal(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, version: int) -> StoredBatch:

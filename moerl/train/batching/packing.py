@@ -2,7 +2,7 @@
 sequences.
 
 Invariants, by the names of their tests:
-* round_trip: `unpack_logprobs` puts every label's value at its token.
+* round_trip: `unpack_scores` puts every label's value at its token.
 * zigzag_is_even: every context-parallel rank has as many tokens of a sequence, and its causal attention costs the same.
 """
 
@@ -47,6 +47,8 @@ class PackedMicroBatch:
     bounded_T: np.ndarray | None  # bool
     selected_T: np.ndarray | None  # bool
     proximal_T: np.ndarray | None  # float32
+    values_T: np.ndarray | None  # float32
+    returns_T: np.ndarray | None  # float32
     server_T: np.ndarray | None  # int16; -1: not to be compared
     sets: SamplingSets | None  # of T labels: entries that each was chosen from
     routes_T: np.ndarray | None  # uint8 or uint16 [T, layers, top_k], of the token that stands there
@@ -132,12 +134,12 @@ def pack(batch: TrainBatch, indices: Sequence[int], token_multiple: int, sequenc
 
 _OF_LABELS = (
     "old_logprobs_T", "reference_logprobs_T", "teacher_logprobs_T", "rl_weight_T", "ce_weight_T", "kl_weight_T", "correction_T", "kept_T",
-    "bounded_T", "selected_T", "proximal_T",
+    "bounded_T", "selected_T", "proximal_T", "values_T", "returns_T",
 )  # fmt: skip
 """Columns of a batch that it may lack, gathered for labels with 0 where there is none."""
 
 
-def unpack_logprobs(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch: TrainBatch, *, dtype: str = "float32") -> np.ndarray:
+def unpack_scores(pieces: Iterable[tuple[PackedMicroBatch, np.ndarray]], batch: TrainBatch, *, dtype: str = "float32") -> np.ndarray:
     """`dtype` [T] like `batch.token_ids_T`, from log-probs at the label positions of micro-batches packed from `batch`.
 
     First tokens, which nothing predicts, and sequences in no piece hold 0; the results of different ranks therefore add up.

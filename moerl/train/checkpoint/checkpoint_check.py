@@ -88,7 +88,8 @@ def _manifest(directory: Path) -> CheckpointManifest | str:
         if contents_digest(contents) != entries["digest"]:
             return f"* {MANIFEST}: contents differ from what was written"
         files = {name: (size, digest) for name, (size, digest) in contents["files"].items()}
-        listed = all(is_file_name(name) and isinstance(size, int) and isinstance(digest, str) for name, (size, digest) in files.items())
+        sound = all(isinstance(size, int) and isinstance(digest, str) for size, digest in files.values())
+        listed = sound and all(is_file_name(part) for name in files for part in name.split("/"))
         if not isinstance(contents["model"], dict) or not listed:
             raise ValueError("needs the model's config.json, and files beside it with size and digest")
         return CheckpointManifest(model=contents["model"], files=files)

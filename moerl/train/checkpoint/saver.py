@@ -2,14 +2,16 @@
 
 save(version)   wait for the one before -> every rank stages            training stands still
 in a task       every rank writes -> rank 0 finishes -> commit          training goes on; the checkpoint becomes visible last
+
+Models beside the policy write into folders of its checkpoint, by their names: one rename completes all of them.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.types.errors import CheckpointError, MoerlError
@@ -17,16 +19,24 @@ from moerl.types.stats import SavedCheckpoint
 
 logger = logging.getLogger(__name__)
 
-OnRanks = Callable[..., Awaitable[list[Any]]]
-"""Calls a verb of TrainWorker; the answers by rank."""
-OnRank0 = Callable[..., Awaitable[Any]]
+
+class SavedPart(Protocol):
+    """A model as a part of checkpoints."""
+
+    async def stage(self, *, copies: bool) -> int:
+        """Fix what `write` will write; the bytes of all ranks. With `copies` training may go on before it is written."""
+
+    async def write(self, directory: Path) -> checkpoint_dirs.FileDigests:
+        """All files, whole; the directory is there."""
 
 
 class CheckpointSaver:
-    def __init__(self, root: Path, *, model: Mapping[str, Any], keep: int, in_background: bool, all_ranks: OnRanks, rank0: OnRank0):
+    def __init__(self, root: Path, *, model: Mapping[str, Any], keep: int, in_background: bool, policy: SavedPart):
         """`model`: its config.json. `in_background`: `save` returns when the shards are staged, not when they are written."""
         self._root, self._model, self._keep, self._in_background = root, model, keep, in_background
-        self._all_ranks, self._rank0 = all_ranks, rank0
+        self._policy = policy
+        self.beside: dict[str, SavedPart] = {}
+        """By name; files of each are in a folder of it."""
         self._in_flight: asyncio.Task[SavedCheckpoint] | None = None
         self._saved: list[SavedCheckpoint] = []
 
@@ -35,7 +45,9 @@ class CheckpointSaver:
         begun = time.perf_counter()
         await self._finish()
         temporary = await asyncio.to_thread(checkpoint_dirs.begin, self._root, version)
-        num_bytes = sum(await self._all_ranks("stage_checkpoint", self._in_background))
+        num_bytes = await self._policy.stage(copies=self._in_background)
+        for part in self.beside.values():
+            num_bytes += await part.stage(copies=self._in_background)
         staged = time.perf_counter()
         self._in_flight = asyncio.create_task(self._write(temporary, {"version": version, **state}, num_bytes, begun, staged))
         if not self._in_background:
@@ -61,9 +73,12 @@ class CheckpointSaver:
 
     async def _write(self, temporary: Path, state: Mapping[str, Any], num_bytes: int, begun: float, staged: float) -> SavedCheckpoint:
         try:
-            written: list[checkpoint_dirs.WrittenShards] = await self._all_ranks("write_checkpoint", temporary)
-            common = await self._rank0("finish_checkpoint", temporary, [share.index for share in written])
-            files = {name: entry for share in (*(each.files for each in written), common) for name, entry in share.items()}
+            files = await self._policy.write(temporary)
+            for name, part in self.beside.items():
+                (temporary / name).mkdir()
+                written = await part.write(temporary / name)
+                await asyncio.to_thread(checkpoint_dirs.sync, temporary / name)
+                files |= {f"{name}/{file}": entry for file, entry in written.items()}
             await asyncio.to_thread(checkpoint_dirs.commit, temporary, files, state, self._model, keep=self._keep)
         except (MoerlError, OSError) as error:
             before = checkpoint_dirs.newest(self._root)

@@ -109,6 +109,7 @@ def micro_batch_loss(
     if columns.kl_weight_T is not None:
         assert columns.teacher_logprobs_T is not None, "kl_weight_T needs a teacher's log-probs"
         total = total + _weighted(_from_teacher(whole_T, columns), columns.kl_weight_T, denominators.num_kl)
+    taught_T = None if columns.kl_weight_T is None else columns.kl_weight_T != 0
     with torch.no_grad():
         sampled_T = columns.response_mask_T
         sums = observed_sums(
@@ -116,6 +117,7 @@ def micro_batch_loss(
             logp_T=masked(logp_T, sampled_T), rollout_T=masked(columns.rollout_logprobs_T, sampled_T),
             entropy_T=masked(entropy_T, tokens.mask_T), metric_names=loss.metric_names,
             server_T=columns.server_T, num_servers=denominators.num_servers,
+            distance_T=None if taught_T is None else _from_teacher(whole_T, columns), taught_T=taught_T,
         )  # fmt: skip
     return total, sums
 

@@ -13,6 +13,7 @@ from moerl.types.stats import MismatchStats, ServerMismatch
 
 SUMMED = (
     "loss", "num_tokens", "entropy", "kl_old", "kl_old_k1", "kl_reference", "clipped", "weight", "bounded", "dropped", "mtp_loss",
+    "kl_teacher", "num_taught",
     # Over all that servers sampled, also what a correction dropped: d is trainer - server, rho its exponential.
     "num_sampled", "mismatch", "mismatch_k1", "mismatch_kl", "rho", "rho_squared", "trainer", "server", "trainer_squared",
     "server_squared", "product",
@@ -51,6 +52,14 @@ class LossSums:
             metric_names=metric_names,
         )
 
+    @classmethod
+    def of_means(cls, named: Mapping[str, Tensor], metrics: Mapping[str, Tensor]) -> "LossSums":
+        """Some of SUMMED, the others 0, and sums of metrics whose means over tokens are told."""
+        device = next(iter(named.values())).device
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        columns = [named.get(name, nothing) for name in SUMMED] + list(metrics.values())
+        return cls(sums=torch.stack(columns), mismatch_max=nothing, metric_names=tuple(metrics))
+
     @property
     def loss(self) -> float:
         return float(self.sums[SUMMED.index("loss")])
@@ -82,10 +91,11 @@ class LossSums:
 
 def observed_sums(
     loss: Tensor, tokens: TokenColumns, seen: Observed, sampled_T: Tensor, *, logp_T: Tensor, rollout_T: Tensor, entropy_T: Tensor,
-    metric_names: tuple[str, ...], server_T: Tensor | None, num_servers: int,
+    metric_names: tuple[str, ...], server_T: Tensor | None, num_servers: int, distance_T: Tensor | None = None,
+    taught_T: Tensor | None = None,
 ) -> LossSums:  # fmt: skip
     """Sums of a micro-batch. Columns of `tokens` are 0 outside its mask, `logp_T` and `rollout_T` outside `sampled_T`, where every
-    estimator is 0 as well."""
+    estimator is 0 as well. `distance_T`: log-prob - teacher's of the tokens `taught_T`, 0 elsewhere."""
     policy_T, old_T, mask_T = tokens.logp_T.double(), tokens.old_logp_T.double(), tokens.mask_T
     logp_T, rollout_T, reference_T = logp_T.double(), rollout_T.double(), tokens.reference_logp_T
     rho_T = torch.where(sampled_T, (logp_T - rollout_T).clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp(), 0.0)
@@ -103,6 +113,8 @@ def observed_sums(
         "bounded": (seen.bounded_T & sampled_T).double().sum(),
         "dropped": nothing if seen.dropped_T is None else (seen.dropped_T & sampled_T).double().sum(),
         "mtp_loss": nothing,
+        "kl_teacher": nothing if distance_T is None else distance_T.double().sum(),
+        "num_taught": nothing if taught_T is None else taught_T.double().sum(),
         "num_sampled": sampled_T.double().sum(),
         "mismatch": mismatch_T.sum(),
         "mismatch_k1": (rollout_T - logp_T).sum(),
@@ -166,6 +178,7 @@ def step_statistics(mini_batches: Sequence[LossSums], *, uses_reference: bool, t
         "mismatch_kl": first_mean("mismatch_kl"),
         "mismatch": _mismatch(first_mean),
         "mtp_loss": sum(batch["mtp_loss"] for batch in per_batch) / len(per_batch) if trains_mtp else None,
+        "kl_teacher": first_mean("kl_teacher", "num_taught") if first["num_taught"] else None,
         "objective": {
             name: sum(batch.metrics()[name] for batch in mini_batches) / max(num_tokens, 1) for name in mini_batches[0].metric_names
         },

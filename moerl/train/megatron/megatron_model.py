@@ -33,6 +33,7 @@ from moerl.train.megatron.expert_routing import Routing
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routers import Routers
+from moerl.train.megatron.value_head import ValueHead
 
 
 def recompute_fields(recompute: Recompute) -> dict[str, Any]:
@@ -71,6 +72,8 @@ class Model:
     routing: Routing
     vocab_size: int
     """Rows of the logits above it are padding."""
+    is_critic: bool = False
+    """Its output is a value for each token, not logits."""
 
 
 def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 1800, reloadable: bool = False) -> ReloadableGroups | None:
@@ -91,9 +94,9 @@ def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 180
     return groups
 
 
-def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Model:
+def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_critic: bool = False) -> Model:
     hf = json.loads((model_dir / "config.json").read_text())
-    built = build_chunks(hf, train, max_context=max_context)
+    built = build_chunks(hf, train, max_context=max_context, is_critic=is_critic)
     config, chunks = built.config, built.chunks
     wrapped = [_wrap(config, train, chunk, is_first=index == 0) for index, chunk in enumerate(chunks)]
     reduce_after_last_micro_batch(config, wrapped)
@@ -108,16 +111,18 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int) -> Mod
             chunks,
             groups=_bridge_groups(),
             sizes=built.sizes,
-            tied=is_tied(hf),
+            tied=is_tied(hf) and not is_critic,
             source=model_dir,
+            has_output=not is_critic,
         ),
         routers=Routers(config, chunks, train.layout),
         routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
         vocab_size=built.sizes.vocab_size,
+        is_critic=is_critic,
     )
 
 
-def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int) -> Built:
+def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, is_critic: bool = False) -> Built:
     """This rank's part of the model that a config.json describes, for the process groups that exist. Without weights of a checkpoint.
 
     Raises CheckpointError if no family fits, or naming what Megatron would compute otherwise.
@@ -126,23 +131,27 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int)
     config = _transformer_config(family, hf, train)
     padded_vocab_size = -(-hf["vocab_size"] // train.layout.tp) * train.layout.tp
     stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
-    chunks = [_chunk(config, family, hf, vp_stage, padded_vocab_size=padded_vocab_size, max_context=max_context) for vp_stage in stages]
+    sizes = {"padded_vocab_size": padded_vocab_size, "max_context": max_context}
+    chunks = [_chunk(config, family, hf, vp_stage, tied=is_tied(hf) and not is_critic, **sizes) for vp_stage in stages]
     for chunk in chunks:
+        if is_critic and chunk.post_process:
+            chunk.output_layer = ValueHead(config)
         _reduce_replicated_experts(chunk, train.layout)
         _count_in_norm(chunk)
-    sizes = Sizes(
+    described = Sizes(
         num_layers=config.num_layers,
         num_query_groups=config.num_query_groups,
         head_dim=config.kv_channels,
         vocab_size=hf["vocab_size"],
         padded_vocab_size=padded_vocab_size,
     )
-    return Built(family=family, config=config, chunks=chunks, sizes=sizes)
+    return Built(family=family, config=config, chunks=chunks, sizes=described)
 
 
 def _chunk(
-    config: TransformerConfig, family: Family, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int
-) -> GPTModel:
+    config: TransformerConfig, family: Family, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int,
+    tied: bool,
+) -> GPTModel:  # fmt: skip
     layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     has_mtp = config.mtp_num_layers is not None
     return (MTPModel if has_mtp else GPTModel)(
@@ -152,7 +161,7 @@ def _chunk(
         max_sequence_length=max_context,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=is_tied(hf),
+        share_embeddings_and_output_weights=tied,
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=True, vp_stage=vp_stage) if has_mtp else None,
         vp_stage=vp_stage,
         **family.rotary(hf),

@@ -18,7 +18,7 @@ from moerl.types.stats import MemoryStats
 State = Literal["training", "scoring", "asleep"]
 Kind = Literal["parameters", "gradients", "optimizer", "reference"]
 Offload = Literal["none", "optimizer", "all"]
-Call = Literal["logprobs", "reference_logprobs", "export", "update", "save", "load"]
+Call = Literal["logprobs", "reference_logprobs", "values", "export", "update", "save", "load"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """gradients: the buffers they add up in. optimizer: master weights and moments. reference: the frozen copy of the initial weights."""
@@ -26,6 +26,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _NEEDS: Mapping[Call, State] = {
     "logprobs": "scoring",
     "reference_logprobs": "scoring",
+    "values": "scoring",
     "export": "scoring",
     "update": "training",
     "save": "training",

@@ -1,0 +1,68 @@
+"""On-policy distillation: log-probs of every response token by its teacher, which the policy is to come near."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from moerl.companions.companion import Companion, plain
+from moerl.config.schema.companion_config import DistillationConfig
+from moerl.train.group import MegatronTrainGroup
+from moerl.types.errors import DataError
+from moerl.types.groups import Prompt
+from moerl.types.stored import Here, Stored, Stream
+from moerl.types.stored_batch import StoredBatch
+
+_STREAMS: frozenset[Stream] = frozenset({"kl"})
+_ITSELF = ""
+"""Name of the policy that teaches itself."""
+
+
+class Teaching:
+    def __init__(self, config: DistillationConfig, policy: MegatronTrainGroup, companions: Mapping[str, Companion]):
+        """The policy is awake whenever it is asked."""
+        self._config, self._policy, self._companions = config, policy, companions
+        self._of_source = {source: name for name, teacher in config.teachers.items() for source in teacher.data_sources}
+        self._of_others = next((name for name, teacher in config.teachers.items() if not teacher.data_sources), None)
+        if self._of_others is None and config.shown is not None:
+            self._of_others = _ITSELF
+
+    async def taught(self, batch: StoredBatch, prompts: Sequence[Prompt]) -> StoredBatch:
+        """With log-probs and weights. `prompts`: of its sequences. DataError for one without a teacher and anything else to learn from."""
+        teachers = [self._teacher(prompt) for prompt in prompts]
+        logprobs_T = np.zeros(int(batch.offsets[-1]), dtype=np.float32)
+        for name in sorted({teacher for teacher in teachers if teacher is not None}):
+            sequences = np.array([index for index, teacher in enumerate(teachers) if teacher == name], dtype=np.int64)
+            asked = plain(batch).select(sequences)
+            if name == _ITSELF:
+                asked = _with_prompts(asked, [prompts[index].shown_ids for index in sequences])
+                found = await self._policy.logprobs(asked)
+            else:
+                async with self._companions[f"teacher-{name}"].awake() as group:
+                    found = await group.logprobs(asked)
+            await asyncio.to_thread(_place, found, asked, logprobs_T, batch, sequences)
+        weights = np.array([0.0 if teacher is None else self._config.weight for teacher in teachers], dtype=np.float32)
+        return replace(batch, teacher_logprobs=Here(logprobs_T), kl_weights=weights, streams=batch.streams.union(_STREAMS))
+
+    def _teacher(self, prompt: Prompt) -> str | None:
+        name = self._of_source.get(prompt.data_source, self._of_others)
+        if name is None and not self._config.trains_rewards:
+            named = ", ".join(sorted(self._of_source))
+            raise DataError(
+                f"prompt {prompt.index} ({prompt.data_source}): distillation.teachers name {named} and no others: nothing would be learned "
+                "from it; a teacher without data_sources takes all others, or distillation.trains_rewards=true"
+            )
+        return name
+
+
+def _with_prompts(batch: StoredBatch, prompts: Sequence[tuple[int, ...]]) -> StoredBatch:
+    return replace(batch, prompts=tuple(prompts), prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int64))
+
+
+def _place(found: Stored[np.ndarray], asked: StoredBatch, logprobs_T: np.ndarray, batch: StoredBatch, sequences: np.ndarray) -> None:
+    """Put those of responses where they stand in `batch`, of which `asked` has the `sequences`, perhaps after other prompts."""
+    found_T, ends, own_ends = found.get(), batch.offsets[1:], asked.offsets[1:]
+    responses = (batch.lengths - batch.prompt_lengths)[sequences]
+    for sequence, length, own_end in zip(sequences.tolist(), responses.tolist(), own_ends.tolist(), strict=True):
+        logprobs_T[ends[sequence] - length : ends[sequence]] = found_T[own_end - length : own_end]

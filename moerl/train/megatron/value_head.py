@@ -1,0 +1,47 @@
+"""A critic's last layer: one number for a hidden state, in the place of GPTModel's output layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from moerl.models.bridge.native_bridge import check_shape
+from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.train.loss.batch_loss import at_least_float32
+
+SCORE = "score.weight"
+"""Name that transformers' models of sequence and token classification give it [1, hidden]."""
+
+
+class ValueHead(nn.Module):
+    """Begins at 0, so that values are 0 at first, under every layout."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = nn.Parameter(weight)
+        # Of ranks that share a sequence each sees its part of the tokens: Megatron then adds up their gradients.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """[T / tp, 1, H] -> [T, 1, 1] in at least float32, on every rank."""
+        values = nn.functional.linear(at_least_float32(hidden_states), at_least_float32(self.weight))
+        if self.sequence_parallel:
+            # Every rank computes the same loss: the gradient is not added up over them, but cut.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+@torch.no_grad()
+def load_head(chunks: Sequence[nn.Module], checkpoint: HFCheckpoint) -> None:
+    """From a checkpoint that has one; else it stays as it begins. CheckpointError for one of another shape."""
+    if SCORE not in checkpoint.names():
+        return
+    score = checkpoint.read(SCORE)
+    for head in (module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueHead)):
+        check_shape(SCORE, score, head.weight)
+        head.weight.copy_(score)
