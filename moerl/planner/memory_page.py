@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 
 from moerl.planner.memory_plan import GIB, MemoryPlan
-from moerl.planner.rank_memory import PHASES, RankMemory, kinds_of
+from moerl.planner.rank_memory import RankMemory, kinds_of
 
 _COLOURS = (
     "#4477aa",
@@ -109,7 +109,7 @@ def _classes(plan: MemoryPlan, letters: dict[str, str], scale: float) -> Iterato
 
 def _bars(plan: MemoryPlan, rank: RankMemory, letters: dict[str, str], scale: float) -> Iterator[_Bar]:
     numbers = {kind: number for number, kind in enumerate(letters)}
-    for phase in PHASES:
+    for phase in rank.phases:
         segments, x = [], 0.0
         for kind, size in rank.phases[phase].items():
             if size:

@@ -9,7 +9,7 @@ from moerl.config.derive.model_configs import model_config
 from moerl.config.rules.facts import facts_of
 from moerl.config.schema.run_config import RunConfig
 from moerl.planner.node_memory import NodeMemory, checkpoint_bytes, node_memory
-from moerl.planner.rank_memory import DURING, FRAGMENTATION, IMBALANCE, PHASES, RankMemory, kinds_of, rank_memory, worst_rank
+from moerl.planner.rank_memory import DURING, FRAGMENTATION, IMBALANCE, RankMemory, companions_memory, kinds_of, rank_memory, worst_rank
 from moerl.planner.saved_activations import megatron_release
 from moerl.planner.server_memory import ServerMemory, server_memory
 
@@ -27,6 +27,8 @@ class MemoryPlan:
     host_bytes: int | None
     """Host memory of a node; None: nothing says how much there is."""
     ranks: Sequence[RankMemory]
+    beside: Mapping[str, RankMemory]
+    """Worst rank of models beside the policy that have their own, by their names."""
     server: ServerMemory | None
     """None: servers use no GPUs."""
     max_context: int
@@ -57,12 +59,13 @@ class MemoryPlan:
                 {
                     "stage": rank.stage,
                     "parameters": rank.parameters,
-                    "phases": {phase: _some(rank.phases[phase]) for phase in PHASES},
+                    "phases": {phase: _some(rank.phases[phase]) for phase in rank.phases},
                     "margins": dict(rank.margins),
                     "host": _some(rank.host),
                 }
                 for rank in self.ranks
             ],
+            "beside": {name: {"stage": rank.stage, "bytes": rank.most} for name, rank in self.beside.items()},
             "server": None
             if server is None
             else {
@@ -88,6 +91,7 @@ class MemoryPlan:
         yield ""
         yield f"by phase, GiB; margin: {IMBALANCE:g} times the tokens at the busiest experts, and {FRAGMENTATION:.0%} between allocations"
         yield from aligned(_phase_rows(self.ranks))
+        yield from self._beside_lines()
         if self.server is not None:
             yield ""
             yield from self._server_lines(self.server)
@@ -98,6 +102,11 @@ class MemoryPlan:
             yield f"host memory     {node.total / GIB:.0f}{of} GiB on node {node.node}: {_told(node.kinds)}"
         total = self.checkpoint_bytes * self.num_checkpoints
         yield f"checkpoint      {self.checkpoint_bytes / 1e9:.0f} GB, {self.num_checkpoints} at once on disk: {total / 1e9:.0f} GB"
+
+    def _beside_lines(self) -> Iterator[str]:
+        for name, rank in self.beside.items():
+            kinds = _told(rank.phases[rank.worst])
+            yield f"{name:15} {rank.most / GIB:.1f} GiB on a rank of its own of stage {rank.stage}, {DURING[rank.worst]}: {kinds}"
 
     def _server_lines(self, server: ServerMemory) -> Iterator[str]:
         if server.available is None:
@@ -121,6 +130,7 @@ def memory_plan(config: RunConfig) -> MemoryPlan:
         gpu_bytes=None if gpu is None else gpu.memory_bytes,
         host_bytes=None if gpu is None or gpu.host_memory_gib is None else gpu.host_memory_gib * GIB,
         ranks=ranks,
+        beside=companions_memory(hf, config),
         server=server,
         max_context=config.model.max_context,
         max_running=config.rollout.max_running,
@@ -147,6 +157,7 @@ def described(config: RunConfig) -> Iterator[str]:
     of = "" if plan.gpu_bytes is None else f" of {plan.gpu_bytes / GIB:.1f}"
     where = f"GiB on a rank of stage {worst.stage} {DURING[phase]}, {worst.most_with_margin / GIB:.1f} with its margin"
     yield f"memory          {worst.most / GIB:.1f}{of} {where}: {_told(worst.phases[phase])}"
+    yield from plan._beside_lines()
     if plan.server is not None:
         yield from plan._server_lines(plan.server)
     node = plan.worst_node
@@ -171,9 +182,10 @@ def _update_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
 
 
 def _phase_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
-    rows = [["stage", *PHASES, "largest", "with margin"]]
+    phases = list(ranks[0].phases)
+    rows = [["stage", *phases, "largest", "with margin"]]
     for rank in ranks:
-        sizes = [rank.device(phase) for phase in PHASES]
+        sizes = [rank.device(phase) for phase in phases]
         rows.append([str(rank.stage), *(f"{size / GIB:.2f}" for size in (*sizes, rank.most, rank.most_with_margin))])
     return rows
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, sample_bytes
@@ -12,7 +13,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.family import num_mtp_layers
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.parameter_counts import model_parameters, mtp_parameters
-from moerl.planner.rank_memory import RankMemory
+from moerl.planner.rank_memory import RankMemory, companion_memory
 from moerl.planner.saved_activations import WIDTHS
 from moerl.planner.server_memory import ServerMemory
 
@@ -40,15 +41,22 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
     stages: dict[int, list[int]] = {}
     for rank, gpu in enumerate(mapped.ranks):
         stages.setdefault(gpu.node, []).append(rank // per_stage)
+    others = {model.name: companion_memory(hf, config, model) for model in companion_models(config) if model.layout is not None}
+    beside: dict[int, list[Mapping[str, int]]] = {}
+    for name, gpus in mapped.beside.items():
+        for rank, gpu in enumerate(gpus):
+            beside.setdefault(gpu.node, []).append(next(each for each in others[name] if rank in each.ranks).host)
     serving = Counter(gpu.node for gpus in mapped.servers for gpu in gpus if server is not None)
     asleep = Counter(gpu.node for gpu in shared if server is not None)
     samples, routes = most_bytes(config), routes_share(config)
     holders = min(config.rollout.num_collectors, config.placement.nodes)
     found = []
-    for node in sorted({*stages, *serving}):
+    for node in sorted({*stages, *beside, *serving}):
         kinds: Counter[str] = Counter()
         for stage in stages.get(node, ()):
             kinds.update(ranks[stage].host)
+        for host in beside.get(node, ()):
+            kinds.update(host)
         if server is not None:
             kinds["process"] += serving[node] * fixed.HOST_PROCESS
             kinds["weights of servers asleep"] = asleep[node] * server.weights

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
+from moerl.config.derive.model_shape import read_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import TrainConfig
 from moerl.models.families.family import is_tied, num_mtp_layers
@@ -14,16 +17,19 @@ from moerl.planner.server_memory import ServerMemory
 from moerl.planner.stage_activations import StageActivations, StageModel
 from moerl.train.memory.memory_states import KINDS, ON_DEVICE, State
 
-Phase = Literal["load", "rollout", "log-probs", "update", "save", "push"]
-"""load: when the run starts. rollout: servers answer, the trainer sleeps. push: weights go from the trainer to the servers."""
+Phase = Literal["load", "rollout", "log-probs", "companions", "update", "save", "push"]
+"""load: when the run starts. rollout: servers answer, the trainer sleeps. companions: models beside the policy, on its ranks, are asked and
+learn. push: weights go from the trainer to the servers."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _STATES: Mapping[Phase, State] = {
-    "load": "training", "rollout": "asleep", "log-probs": "scoring", "update": "training", "save": "training", "push": "scoring",
+    "load": "training", "rollout": "asleep", "log-probs": "scoring", "companions": "scoring", "update": "training",
+    "save": "training", "push": "scoring",
 }  # fmt: skip
 """In which the trainer's memory is (moerl/residency.py)."""
 
 DURING: Mapping[Phase, str] = {
-    "load": "at the start", "rollout": "while servers answer", "log-probs": "in a log-prob pass", "update": "in an update",
+    "load": "at the start", "rollout": "while servers answer", "log-probs": "in a log-prob pass",
+    "companions": "while a model beside the policy learns", "update": "in an update",
     "save": "while it is saved", "push": "in a push",
 }  # fmt: skip
 
@@ -33,8 +39,8 @@ FRAGMENTATION = 0.1
 """Share of the activations that margins leave for gaps between allocations."""
 
 _KINDS = (
-    "weights", "reference", "gradients", "optimizer", "FP8 copies", "activations", "layer at work", "logits", "push buffers", "NCCL",
-    "CUDA", "server",
+    "weights", "reference", "gradients", "optimizer", "companions", "FP8 copies", "activations", "layer at work", "logits",
+    "push buffers", "NCCL", "CUDA", "server",
 )  # fmt: skip
 
 Kinds = Mapping[str, int]
@@ -51,7 +57,7 @@ class RankMemory:
     parameters: int
     """Number of a rank's, without padding."""
     phases: Mapping[Phase, Kinds]
-    """On the GPU, with what a server on the same GPU holds."""
+    """On the GPU, with what a server on the same GPU holds; companions only where there are some."""
     margins: Mapping[Phase, int]
     """Bytes that may be needed on top: busier experts, fragmentation, what sleeping servers were reported to keep."""
     host: Kinds
@@ -70,20 +76,22 @@ class RankMemory:
         return max(self.device(phase) + self.margins[phase] for phase in self.phases)
 
     def device(self, phase: Phase) -> int:
-        return sum(self.phases[phase].values())
+        return sum(self.phases.get(phase, {}).values())
 
 
 class _Static:
     """Memory that a stage's ranks hold whatever they do."""
 
-    def __init__(self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters]):
+    def __init__(
+        self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters], *, uses_reference: bool, trains: bool = True
+    ):
         train, wide = config.train, WIDTHS[config.train.dtype]
         buffer, shard, self.parameters = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
         self.kinds: dict[str, int] = {
             "parameters": buffer * wide,
-            "gradients": buffer * gradient_bytes(train),
-            "optimizer": round(shard * optimizer_bytes(train)),
-            "reference": self.parameters * wide if config.uses_reference else 0,
+            "gradients": buffer * gradient_bytes(train) if trains else 0,
+            "optimizer": round(shard * optimizer_bytes(train)) if trains else 0,
+            "reference": self.parameters * wide if uses_reference else 0,
         }
         """By the names of moerl/train/memory/memory_states.py."""
         memory, moment = train.optimizer.memory, WIDTHS["float64" if train.dtype == "float64" else "float32"]
@@ -96,7 +104,7 @@ class _Static:
         locked = 1 - share
         copies = pinned[wide] + 2 * moment * shard * share + 2 * pinned[moment] * locked
         copies += masters * (pinned[4] * locked + 4 * shard * share if memory.precision_aware else pinned[4])
-        self.staged = round(copies) if config.checkpoint.async_save else 0
+        self.staged = round(copies) if config.checkpoint.async_save and trains else 0
         narrow = [name for name in (memory.main_params_dtype, memory.exp_avg_dtype, memory.exp_avg_sq_dtype) if name != "float32"]
         self.widened = shard * 4 * len(narrow) if memory.precision_aware else 0
         """States that are narrower are saved in float32, all of a rank at once (moerl/train/checkpoint/sharded_state.py)."""
@@ -118,33 +126,116 @@ def rank_memory(hf: Mapping[str, Any], config: RunConfig, server: ServerMemory |
     """Memory of every pipeline stage, whose ranks need alike; for a layout without problems. `server`: on the trainer's GPUs."""
     activations = StageModel(hf, config).stages()
     busier = StageModel(hf, config, imbalance=IMBALANCE).stages()
+    guests = [_guests(hf, config, model) for model in companion_models(config) if model.layout is None]
     found, per_stage = [], config.train.layout.ranks // config.train.layout.pp
     for stage, chunks in enumerate(rank_parameters(hf, config.train)):
-        static = _Static(hf, config, chunks)
-        phases = {phase: _phase(phase, hf, config, static, activations[stage], server) for phase in PHASES}
+        static = _Static(hf, config, chunks, uses_reference=config.uses_reference)
+        beside = [guest[stage] for guest in guests]
+        phases = {
+            phase: _phase(phase, hf, config, static, activations[stage], server, beside)
+            for phase in PHASES
+            if guests or phase != "companions"
+        }
         found.append(
             RankMemory(
                 stage=stage,
                 ranks=range(stage * per_stage, (stage + 1) * per_stage),
                 parameters=static.parameters,
                 phases=phases,
-                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], server) for phase in PHASES},
-                host=_host(config, static),
+                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], server) for phase in phases},
+                host=_host(config, static, beside),
+            )
+        )
+    return found
+
+
+def companions_memory(hf: Mapping[str, Any], config: RunConfig) -> dict[str, RankMemory]:
+    """The worst rank of each model beside the policy that has ranks of its own. `hf`: the policy's."""
+    own = [model for model in companion_models(config) if model.layout is not None]
+    return {model.name: worst_rank(companion_memory(hf, config, model)) for model in own}
+
+
+def companion_memory(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> list[RankMemory]:
+    """Memory of ranks that a model beside the policy has for itself. `hf`: the policy's."""
+    assert model.layout is not None
+    own_hf, own = _of_companion(hf, config, model)
+    activations, busier = StageModel(own_hf, own).stages(), StageModel(own_hf, own, imbalance=IMBALANCE).stages()
+    found, per_stage = [], model.layout.ranks // model.layout.pp
+    for stage, chunks in enumerate(rank_parameters(own_hf, own.train)):
+        static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
+        wanted: tuple[Phase, ...] = ("load", "log-probs", *(("update", "save") if model.trains else ()))
+        phases = {phase: _phase(phase, own_hf, own, static, activations[stage], None, (), pushes=False) for phase in wanted}
+        found.append(
+            RankMemory(
+                stage=stage,
+                ranks=range(stage * per_stage, (stage + 1) * per_stage),
+                parameters=static.parameters,
+                phases=phases,
+                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], None) for phase in phases},
+                host=_host(own, static, ()),
+            )
+        )
+    return found
+
+
+def _of_companion(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> tuple[Mapping[str, Any], RunConfig]:
+    return hf if model.path is None else read_config(Path(model.path)), companion_config(config, model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Guest:
+    """Bytes of a model beside the policy on each of the policy's ranks of a stage. A critic is counted with the output layer that it has
+    not."""
+
+    asleep: int
+    awake: int
+    """Without what it computes with."""
+    at_work: int
+    """In its update, or in a pass of log-probs if it does not train: activations and a layer at work."""
+    host: Kinds
+
+
+def _guests(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> list[_Guest]:
+    """By stage."""
+    own_hf, own = _of_companion(hf, config, model)
+    held = ON_DEVICE[own.train.offload]["asleep"]
+    found = []
+    for chunks, work in zip(rank_parameters(own_hf, own.train), StageModel(own_hf, own).stages(), strict=True):
+        static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
+        scoring = max(work.scoring, 0 if model.is_critic else work.scoring_logits)
+        update = work.kept + (work.working if model.is_critic else work.update)
+        found.append(
+            _Guest(
+                asleep=sum(static.kinds[kind] for kind in KINDS if kind in held),
+                awake=sum(static.kinds.values()) + static.fp8,
+                at_work=max(scoring, update) if model.trains else scoring,
+                host={kind: size for kind, size in _host(own, static, ()).items() if kind != "process"},
             )
         )
     return found
 
 
 def _phase(
-    phase: Phase, hf: Mapping[str, Any], config: RunConfig, static: _Static, activations: StageActivations, server: ServerMemory | None
-) -> Kinds:
+    phase: Phase, hf: Mapping[str, Any], config: RunConfig, static: _Static, activations: StageActivations, server: ServerMemory | None,
+    guests: Sequence[_Guest], *, pushes: bool = True,
+) -> Kinds:  # fmt: skip
     train, state = config.train, _STATES[phase]
     held = ON_DEVICE[train.offload][state]
     kinds = {_name(kind): static.kinds[kind] for kind in KINDS if kind in held}
     if phase == "save":
         kinds["optimizer"] += static.widened
+    if guests:
+        resting = sum(guest.asleep for guest in guests)
+        # They are loaded one after the other, and wake one at a time.
+        woken = {
+            "load": lambda guest: guest.awake,
+            "save": lambda guest: guest.awake,
+            "companions": lambda guest: guest.awake + guest.at_work,
+        }
+        size = woken.get(phase, lambda guest: guest.asleep)
+        kinds["companions"] = resting + max(size(guest) - guest.asleep for guest in guests)
     if phase != "load":  # from the first update and the first push on
-        kinds |= {"FP8 copies": static.fp8, "push buffers": fixed.PUSH_BUFFERS * config.weights.bucket_bytes}
+        kinds |= {"FP8 copies": static.fp8, "push buffers": fixed.PUSH_BUFFERS * config.weights.bucket_bytes if pushes else 0}
     if phase == "update":
         kinds |= {
             "activations": activations.kept,
@@ -190,15 +281,16 @@ def _margin(phase: Phase, kinds: Kinds, activations: StageActivations, busier: S
     return more + round(FRAGMENTATION * moving)
 
 
-def _host(config: RunConfig, static: _Static) -> Kinds:
+def _host(config: RunConfig, static: _Static, guests: Sequence[_Guest]) -> Kinds:
     train = config.train
     copies = {"none": (), "optimizer": ("optimizer",), "all": ("optimizer", "parameters", "reference")}[train.offload]
-    return {
+    kinds = {
         "copies of what leaves the GPU": sum(static.kinds[kind] for kind in copies),
         "optimizer on the CPU": static.on_host,
         "checkpoint staging": static.staged,
         "process": fixed.HOST_PROCESS,
     }
+    return {kind: size + sum(guest.host.get(kind, 0) for guest in guests) for kind, size in kinds.items()}
 
 
 def gradient_bytes(train: TrainConfig) -> int:

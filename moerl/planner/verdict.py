@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import num_gpus, num_shared
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
@@ -12,7 +13,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.planner.fixes import serving_fixes, training_fixes
 from moerl.planner.memory_plan import planned
 from moerl.planner.node_memory import NodeMemory, node_memory
-from moerl.planner.rank_memory import DURING, PHASES, Phase, RankMemory
+from moerl.planner.rank_memory import DURING, PHASES, Phase, RankMemory, companion_memory, worst_rank
 from moerl.planner.server_memory import GIB, ServerMemory, server_memory
 from moerl.types.errors import ConfigError, Problem, problem
 
@@ -21,7 +22,7 @@ _CAPABILITY = {"blockwise": 9.0, "mxfp8": 10.0, "tensorwise": 8.9, "delayed": 8.
 _MOST_EMPTY = 16
 """Times the GPUs that a run needs: nodes of a larger placement are not looked at."""
 _SERVING: tuple[Phase, ...] = ("rollout", "push")
-_TRAINING: tuple[Phase, ...] = ("load", "log-probs", "update", "save")
+_TRAINING: tuple[Phase, ...] = ("load", "log-probs", "companions", "update", "save")
 
 
 def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -33,7 +34,7 @@ def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from _domain_problems(config, gpu)
     is_placed = config.placement.mode != "group_colocated" or config.placement.num_shared is not None  # else reported by validation
     if hf is not None and facts.shape is not None and is_placed and not any(broken_layout(config.train.layout, facts.shape)):
-        found = [*_rank_problems(config, facts, hf, gpu), *_server_problems(config, hf, gpu)]
+        found = [*_rank_problems(config, facts, hf, gpu), *_companion_problems(config, hf, gpu), *_server_problems(config, hf, gpu)]
         yield from found or _host_problems(config, hf, gpu)  # what mends the GPUs changes the nodes
 
 
@@ -69,6 +70,17 @@ def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: 
     worst, phase = _worst(ranks, serving)
     if shares and worst.device(phase) > gpu.memory_bytes:
         yield _serving_problem(config, facts, worst, phase, gpu)
+
+
+def _companion_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
+    """Of those on ranks of their own."""
+    for model in companion_models(config):
+        if model.layout is None:
+            continue
+        worst = worst_rank(companion_memory(hf, config, model))
+        if worst.most > gpu.memory_bytes:
+            rule, reason = _told(worst, worst.worst, gpu)
+            yield problem(f"{model.section}.layout.ranks", model.layout.ranks, rule, reason, "more ranks, over more tp, pp or ep")
 
 
 def _worst(ranks: Sequence[RankMemory], phases: Sequence[Phase]) -> tuple[RankMemory, Phase]:

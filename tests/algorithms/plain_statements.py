@@ -396,3 +396,32 @@ def minibatch_loss(s, b, logp, sg):
     if b.kl_weights is not None:  # the gradient is that of -A logp with the distance, which has none, for -A
         loss += weighted_mean(b.kl_weights, lambda i, t: (sg[i][t] - b.teacher[i][t]) * (1 + logp[i][t] - sg[i][t]))
     return loss
+
+
+# Losses of models beside the policy
+
+
+def value_loss(clip_size, new, step, returns):
+    """Half the squared distance from the returns, of the value or of the value as far as it may move: whichever is larger."""
+
+    def distance(i, t):
+        new_value, old_value, aim = new[i][t], step.values[i][t], returns[i, t]
+        held = new_value if clip_size is None else clamp(new_value, old_value - clip_size, old_value + clip_size)
+        return max((new_value - aim) ** 2, (held - aim) ** 2) / 2
+
+    return mean_of(distance(i, t) for i, t in returns)
+
+
+def mean_of(numbers):
+    numbers = list(numbers)
+    return sum(numbers) / max(len(numbers), 1)
+
+
+def outcome_loss(beta, process, step, tokens, right_above):
+    """-log of the probability that sigmoid(beta * sum of (log-prob - ref)) gives to what an answer is, by sequence."""
+    losses = []
+    for i in sorted({i for i, _ in tokens}):
+        score = beta * sum(process[i][t] - step.ref[i][t] for _, t in of_sequence(i, tokens))
+        is_right = step.rewards[step.owner[i]] > right_above
+        losses.append(math.log1p(math.exp(-score if is_right else score)))
+    return mean_of(losses)

@@ -96,14 +96,16 @@ def padded(rows):
     return np.array([row + [False if isinstance(row[0], bool) else math.nan] * (width - len(row)) for row in rows])
 
 
-def project(s, step, logp, *, layout=flat):
+def project(s, step, logp, *, layout=flat, new_values=None, **options):
     named = {"mask": step.mask, "logprobs": logp, "old_logprobs": step.old, "reference_logprobs": step.ref}
     named |= {"values": step.values, "process_logprobs": step.process}
+    named |= {} if new_values is None else {"new_values": new_values}
     columns = {name: layout(rows) for name, rows in named.items()}
     lengths = [len(row) for row in step.mask] if layout is flat else None
     return algorithm_loss(
         of_plain(PLAIN | s), TokenArrays(lengths=lengths, **columns), rewards=step.rewards, groups=step.groups, samples=step.owner,
         greedy_rewards=step.greedy, truncated=step.truncated, max_response_tokens=step.max_response_tokens,
+        **options,
     )  # fmt: skip
 
 
@@ -236,3 +238,50 @@ def test_a_reward_that_is_not_finite_is_refused(reward, overlong):
     step.rewards[0], step.truncated[0] = reward, True
     with pytest.raises(ValueError, match="finite"):
         project({"advantage": KINDS["grpo"], **overlong}, step, logp)
+
+
+# Models beside the policy: their losses, and gradients by differences
+
+
+@pytest.mark.parametrize("overlong", ["none", "mask"])
+@pytest.mark.parametrize("clip", [0.2, None])
+@few(20)
+@given(SEEDS)
+def test_a_critic_s_loss_is_as_stated(clip, overlong, seed):
+    step, _ = random_step(seed)
+    s = {"advantage": KINDS["gae"], "overlong": overlong}
+    new = [[x if math.isnan(x) else x + 0.3 * math.sin(7 * x) for x in row] for row in step.values]
+    result = project(s, step, step.old, new_values=new, value_clip=clip)
+    _, returns = plain.advantages(PLAIN | s, step)
+    assert result.value_loss == pytest.approx(plain.value_loss(clip, new, step, returns), rel=1e-9, abs=1e-12)
+    assert_is_slope(step, result.value_gradient, new, lambda moved: plain.value_loss(clip, moved, step, returns))
+
+
+@few(20)
+@given(SEEDS)
+def test_the_loss_of_a_model_of_outcomes_is_as_stated(seed):
+    step, _ = random_step(seed)
+    s = {"advantage": KINDS["prime"], "overlong": "mask"}
+    result = project(s, step, step.old, right_above=0.1)
+    tokens = plain.advantages(PLAIN | s, step)[0]
+    beta = of_plain(PLAIN | s).advantage.beta
+
+    def loss(process):
+        return plain.outcome_loss(beta, process, step, tokens, 0.1)
+
+    assert result.outcome_loss == pytest.approx(loss(step.process), rel=1e-9, abs=1e-12)
+    assert_is_slope(step, result.outcome_gradient, step.process, loss)
+
+
+def assert_is_slope(step, gradient, column, loss, size=1e-6):
+    """At some tokens; elsewhere 0."""
+    places, found = [(i, t) for i, row in enumerate(step.mask) for t in range(len(row))], gradient.tolist()
+    assert not any(slope for slope, (i, t) in zip(found, places, strict=True) if not step.mask[i][t])
+    for place in range(0, len(places), 5):
+        i, t = places[place]
+        if not step.mask[i][t]:
+            continue
+        moved = [[list(row) for row in column] for _ in range(2)]
+        moved[0][i][t] += size
+        moved[1][i][t] -= size
+        assert found[place] == pytest.approx((loss(moved[0]) - loss(moved[1])) / (2 * size), rel=1e-4, abs=1e-7)

@@ -22,10 +22,11 @@ def questions(tmp_path: Path, texts: list[str], **settings) -> FileData:
     return FileData(files=(str(file),), **settings)
 
 
-def source(tokenizer, config=None, *, seed=0, max_context=256, max_response_tokens=64) -> PromptSource:
+def source(tokenizer, config=None, *, seed=0, max_context=256, max_response_tokens=64, shown=None) -> PromptSource:
     config = config if config is not None else TinyData(task="add", size=20, max_prompt_tokens=64)
     dataset = load_dataset(config, seed=0)
-    return PromptSource(dataset, tokenizer, config, seed=seed, max_context=max_context, max_response_tokens=max_response_tokens)
+    limits = {"max_context": max_context, "max_response_tokens": max_response_tokens}
+    return PromptSource(dataset, tokenizer, config, seed=seed, shown=shown, **limits)
 
 
 def test_a_prompt_is_the_rendered_chat(tokenizer):
@@ -132,6 +133,16 @@ def test_room_for_the_response_bounds_the_prompt_too(tokenizer, tmp_path):
     source(tokenizer, config, max_context=84, max_response_tokens=64)
     with pytest.raises(DataError, match="model.max_context=83 minus rollout.max_response_tokens=64"):
         source(tokenizer, config, max_context=83, max_response_tokens=64)
+
+
+def test_a_prompt_comes_with_its_answer_where_one_is_shown_and_both_must_fit(tokenizer, tmp_path):
+    config = questions(tmp_path, ["a" * 20], chat_template=False)
+    assert source(tokenizer, config).prompt_at(0).shown_ids == ()
+    prompt = source(tokenizer, config, shown=" ({answer})", max_context=88).prompt_at(0)
+    assert tokenizer.decode(prompt.shown_ids) == "a" * 20 + " (1)"
+    assert prompt.text == "a" * 20
+    with pytest.raises(DataError, match=r"24 tokens with the answer \(distillation.shown\), more than 23"):
+        source(tokenizer, config, shown=" ({answer})", max_context=87)
 
 
 def test_the_limit_counts_tokens_not_bytes(tokenizer, tmp_path):

@@ -1,5 +1,6 @@
 """Bytes that the planner counts, held against what real Megatron ranks hold after an update."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,10 +9,12 @@ from engine_ranks import run_ranks
 from family_cases import write_case
 from planned_jobs import trained_bytes
 
+from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import read_config
 from moerl.config.load import load
+from moerl.config.schema.companion_config import DistillationConfig, TeacherConfig
 from moerl.planner.parameter_counts import rank_parameters
-from moerl.planner.rank_memory import rank_memory
+from moerl.planner.rank_memory import companions_memory, rank_memory
 
 RECIPE = load(["recipe=grpo-tiny-moe-1n2g-sync"])
 CASES = [
@@ -48,3 +51,38 @@ def test_ranks_hold_the_bytes_that_are_planned(model, layout, dtype, has_referen
         for chunk in chunks
     )
     assert sum(each["optimizer"] for each in found) == held
+
+
+def plan_of(*overrides):
+    config = load(["recipe=grpo-qwen3-235b-16n8g-sync", *overrides])
+    return config, rank_memory(model_config(config.model), config)
+
+
+def test_a_critic_beside_the_policy_is_as_large_and_leaves_with_it():
+    (_, alone), (config, beside) = plan_of(), plan_of("algorithm=ppo")
+    assert config.train.offload == "all"
+    for before, after in zip(alone, beside, strict=True):
+        assert "companions" not in before.phases
+        assert after.phases["update"]["companions"] == 0 == after.phases["push"]["companions"]
+        static = sum(before.phases["update"][kind] for kind in ("weights", "gradients", "optimizer"))
+        assert after.phases["load"]["companions"] == static
+        # Of the policy weights alone are there meanwhile.
+        assert after.phases["companions"]["companions"] > static and "optimizer" not in after.phases["companions"]
+        copies = "copies of what leaves the GPU"
+        assert after.host[copies] == 2 * before.host[copies]
+
+
+def test_models_that_only_answer_hold_weights_alone_and_those_on_their_own_ranks_nothing_of_the_policy_s(tmp_path):
+    config, alone = plan_of("train.offload=none", "placement.mode=separate", "placement.nodes=64")
+    hf = model_config(config.model)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    teacher = TeacherConfig(path=str(tmp_path))
+    taught = rank_memory(hf, replace(config, distillation=DistillationConfig(teachers={"one": teacher})))
+    own = replace(teacher, layout=config.train.layout)
+    apart = replace(config, distillation=DistillationConfig(teachers={"one": own}))
+    for before, after in zip(alone, taught, strict=True):
+        assert after.phases["update"]["companions"] == before.phases["update"]["weights"]
+    assert rank_memory(hf, apart) == alone
+    (found,) = companions_memory(hf, apart).values()
+    assert set(found.phases) == {"load", "log-probs"}
+    assert "optimizer" not in found.phases["load"] or found.phases["load"]["optimizer"] == 0

@@ -12,6 +12,8 @@ from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from whole_runs import left_in_shared_memory, shared_memory
+
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.train.group import MegatronTrainGroup
 from moerl.train.push.push_source import MegatronSource
@@ -25,6 +27,16 @@ class Struck:
     pools: list[RolloutPool] = field(default_factory=list)
     family: list[psutil.Process] = field(default_factory=list)
     """Server 0's process and all below it, when it got the signal."""
+
+
+@pytest.fixture
+def nothing_left():
+    """Of a run inside this process, also of one that fails."""
+    children, shared = set(psutil.Process().children(recursive=True)), shared_memory()
+    yield
+    _, alive = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in children], timeout=30)
+    assert [" ".join(process.cmdline()) for process in alive] == []
+    assert left_in_shared_memory(shared) == set()
 
 
 @pytest.fixture(scope="module")

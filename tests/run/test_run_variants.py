@@ -6,39 +6,21 @@ import shutil
 import socket
 import sys
 
-import psutil
 import pytest
 from safetensors.torch import load_file
-from whole_runs import ADD, ASYNC, DIGIT, SMALL, SYNC, checkpoint_tensors, left_in_shared_memory, rows, shared_memory
+from whole_runs import ADD, ASYNC, DIGIT, SMALL, SYNC, checkpoint_tensors, train
 
-from moerl import run
 from moerl.__main__ import main
-from moerl.check import load_checked
 from moerl.train.checkpoint.checkpoint_dirs import newest
 from moerl.types.errors import CheckpointError, EngineError, MoerlError
 
-pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray")]  # whole runs beyond what `make test` has time for
+pytestmark = [pytest.mark.matrix, pytest.mark.usefixtures("shared_ray", "nothing_left")]  # whole runs beyond what `make test` has time for
 
 TP_GLOO = (
     "num_steps=2", "train.layout.ep=1", "train.layout.tp=2", "train.layout.etp=2", "train.updates_per_step=2", "weights.transport=nccl",
     DIGIT,
 )  # fmt: skip
 WARM = ("sft.num_steps=4", "sft.batch_size=16")
-
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """Of every run in this file, also of those that fail."""
-    children, shared = set(psutil.Process().children(recursive=True)), shared_memory()
-    yield
-    _, alive = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in children], timeout=30)
-    assert [" ".join(process.cmdline()) for process in alive] == []
-    assert left_in_shared_memory(shared) == set()
-
-
-def train(output_dir, *overrides, recipe=SYNC):
-    run.train(load_checked([f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *overrides]))
-    return rows(output_dir, recipe)
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,16 @@ def command(output_dir: Path, *overrides: str, recipe: str = SYNC) -> list[str]:
     return [sys.executable, "-m", "moerl", "train", f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *overrides]
 
 
+def train(output_dir: Path, *overrides: str, recipe: str = SYNC, name: str | None = None) -> list[dict]:
+    """A whole run inside this process; its rows. `name`: None: the recipe's."""
+    from moerl import run
+    from moerl.check import load_checked
+
+    named = [] if name is None else [f"name={name}"]
+    run.train(load_checked([f"recipe={recipe}", *SMALL, f"output_dir={output_dir}", *named, *overrides]))
+    return rows(output_dir, recipe if name is None else name)
+
+
 def users_environment() -> dict[str, str]:
     """Without what tests of one process share: a run has a Ray and forks of its own, as a user's."""
     return {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
@@ -174,9 +184,9 @@ def words_of(process: psutil.Process) -> str:
         return ""
 
 
-def checkpoint_tensors(run_dir: Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint, weights and optimizer, as bytes."""
-    directory = newest(run_dir / "checkpoints")
+def checkpoint_tensors(run_dir: Path, model: str = "") -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint, weights and optimizer, as bytes. `model`: one beside the policy."""
+    directory = newest(run_dir / "checkpoints") / model
     stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items() if hasattr(entry, "size")}
     dcp.load(tensors, checkpoint_id=directory, no_dist=True)

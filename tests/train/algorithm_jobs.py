@@ -6,6 +6,7 @@ import numpy as np
 from engine_jobs import new_engine
 
 from moerl.algorithms.algorithm import loss_of
+from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import of_plain
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
@@ -36,7 +37,8 @@ def losses():
     plain["rejected, then selected"] = {"objective": clip_cov, "corrections": CORRECTIONS[7], "normalize_by": "sequence_sum"}
     terms = {"kl_coefficient": 0.1, "kl_estimator": "unbiased", "entropy_bonus": 0.05, "drift_penalty": 0.1}
     plain["terms"] = {"objective": {"kind": "gspo"}, "normalize_by": "fixed_length", "fixed_length": 9, **terms}
-    return {name: loss_of(of_plain({"advantage": {"kind": "grpo"}, **settings})) for name, settings in plain.items()}
+    found = {name: loss_of(of_plain({"advantage": {"kind": "grpo"}, **settings})) for name, settings in plain.items()}
+    return found | {"outcomes": outcome_loss(0.5)}
 
 
 def ragged_batch(*, num_sequences: int = 13, outside: float = 0.0) -> TrainBatch:

@@ -104,6 +104,19 @@ def test_log_probs_of_the_whole_step_are_cut_for_mini_batches_in_any_order():
     np.testing.assert_array_equal(of_rollout.old_logprobs_T, of_rollout.rollout_logprobs_T)
 
 
+def test_a_teacher_s_weights_are_of_responses_and_other_prompts_take_the_place_of_those_that_are_stored():
+    batch = stored_batch([(2, 3), (1, 4), (3, 1)])
+    columns = {"teacher_logprobs": Here(np.arange(14, dtype=np.float32)), "kl_weights": np.array([1, 0, 0.5], dtype=np.float32)}
+    part = replace(batch, streams=frozenset({"kl"}), **columns).select([2, 0]).laid_out([0, 1])
+    assert part.kl_weight_T.tolist() == [0, 0, 0, 0.5, 0, 0, 1, 1, 1]
+    assert part.teacher_logprobs_T.tolist() == [10, 11, 12, 13, 0, 1, 2, 3, 4]
+    others = replace(batch.without_routes(), prompts=((7,), (8, 9), ()), prompt_lengths=np.array([1, 2, 0])).select([1, 0])
+    laid_out, whole = others.laid_out([0, 1]), everything(batch)
+    assert laid_out.offsets.tolist() == [0, 6, 10] == others.offsets.tolist()
+    assert laid_out.token_ids_T.tolist() == [8, 9, *whole.token_ids_T[6:10], 7, *whole.token_ids_T[2:5]]
+    assert laid_out.response_mask_T.tolist() == [False] * 2 + [True] * 4 + [False] + [True] * 3
+
+
 def test_values_of_a_share_come_back_to_their_places():
     batch = stored_batch([(2, 3), (1, 4), (3, 1)])
     share = Share.of(batch, [[2], [1]])

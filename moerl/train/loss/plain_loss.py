@@ -11,13 +11,16 @@ from numpy.typing import ArrayLike
 from moerl.algorithms.advantages import ScoredStep, ScoredTokens, whitened
 from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
+from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import settings_of
-from moerl.config.schema.algorithm_config import AlgorithmConfig
-from moerl.train.batching.packing import pack
+from moerl.config.schema.algorithm_config import AlgorithmConfig, PrimeAdvantage
+from moerl.config.schema.companion_config import CriticConfig, OutcomeModelConfig
+from moerl.train.batching.packing import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
 from moerl.train.loss.loss_sums import LossSums, step_statistics
+from moerl.train.loss.value_loss import ValueLoss, value_loss
 from moerl.types.batch import TrainBatch
 
 
@@ -35,6 +38,14 @@ class AlgorithmResult:
     """Values that a critic is to estimate; None where the advantage has none."""
     kept: np.ndarray
     """bool: the mask, without what corrections took out."""
+    value_loss: float | None = None
+    """A critic's; None where there are no returns."""
+    value_gradient: np.ndarray | None = None
+    """Its derivative by each of TokenArrays.new_values."""
+    outcome_loss: float | None = None
+    """Of a model of outcomes; None without process_logprobs."""
+    outcome_gradient: np.ndarray | None = None
+    """Its derivative by each of TokenArrays.process_logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +64,9 @@ class TokenArrays:
     """By the old policy; None: the policy has not moved."""
     reference_logprobs: ArrayLike | None = None
     values: ArrayLike | None = None
-    """A critic's."""
+    """A critic's, before it learns."""
+    new_values: ArrayLike | None = None
+    """The same in its update; None: they have not moved."""
     process_logprobs: ArrayLike | None = None
     """By a model of outcomes; `prime` takes the reference's from them."""
     teacher_logprobs: ArrayLike | None = None
@@ -71,7 +84,8 @@ class TokenArrays:
 def algorithm_loss(
     algorithm: AlgorithmConfig | Mapping[str, Any] | str, tokens: TokenArrays, *, rewards: ArrayLike, groups: ArrayLike,
     samples: ArrayLike | None = None, greedy_rewards: ArrayLike | None = None, truncated: ArrayLike | None = None,
-    max_response_tokens: int | None = None, version: int | None = None,
+    max_response_tokens: int | None = None, version: int | None = None, value_clip: float | None = CriticConfig.clip,
+    right_above: float = OutcomeModelConfig.right_above,
 ) -> AlgorithmResult:  # fmt: skip
     """Advantages, loss and metrics of one mini-batch that is a whole step.
 
@@ -79,6 +93,7 @@ def algorithm_loss(
     of each sample. `samples` int [sequences], ascending: whose sequence it is; None: one each. `greedy_rewards` [S]: of the completion at
     temperature 0 (remax). `truncated` bool [S], `max_response_tokens`: for overlong. `version`: of the weights from which the update
     starts, with TokenArrays.versions. Groups are not replaced by dynamic sampling.
+    `value_clip`, `right_above`: critic.clip and outcome_model.right_above.
 
     Raises ConfigError for settings, ValueError for arrays that do not fit each other, and for rewards that are not finite.
     """
@@ -105,7 +120,11 @@ def algorithm_loss(
     flat = flat.without(~is_trained_S[owner])
     credit = built.credit(replace(step, tokens=flat.scored(config)))
     advantages_T = flat.spread(credit.by_token(step))
-    loss, gradient, sums, kept_T = _loss(flat, flat.batch(advantages_T, version), built.loss)
+    batch = flat.batch(advantages_T, version)
+    loss, gradient, sums, kept_T = _loss(flat, batch, built.loss)
+    told = {} if credit.returns_N is None else _critic(flat, batch, flat.spread(credit.returns_N), value_clip)
+    if flat.process_logprobs is not None:
+        told |= _outcomes(flat, batch, scored.rewards_S[owner] > right_above, getattr(config.advantage, "beta", PrimeAdvantage.beta))
     return AlgorithmResult(
         advantages=flat.shaped(advantages_T),
         loss=loss,
@@ -113,7 +132,30 @@ def algorithm_loss(
         metrics=step_statistics([sums], uses_reference=flat.reference_logprobs is not None, trains_mtp=False),
         returns=None if credit.returns_N is None else flat.shaped(flat.spread(credit.returns_N)),
         kept=flat.shaped(flat.mask if kept_T is None else flat.mask & flat.tokens_of(kept_T)),
+        **told,
     )
+
+
+def _critic(flat: "_Flat", batch: TrainBatch, returns_T: np.ndarray, clip: float | None) -> dict[str, Any]:
+    assert flat.values is not None, "an advantage with returns has values"
+    given = replace(batch, values_T=flat.column(flat.values), returns_T=flat.column(returns_T))
+    new_values = flat.values if flat.new_values is None else flat.new_values
+    leaf = torch.tensor(flat.column(new_values), requires_grad=True)
+    micro = pack(given, list(range(batch.num_sequences)), 1)
+    loss, _ = value_loss(_at_labels(leaf, micro), micro, ValueLoss(clip=clip), Denominators.of(batch))
+    loss.backward()
+    assert leaf.grad is not None
+    return {"value_loss": float(loss.detach()), "value_gradient": flat.shaped(flat.tokens_of(leaf.grad.numpy()))}
+
+
+def _outcomes(flat: "_Flat", batch: TrainBatch, is_right: np.ndarray, beta: float) -> dict[str, Any]:
+    """`is_right` [sequences]."""
+    labelled = replace(
+        batch, advantages_T=flat.column(np.repeat(is_right, flat.lengths).astype(np.float64)), old_logprobs_T=None, rl_weight_T=None,
+        ce_weight_T=None, kl_weight_T=None, proximal_T=None,
+    )  # fmt: skip
+    loss, gradient, _, _ = _loss(replace(flat, logprobs=_given(flat.process_logprobs, "prime")), labelled, outcome_loss(beta))
+    return {"outcome_loss": loss, "outcome_gradient": flat.shaped(flat.tokens_of(gradient))}
 
 
 def _loss(flat: "_Flat", batch: TrainBatch, loss_of_tokens: Loss) -> tuple[float, np.ndarray, LossSums, np.ndarray | None]:
@@ -126,14 +168,18 @@ def _loss(flat: "_Flat", batch: TrainBatch, loss_of_tokens: Loss) -> tuple[float
         share = selected(share, batch, logprobs, loss_of_tokens, _alone)
     micro = pack(share.batch, everything, 1)
     leaf = torch.tensor(logprobs, requires_grad=True)
-    is_label = torch.from_numpy(micro.label_index_T >= 0)
-    index = torch.from_numpy(micro.label_index_T).clamp(min=0)
     entropy = torch.zeros_like(leaf) if flat.entropy is None else torch.from_numpy(flat.column(flat.entropy))
-    logp_T, entropy_T = (torch.where(is_label, values[index], 0.0) for values in (leaf, entropy))
+    logp_T, entropy_T = (_at_labels(values, micro) for values in (leaf, entropy))
     loss, sums = micro_batch_loss(logp_T, entropy_T, LossColumns.of(micro, device="cpu"), loss_of_tokens, counts)
     loss.backward()
     assert leaf.grad is not None
     return float(loss.detach()), leaf.grad.numpy(), sums, share.batch.kept_T
+
+
+def _at_labels(values_T: torch.Tensor, micro: PackedMicroBatch) -> torch.Tensor:
+    """Values of a batch's tokens where a micro-batch predicts them."""
+    index_T = torch.from_numpy(micro.label_index_T)
+    return torch.where(index_T >= 0, values_T[index_T.clamp(min=0)], 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +239,7 @@ class _Flat:
     old_logprobs: np.ndarray | None
     reference_logprobs: np.ndarray | None
     values: np.ndarray | None
+    new_values: np.ndarray | None
     process_logprobs: np.ndarray | None
     teacher_logprobs: np.ndarray | None
     entropy: np.ndarray | None

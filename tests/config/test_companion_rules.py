@@ -1,0 +1,111 @@
+"""Models beside the policy in the settings: what is refused, and what each is trained by."""
+
+import json
+import shutil
+
+import pytest
+
+from moerl.config.derive.companion_models import companion_config, companion_models, own_layouts
+from moerl.config.derive.gpu_map import gpu_map
+from moerl.config.load import load
+from moerl.models.tokenizer_files import tokenizer_difference
+from moerl.scratch_model import write_scratch_model
+from moerl.types.errors import ConfigError
+
+RECIPE = "recipe=grpo-tiny-moe-1n2g-sync"
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        load([RECIPE, *overrides])
+    return {problem.path: f"{problem.rule}; {problem.reason}; {problem.fix}" for problem in caught.value.problems}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Folder of a model like the recipe's, of 2 layers."""
+    config = load([RECIPE, "model.scratch.num_layers=2"])
+    directory = tmp_path_factory.mktemp("model") / "model"
+    write_scratch_model(config.model.scratch, config.model.max_context, directory, 0)
+    return directory
+
+
+@pytest.fixture
+def other(model, tmp_path):
+    """The same with two tokens' numbers exchanged."""
+    directory = tmp_path / "other"
+    shutil.copytree(model, directory)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "said"),
+    [
+        (["critic.clip=0.1"], "critic.clip", "has no effect; algorithm.advantage.kind=grpo does not ask it"),
+        (["outcome_model.right_above=1"], "outcome_model.right_above", "has no effect"),
+        (["algorithm=ppo", "critic.warmup_steps=100"], "critic.warmup_steps", "must be less than num_steps=100"),
+        (["algorithm=ppo", "critic.layout={ranks: 2, tp: 4}"], "critic.layout.ranks", "must be a multiple of tp * pp * cp = 4"),
+        (["algorithm=ppo", "critic.path=/nowhere"], "critic.path", "is not a directory"),
+        (["algorithm=ppo", "train.destroy_groups=true", "train.offload=all"], "train.destroy_groups", "must be false with critic"),
+        (["+distillation={}"], "distillation.teachers", "must have a teacher"),
+        (["+distillation={shown: look}"], "distillation.shown", "must have {answer}"),
+        (["algorithm=prime", "+distillation={shown: '{answer}'}"], "distillation.trains_rewards", "must be true with outcome_model"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(overrides, path, said):
+    assert said in refused(*overrides)[path]
+
+
+def test_teachers_share_out_the_sources(model):
+    teachers = f"+distillation={{teachers: {{a: {{path: {model}}}, b: {{path: {model}}}, 'c d': {{path: {model}, data_sources: [x, x]}}}}}}"
+    found = refused(teachers, "distillation.shown='{answer}'")
+    assert "must name sources; a and b are both for all" in found["distillation.teachers.b.data_sources"]
+    assert "names x again" in found["distillation.teachers.c d.data_sources"]
+    assert "must be letters" in found["distillation.teachers.c d"]
+    assert "a teaches all prompts" in found["distillation.shown"]
+
+
+def test_a_model_of_other_tokens_or_that_does_not_fit_the_ranks_is_refused(model, other):
+    named = f"{{path: {other}}}"
+    of_model = ("~model.scratch", f"+model.path={model}")
+    found = refused(*of_model, f"+distillation={{teachers: {{a: {named}}}}}")
+    assert "must have the policy's tokenizer" in found["distillation.teachers.a.path"]
+    assert "2 of" in found["distillation.teachers.a.path"]
+    found = refused("algorithm=ppo", f"critic.path={model}", "train.layout.pp=4", "train.layout.ranks=4", "train.layout.ep=1")
+    assert "must fit train.layout; it is on the policy's ranks" in found["critic.path"]
+    assert "critic.layout" in found["critic.path"]
+
+
+def test_tokens_are_compared_by_their_numbers_whatever_else_the_files_say(model, other, tmp_path):
+    same = tmp_path / "same"
+    shutil.copytree(model, same)
+    text = json.loads((same / "tokenizer.json").read_text())
+    (same / "tokenizer.json").write_text(json.dumps(text | {"version": "another"}, indent=3))
+    assert tokenizer_difference(model, same) is None
+    assert "token" in tokenizer_difference(model, other)
+    (same / "tokenizer.json").unlink()
+    assert tokenizer_difference(model, same) is not None
+    for folder in (same, tmp_path):
+        (folder / "tokenizer.model").write_bytes(b"the same")
+    assert tokenizer_difference(same, tmp_path) is None
+
+
+def test_a_model_on_its_own_ranks_has_gpus_of_its_own_and_settings_of_its_own():
+    config = load([RECIPE, "algorithm=ppo", "critic.layout={ranks: 4, ep: 2}", "critic.optimizer={lr: 0.01}", "train.offload=optimizer"])
+    (critic,) = companion_models(config)
+    own = companion_config(config, critic).train
+    assert (own.layout.ranks, own.optimizer.lr, own.offload) == (4, 0.01, "none")
+    assert own_layouts(config) == {"critic": config.critic.layout}
+    mapped = gpu_map(config)
+    everybody = [*mapped.ranks, *mapped.beside["critic"], *(gpu for gpus in mapped.servers for gpu in gpus)]
+    assert len(mapped.beside["critic"]) == 4
+    assert len(set(everybody)) == len(everybody)
+
+
+def test_models_are_there_only_if_somebody_needs_them():
+    assert [model.name for model in companion_models(load([RECIPE]))] == []
+    assert [model.name for model in companion_models(load([RECIPE, "algorithm=prime"]))] == ["outcome_model"]
