@@ -61,11 +61,11 @@ def test_what_does_not_go_together_is_refused(overrides, path, said):
 
 
 def test_teachers_share_out_the_sources(model):
-    teachers = f"+distillation={{teachers: {{a: {{path: {model}}}, b: {{path: {model}}}, 'c d': {{path: {model}, data_sources: [x, x]}}}}}}"
-    found = refused(teachers, "distillation.shown='{answer}'")
+    teachers = f"+distillation={{teachers: {{a: {{path: {model}}}, b: {{path: {model}}}, c@d: {{path: {model}, data_sources: [x, x]}}}}}}"
+    found = refused(f"{teachers[:-1]}, shown: '{{answer}}'}}")
     assert "must name sources; a and b are both for all" in found["distillation.teachers.b.data_sources"]
-    assert "names x again" in found["distillation.teachers.c d.data_sources"]
-    assert "must be letters" in found["distillation.teachers.c d"]
+    assert "names x again" in found["distillation.teachers.c@d.data_sources"]
+    assert "must be letters" in found["distillation.teachers.c@d"]
     assert "a teaches all prompts" in found["distillation.shown"]
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from whole_runs import DIGIT, SYNC, checkpoint_tensors, train
 
 pytestmark = pytest.mark.usefixtures("shared_ray", "nothing_left")
@@ -70,8 +71,12 @@ def test_answers_are_judged_by_a_model_on_its_own_rank_and_compared_with_a_teach
 
 @pytest.mark.matrix
 def test_a_policy_comes_near_its_teacher(tmp_path):
+    """Whose likes and dislikes of tokens are strong."""
     train(tmp_path, "num_steps=1", "seed=3", name="teacher")
-    taught = f"+distillation={{teachers: {{one: {{path: {tmp_path / 'teacher' / 'model'}}}}}}}"
-    fast = ("num_steps=12", "train.optimizer.lr=0.01", "train.optimizer.warmup_steps=0", "save_every=0")
+    model = tmp_path / "teacher" / "model"
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": 5 * tensors["model.norm.weight"]}, model / "model.safetensors", metadata={"format": "pt"})
+    taught = f"+distillation={{teachers: {{one: {{path: {model}}}}}}}"
+    fast = ("num_steps=20", "train.optimizer.lr=0.03", "train.optimizer.warmup_steps=0", "save_every=0")
     rows = train(tmp_path, taught, *fast, name="pupil")
     assert rows[-1]["train/kl_teacher"] < 0.7 * rows[0]["train/kl_teacher"]
