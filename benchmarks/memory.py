@@ -21,9 +21,8 @@ import torch.distributed as dist
 import megatron_patches
 from moerl.config.algorithm_settings import algorithm
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import FullRecompute, NoRecompute, SelectiveRecompute
 from moerl.config.schema.model_config import ScratchModel
-from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.config.schema.train_config import FullRecompute, NoRecompute, OptimizerConfig, SelectiveRecompute, TrainConfig
 from moerl.scratch_model import write_scratch_model
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch

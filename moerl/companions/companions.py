@@ -88,7 +88,8 @@ class Companions:
         """From a batch with credit, in the step that follows version `step`; its metrics."""
         told: dict[str, float] = {}
         if (critic := self._all.get("critic")) is not None:
-            assert batch.returns is not None, "the advantage needs values and says no returns"
+            if batch.returns is None:
+                raise DataError("algorithm.advantage returned a Credit without returns_N: must have them, because its needs have values")
             taught = replace(plain(batch), values=batch.values, returns=batch.returns)
             stats = await self._update(critic, taught, ValueLoss(clip=self._config.critic.clip), step)
             told |= _critic_metrics(stats)

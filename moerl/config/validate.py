@@ -3,7 +3,6 @@
 from moerl.config.rules.algorithm_rules import algorithm_problems
 from moerl.config.rules.companion_rules import companion_problems
 from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems, tls_problems
-from moerl.config.rules.eval_rules import eval_problems
 from moerl.config.rules.facts import Facts, Rule
 from moerl.config.rules.fp8_rules import fp8_problems
 from moerl.config.rules.job_rules import kubernetes_problems, slurm_problems
@@ -13,6 +12,7 @@ from moerl.config.rules.model_rules import bridge_problems, length_problems, mod
 from moerl.config.rules.parallel_rules import train_layout_problems
 from moerl.config.rules.placement_rules import placement_problems
 from moerl.config.rules.run_rules import (
+    eval_problems,
     micro_batch_problems,
     network_problems,
     observe_problems,

@@ -14,9 +14,9 @@ from moerl.config.rules.parallel_rules import broken_layout, train_layout_proble
 from moerl.config.rules.placement_rules import placement_problems
 from moerl.config.rules.run_rules import micro_batch_problems, optimizer_problems
 from moerl.config.rules.server_layout_rules import layout_problems
-from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
 from moerl.config.schema.rollout_config import ServerLayout, WeightsConfig
 from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import FullRecompute, SelectiveRecompute
 from moerl.planner.memory_plan import planned
 from moerl.planner.rank_memory import Phase
 from moerl.planner.server_memory import GIB

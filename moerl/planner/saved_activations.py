@@ -11,8 +11,7 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import RecomputeModule
-from moerl.config.schema.train_config import TrainConfig
+from moerl.config.schema.train_config import RecomputeModule, TrainConfig
 from moerl.planner.parameter_counts import is_sparse_layer
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any
 
 from moerl.config.derive.pipeline import layer_ranges
-from moerl.config.schema.memory_config import FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.models.families.family import num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
 from moerl.planner.parameter_counts import is_sparse_layer

@@ -73,7 +73,7 @@ def _rank_problems(config: RunConfig, facts: Facts, hf: Mapping[str, Any], gpu: 
 
 
 def _companion_problems(config: RunConfig, hf: Mapping[str, Any], gpu: GpuConfig) -> Iterator[Problem]:
-    """Of those on ranks of their own."""
+    """Problems of those on ranks of their own."""
     for model in companion_models(config):
         if model.layout is None:
             continue

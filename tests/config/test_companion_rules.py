@@ -7,8 +7,8 @@ import pytest
 
 from moerl.config.derive.companion_models import companion_config, companion_models, own_layouts
 from moerl.config.derive.gpu_map import gpu_map
+from moerl.config.derive.tokenizer_files import tokenizer_difference
 from moerl.config.load import load
-from moerl.models.tokenizer_files import tokenizer_difference
 from moerl.scratch_model import write_scratch_model
 from moerl.types.errors import ConfigError
 

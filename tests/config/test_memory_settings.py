@@ -3,7 +3,7 @@
 import pytest
 
 from moerl.config.load import load
-from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
+from moerl.config.schema.train_config import FullRecompute, SelectiveRecompute
 from moerl.types.errors import ConfigError
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"

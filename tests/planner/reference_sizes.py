@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from moerl.config.schema.memory_config import SelectiveRecompute
-from moerl.config.schema.train_config import TrainConfig
+from moerl.config.schema.train_config import SelectiveRecompute, TrainConfig
 from moerl.planner.saved_activations import Kernels, Term, Tokens
 
 

@@ -8,9 +8,8 @@ import engine_cases
 from safetensors.torch import load_file, save_file
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import NoRecompute
 from moerl.config.schema.model_config import ScratchModel
-from moerl.config.schema.train_config import FP8Config
+from moerl.config.schema.train_config import FP8Config, NoRecompute
 from moerl.scratch_model import write_scratch_model
 from moerl.train.engine_settings import EngineSettings
 

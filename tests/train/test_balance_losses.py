@@ -15,7 +15,7 @@ from router_jobs import gradients, last_router
 from transformers import AutoModelForCausalLM
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import FullRecompute
+from moerl.config.schema.train_config import FullRecompute
 from moerl.types.batch import TrainBatch
 
 COEFFICIENT = 0.5

@@ -8,7 +8,7 @@ from engine_jobs import train
 from engine_ranks import RankError, run_ranks
 from fp8_cases import fp8_settings, write_fp8_checkpoint
 
-from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
+from moerl.config.schema.train_config import FullRecompute, SelectiveRecompute
 
 RECIPES = ("blockwise", "tensorwise", "delayed", "mxfp8")
 PER_RANK = {"blockwise": 128, "tensorwise": 16, "delayed": 16, "mxfp8": 32}

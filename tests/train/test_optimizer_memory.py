@@ -10,7 +10,7 @@ from engine_ranks import RankError, run_ranks
 from memory_jobs import adam_against_torch, bytes_by_state, load_and_continue, optimizer_arguments, save_and_continue, with_train
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import OptimizerMemory
+from moerl.config.schema.train_config import OptimizerMemory
 
 AWARE = OptimizerMemory(precision_aware=True)
 NARROW = OptimizerMemory(precision_aware=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float16")

@@ -12,7 +12,7 @@ from memory_jobs import saved_bytes_and_forwards, with_train
 from packaging.version import Version
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
+from moerl.config.schema.train_config import FullRecompute, SelectiveRecompute
 
 WAYS = {
     "uniform1": FullRecompute(method="uniform", num_layers=1),

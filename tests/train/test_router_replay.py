@@ -22,7 +22,7 @@ from replay_jobs import (
 from test_hf_parity import train_plainly
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import FullRecompute, SelectiveRecompute
+from moerl.config.schema.train_config import FullRecompute, SelectiveRecompute
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
 MODELS = {"qwen3_moe": {"num_layers": 4, "top_k": 2, "num_experts": 8}, "deepseek": {"num_layers": 3, "top_k": 4, "num_experts": 8}}

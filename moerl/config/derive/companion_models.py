@@ -17,7 +17,7 @@ class CompanionModel:
     path: str | None
     """None: the policy's initial weights."""
     layout: Layout | None
-    """Of ranks of its own; None: on the policy's."""
+    """Layout of ranks of its own; None: on the policy's."""
     optimizer: OptimizerConfig | None = None
     """None: the policy's."""
     is_critic: bool = False

@@ -42,7 +42,7 @@ def algorithm_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 def custom_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Of classes of one's own; where there is one nobody may ask what the algorithm needs."""
+    """Problems of classes of one's own; where there is one, nobody may ask what the algorithm needs."""
     parts: dict[str, object] = {"advantage": algorithm.advantage, "objective": algorithm.objective}
     parts |= {f"corrections.{index}": correction for index, correction in enumerate(algorithm.corrections)}
     for name, part in parts.items():

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
+from moerl.config.derive.tokenizer_files import tokenizer_difference
 from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.rules.facts import Facts, facts_of
 from moerl.config.rules.parallel_rules import train_layout_problems
 from moerl.config.schema.companion_config import CriticConfig, DistillationConfig, OutcomeModelConfig
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.tokenizer_files import tokenizer_difference
 from moerl.types.errors import Problem, problem
 
 

@@ -7,9 +7,8 @@ from moerl.config.derive.model_shape import ModelShape
 from moerl.config.derive.pipeline import chunk_layers
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
-from moerl.config.schema.memory_config import FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.config.schema.run_config import RunConfig
-from moerl.config.schema.train_config import TrainConfig
+from moerl.config.schema.train_config import FullRecompute, RecomputeModule, SelectiveRecompute, TrainConfig
 from moerl.types.errors import Problem, problem
 
 _OF_EXPERTS = ("moe", "moe_act")

@@ -92,7 +92,7 @@ def labelled(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, 
 
 
 def prompts_of(groups: Sequence[Group], algorithm: Algorithm) -> list[Prompt]:
-    """Of each sequence of the batch."""
+    """Prompt of each sequence of the batch."""
     return [group.prompt for group in groups for sample in _trained(group, algorithm) for segment in sample.segments if segment.num_tokens]
 
 

@@ -43,7 +43,7 @@ class AlgorithmResult:
     value_gradient: np.ndarray | None = None
     """Its derivative by each of TokenArrays.new_values."""
     outcome_loss: float | None = None
-    """Of a model of outcomes; None without process_logprobs."""
+    """Loss of a model of outcomes; None without process_logprobs."""
     outcome_gradient: np.ndarray | None = None
     """Its derivative by each of TokenArrays.process_logprobs."""
 

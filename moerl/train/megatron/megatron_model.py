@@ -22,8 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor, nn
 
 from moerl.config.schema.layout import Layout
-from moerl.config.schema.memory_config import FullRecompute, NoRecompute, Recompute
-from moerl.config.schema.train_config import TrainConfig
+from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
 from moerl.models.bridge.native_bridge import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
 from moerl.models.families.family import Family, Sizes, is_tied, num_mtp_layers
