@@ -27,6 +27,7 @@ MORE = {
 ALGORITHMS = (
     "grpo", "dapo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "passk", "reinforce_pp", "reinforce_pp_baseline", "remax", "gspo", "cispo",
     "sapo", "gmpo", "clip_cov", "kl_cov", "m2po", "dppo", "grpo_tis", "reinforce_pp_kl",
+    "ppo", "prime",
 )  # fmt: skip
 
 

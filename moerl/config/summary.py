@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
+from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
 from moerl.config.derive.object_store import most_bytes, sample_bytes
 from moerl.config.load import to_yaml
 from moerl.config.schema.run_config import RunConfig
@@ -35,8 +36,16 @@ def _derived(config: RunConfig) -> list[str]:
         f"object store    at most {most_bytes(config) / 1e9:.3g} GB of samples, {sample_bytes(config) / 1e6:.3g} MB for the longest",
         f"algorithm       {_algorithm(config)}",
         f"old log-probs   {_old_logprobs(config)}",
+        *(f"{model.name:15} {_companion(config, model)}" for model in companion_models(config)),
         f"reference model {'a frozen copy of the initial weights' if config.uses_reference else 'none'}",
     ]
+
+
+def _companion(config: RunConfig, model: CompanionModel) -> str:
+    begins = "the policy's initial model" if model.path is None else model.path
+    where = "on the policy's ranks" if model.layout is None else f"on {model.layout.ranks} ranks of its own"
+    what = f"learning rate {companion_config(config, model).train.optimizer.lr:g}" if model.trains else "does not learn"
+    return f"{begins}, {where}; {what}"
 
 
 def _algorithm(config: RunConfig) -> str:

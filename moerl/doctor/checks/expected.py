@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moerl.config.derive.companion_models import own_layouts
 from moerl.config.derive.gpu_map import num_gpus
 from moerl.config.rules.engine_rules import FAMILIES, interpreter
 from moerl.config.schema.run_config import NetworkConfig, RunConfig
@@ -38,7 +39,8 @@ def expected_of(
     if config is None:
         where = Path.cwd() if run_dir is None else run_dir
         return Expectations(nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=where.absolute())
-    placement, ranks, engine = config.placement, config.train.layout.ranks, config.rollout.engine
+    placement, engine = config.placement, config.rollout.engine
+    ranks = config.train.layout.ranks + sum(layout.ranks for layout in own_layouts(config).values())
     return Expectations(
         nodes=placement.nodes if nodes is None else nodes,
         gpus_per_node=_gpus_per_node(config) if gpus_per_node is None else gpus_per_node,
