@@ -16,6 +16,19 @@ def refused(*overrides):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.top_k=4", "rollout.engine=vllm"], "needs rollout.engine=hf or sglang"),
+        (["rollout.top_p=0.9", "rollout.engine=sglang"], "must be in [2, 4096]"),
+        (["rollout.top_k=9", "rollout.engine=sglang", "rollout.layout.mtp_tokens=1"], "mtp_tokens=0"),
+    ],
+)
+def test_an_engine_must_say_what_it_leaves_of_the_vocabulary(overrides, said):
+    """Whether it is installed or not."""
+    assert said in refused(DEMO, *overrides)["rollout.top_k"]
+
+
+@pytest.mark.parametrize(
     ("overrides", "path", "said"),
     [
         (["algorithm=m2po", "train.router_replay=rollout"], "train.router_replay", "must be off"),

@@ -11,6 +11,7 @@ from moerl.config.rules.facts import Facts
 from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, ReinforceAdvantage
 from moerl.config.schema.custom_part import CustomPart, load_class
 from moerl.config.schema.loss_config import GMPO, GSPO, TIS, IcePop, Rejection, SequenceMaskTIS
+from moerl.config.schema.rollout_config import MOST_LEFT
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import NOT_SET, Problem, problem
 
@@ -185,7 +186,7 @@ _OTHER = {"maxrl": "rloo", "remax": "reinforce_pp"}
 def _filter_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.filters_samples:
         return
-    rollout, algorithm, engine = config.rollout, config.algorithm, config.rollout.engine
+    rollout, algorithm = config.rollout, config.algorithm
     path, value = ("rollout.top_p", rollout.top_p) if rollout.top_p < 1 else ("rollout.top_k", rollout.top_k)
     if rollout.top_k == 1:
         reason = "it leaves one token, whose log-prob is 0 whatever the weights are: nothing can be learned"
@@ -197,12 +198,31 @@ def _filter_problems(config: RunConfig) -> Iterator[Problem]:
         yield problem(
             "train.sampling_replay", "off", rule, reason, f"train.sampling_replay=rollout, or weights.mismatch_limit={2 * bias:.2g}"
         )
-    if engine != "hf":
-        reason = f"rollout.engine={engine} does not say what they left of the vocabulary, and log-probs would be of another distribution"
-        yield problem(path, value, "needs rollout.engine=hf", reason, "rollout.top_p=1.0 and rollout.top_k=0, or rollout.engine=hf")
+    yield from _engine_filter_problems(config, path, value)
     if algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward" and config.replays_sets:
         reason = "a KL is over the whole vocabulary, and the log-probs before the update are of a part of it"
         yield problem("algorithm.kl_in", "reward", f"must be loss with {path}={value}", reason, "algorithm.kl_in=loss")
+
+
+def _engine_filter_problems(config: RunConfig, path: str, value: float) -> Iterator[Problem]:
+    """Problems of engines that have to say what they left of the vocabulary."""
+    rollout, engine = config.rollout, config.rollout.engine
+    if engine == "sglang":
+        if not 1 < rollout.top_k <= MOST_LEFT and rollout.top_k != 1:
+            reason = f"SGLang says of a token at most {MOST_LEFT} entries that were left, and wants top_k to bound them"
+            yield problem("rollout.top_k", rollout.top_k, f"must be in [2, {MOST_LEFT}]", reason, f"rollout.top_k={MOST_LEFT // 8}")
+        if rollout.layout.mtp_tokens:
+            reason = "what was left is then of drafts too"
+            yield problem(
+                path, value, "needs rollout.layout.mtp_tokens=0", reason, "mtp_tokens=0, or rollout.top_p=1.0 and rollout.top_k=0"
+            )
+    elif engine != "hf":
+        why = (
+            "vLLM says what was left only from its second model runner, which moerl does not run" if engine == "vllm" else "it has no model"
+        )
+        reason = f"{why}, and log-probs would be of another distribution"
+        fix = "rollout.top_p=1.0 and rollout.top_k=0, or rollout.engine=hf or sglang"
+        yield problem(path, value, "needs rollout.engine=hf or sglang", reason, fix)
 
 
 def _bound_problems(algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from moerl.config.schema.strict import NotNegative, Positive, Size, Strict
 
+MOST_LEFT = 4096
+"""Entries of the vocabulary that SGLang says it left of a token, at most (its sampling_mask_max_tokens)."""
 NUM_PORTS = 16
 """In a row, on the first node of a server of several: SGLang's data-parallel attention takes the port of its store and the 13 after it."""
 
@@ -107,7 +109,7 @@ class RolloutConfig(Strict):
     """The trainer divides its logits by the same value."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Samples are drawn from the smallest set of most probable tokens that has this probability. Below 1 the server's log-probs are of that
-    set, and so are the trainer's (train.sampling_replay). hf only."""
+    set, and so are the trainer's (train.sampling_replay). hf, and sglang with a top_k."""
     top_k: NotNegative = 0
     """The same of so many tokens at most; 0: no bound."""
     max_running: Positive = 64

@@ -25,9 +25,13 @@ FindProblems = Callable[[Mapping[str, Any], Mapping[str, Any] | None], list[Prob
 """Problems of the installed version, of engine_args, and of a model's config.json if it is known."""
 
 
-def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], Core], follow: Callable[[Options], None]) -> None:
+def main(
+    name: str, *, find_problems: FindProblems, start: Callable[[Options], Core], follow: Callable[[Options], None],
+    most_left: int | None = None,
+) -> None:  # fmt: skip
     """`name`: of the package after moerl.rollout.engines. `start` runs in the event loop and returns when the engine has loaded the model.
-    `follow`: instead of it on a server's other nodes; returns when the server ends."""
+    `follow`: instead of it on a server's other nodes; returns when the server ends. `most_left`: entries that it says top-k and top-p left
+    of a token, at most; None: it says nothing of them."""
     parsed = _parse(name)
     ready = private_stdout()
     if parsed.check:
@@ -44,13 +48,14 @@ def main(name: str, *, find_problems: FindProblems, start: Callable[[Options], C
         if options.node_rank > 0:
             follow(options)
         else:
-            asyncio.run(serve(parsed, ready, secret, partial(_start, options, start)))
+            asyncio.run(serve(parsed, ready, secret, partial(_start, options, start, most_left)))
 
 
-def _start(options: Options, start: Callable[[Options], Core]) -> tuple[Core, Limits]:
+def _start(options: Options, start: Callable[[Options], Core], most_left: int | None) -> tuple[Core, Limits]:
     model = read_config(options.model)
     routes = shape_of_config(model).routes if options.returns_routes else None
-    return start(options), Limits(max_context=options.max_context, vocab_size=model["vocab_size"], routes=routes)
+    sizes = {"max_context": options.max_context, "vocab_size": model["vocab_size"]}
+    return start(options), Limits(**sizes, routes=routes, has_sets=most_left is not None, most_left=most_left)
 
 
 def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:

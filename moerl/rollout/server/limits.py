@@ -28,6 +28,8 @@ class Limits:
     """None: the model has no experts."""
     has_sets: bool = False
     """The engine says what top-k and top-p left."""
+    most_left: int | None = None
+    """Entries that it says of a token, at most, so that top_k must bound them; None: any number."""
 
     @property
     def body_bytes(self) -> int:
@@ -74,6 +76,8 @@ class Limits:
             yield "filtered: has no meaning at temperature 0, where the largest is taken"
         if sampling.filtered and not self.has_sets:
             yield "filtered: this engine does not say what top-k and top-p left"
+        if sampling.filtered and self.most_left is not None and not 1 < sampling.top_k <= self.most_left:
+            yield f"filtered with top_k = {sampling.top_k}: must be in [2, {self.most_left}], which this engine says at most"
 
 
 def push_violation(arguments: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import base64
 import importlib.metadata
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
+from moerl.types.sampling_sets import SamplingSets
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "sampling_backend": "leave it out: only pytorch samples with a seed per request",
     "custom_weight_loader": "leave it out",
     "weight_version": "leave it out",
+    "sampling_mask_max_tokens": "leave it out: rollout.top_k may be as large as SGLang has it",
     "dp_size": "rollout.num_servers, or rollout.layout.dp for data-parallel attention",
     "enable_dp_attention": "rollout.layout.dp",
     "deepep_mode": "rollout.layout.all_to_all",
@@ -126,17 +128,22 @@ class SGLangCore:
         self._unlink_loads()
 
     async def generate(self, key: str, prompt_ids: list[int], sampling: SamplingParams, salt: str) -> Completion:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
         self._in_flight.add(key)
         try:
-            answer = await self._engine.async_generate(
+            # As the engine's own async_generate, which knows nothing of sampling masks.
+            request = GenerateReqInput(
                 input_ids=prompt_ids,
                 sampling_params=_sampling(sampling),
                 return_logprob=True,
                 logprob_start_len=-1,
                 return_routed_experts=sampling.returns_routes,
+                return_sampling_mask=sampling.filtered,
                 rid=key,
                 cache_salt=salt,
             )
+            answer = await anext(self._manager.generate_request(request, None))
         except ValueError as error:
             raise EngineError(f"SGLang refuses the request: {error}") from error
         finally:
@@ -242,14 +249,19 @@ class SGLangCore:
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("err_type"):
             raise EngineError(f"SGLang ended the request: {reason.get('message')}")
-        token_ids = tuple(answer["output_ids"])
+        token_ids, sets = tuple(answer["output_ids"]), None
+        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+        if sampling.filtered and token_ids:
+            sets = _sets(meta["output_token_sampling_mask"])
+            logprobs = tuple(map(float, meta["output_token_sampling_logprobs"]))
         return Completion(
             request_id=key,
             token_ids=token_ids,
-            logprobs=tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ()),
+            logprobs=logprobs,
             spans=version_spans((span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()),
             finish_reason=reason["type"],
             routes=self._routes_of(meta) if sampling.returns_routes and token_ids else None,
+            sets=sets,
         )
 
     def _routes_of(self, meta: Mapping[str, Any]) -> np.ndarray:
@@ -258,6 +270,12 @@ class SGLangCore:
         # SGLang reports every layer; those without experts are the first.
         by_layer = chosen.reshape(-1, self._num_layers, self._routes.top_k)[:, -self._routes.num_layers :]
         return by_layer.astype(self._routes.dtype)
+
+
+def _sets(masks: Sequence[Sequence[int]]) -> SamplingSets:
+    """Entries of each token, which SGLang has by probability."""
+    ids = [np.sort(np.asarray(mask, dtype=np.int32)) for mask in masks]
+    return SamplingSets.of_counts(np.concatenate(ids), np.array([len(each) for each in ids]))
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:

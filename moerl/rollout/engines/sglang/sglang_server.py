@@ -15,8 +15,9 @@ if not torch.cuda.is_available():
 # moerl.max_context is the limit; the engine gets a few positions more than the model's configuration names.
 os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
 
+from moerl.config.schema.rollout_config import MOST_LEFT
 from moerl.rollout.engines.engine_process import main  # after the stand-ins
 from moerl.rollout.engines.sglang.sglang_core import find_problems, follow, start
 
 if __name__ == "__main__":
-    main("sglang", find_problems=find_problems, start=start, follow=follow)
+    main("sglang", find_problems=find_problems, start=start, follow=follow, most_left=MOST_LEFT)
