@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.compose import compose
+from moerl.config.derive.companion_models import without_companions
 from moerl.config.derive.scratch_config import scratch_config
 from moerl.config.load import build, checked
 from moerl.config.resume import model_differences, resume_differences
@@ -51,7 +52,7 @@ def load_evaluation(overrides: Sequence[str], config_dir: Path | None = None, *,
 
 def checked_evaluation(plain: Mapping[str, Any], *, checkpoint: Path | None, out: Path | None) -> Evaluation:
     """An evaluation with composed settings, raising as `load_checked`."""
-    config = build(plain)
+    config = without_companions(build(plain))
     source = source_of(config, checkpoint)
     problems = list(source_problems(config, checkpoint))
     if source is not None and not problems:

@@ -197,7 +197,7 @@ async def _completed(
     if companions is not None:
         with observe.phase("companions"):
             batch = await companions.scored(batch, groups, algorithm)
-    if config.algorithm.credits_tokens:
+    if config.credits_tokens:
         batch = await asyncio.to_thread(credited, batch, groups, algorithm)
     return batch
 

@@ -32,7 +32,7 @@ from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
 from moerl.config.load import to_yaml
-from moerl.config.rules.companion_rules import tokenizer_problems
+from moerl.config.rules.companion_rules import source_problems, tokenizer_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
 from moerl.evaluation.evaluator import Evaluator
@@ -98,6 +98,8 @@ async def _train(config: RunConfig, observe: Observer, ends_at: float | None) ->
     if problems := [each for companion in others for each in tokenizer_problems(model.directory, companion)]:
         raise ConfigError(problems)
     prompts = _prompts(config, model.tokenizer)
+    if config.distillation is not None and (problems := list(source_problems(config.distillation, prompts.data_sources))):
+        raise ConfigError(problems)
     async with _assembled(config, model, observe, trained_on=prompts, ends_at=ends_at) as run:
         runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
         weights = run.publisher(config, [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)])

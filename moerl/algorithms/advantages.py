@@ -102,6 +102,12 @@ class Credit:
             raise DataError(f"algorithm.advantage returned {name} of shape {np.shape(given)}: must be ({wanted},)")
         return given if self.advantages_N is not None else step.spread(given)
 
+    def checked_returns(self, step: ScoredStep) -> np.ndarray | None:
+        """float64 [N], likewise; None where there are none."""
+        if self.returns_N is not None and np.shape(self.returns_N) != (step.num_tokens,):
+            raise DataError(f"algorithm.advantage returned returns_N of shape {np.shape(self.returns_N)}: must be ({step.num_tokens},)")
+        return self.returns_N
+
 
 class Estimator(Protocol):
     """Advantages of a step. Implementations: `estimator` of each kind, and classes of `algorithm.advantage.kind=custom`."""

@@ -18,20 +18,19 @@ from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.cluster.placement import ProcessPlace
 from moerl.companions.companion import Companion, plain
 from moerl.companions.teaching import Teaching
-from moerl.config.derive.companion_models import companion_models
+from moerl.config.derive.companion_models import companion_models, makes_room
 from moerl.config.schema.algorithm_config import PrimeAdvantage
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
-from moerl.hangs.watched import WatchedProcess
 from moerl.observe.guards import check_finite
-from moerl.train.batching.build_batch import labelled, prompts_of
+from moerl.train.batching.build_batch import labelled, segments_of
 from moerl.train.group import MegatronTrainGroup
 from moerl.train.learning_rates import learning_rate
 from moerl.train.loss.value_loss import ValueLoss
 from moerl.types.errors import DataError
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats
-from moerl.types.stored import Here
+from moerl.types.stored import keep
 from moerl.types.stored_batch import StoredBatch
 
 logger = logging.getLogger(__name__)
@@ -46,16 +45,22 @@ class Companions:
         self._config = config
         options: dict[str, Any] = {"policy": policy, "policy_dir": policy_dir, "checkpoint_dir": checkpoint_dir, "hangs": hangs}
         self._all = {model.name: Companion(config, model, places=places.get(model.name), **options) for model in companion_models(config)}
+        self._policy = policy
+        policy.saver.makes_room = self._makes_room = makes_room(config)
         policy.saver.beside.update({name: companion for name, companion in self._all.items() if companion.model.trains})
         self._teaching = None if config.distillation is None else Teaching(config.distillation, policy, self._all)
 
     async def start(self) -> None:
-        """After the policy."""
+        """After the policy, which is awake."""
+        if self._makes_room:
+            await self._policy.shed()
         for companion in self._all.values():
             await companion.start()
 
     async def load(self) -> None:
-        """After the policy."""
+        """After the policy, which is awake."""
+        if self._makes_room:
+            await self._policy.shed()
         for companion in self._all.values():
             await companion.load()
 
@@ -63,25 +68,21 @@ class Companions:
         for companion in self._all.values():
             await companion.group.close()
 
-    @property
-    def watched(self) -> list[WatchedProcess]:
-        return [process for companion in self._all.values() for process in companion.group.watched]
-
     async def scored(self, batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) -> StoredBatch:
         """With what they say of its tokens."""
         if self._teaching is not None:
-            batch = await self._teaching.taught(batch, prompts_of(groups, algorithm))
+            batch = await self._teaching.taught(batch, segments_of(groups, algorithm))
         elif "kl" in batch.streams:
             raise DataError("samples have weights of a distance from a teacher, and there is none: leave kl out of Payload.weights")
         if (critic := self._all.get("critic")) is not None:
             async with critic.awake() as group:
-                batch = replace(batch, values=await group.values(batch))
+                batch = replace(batch, values=await group.values(plain(batch)))
         if (outcome := self._all.get("outcome_model")) is not None:
             asked = plain(batch)
             async with outcome.awake() as group:
                 own, initial = await group.logprobs(asked), await group.reference_logprobs(asked)
-            difference_T = await asyncio.to_thread(lambda: own.get() - initial.get())
-            batch = replace(batch, process=Here(difference_T), process_reference=initial)
+            process = await asyncio.to_thread(lambda: keep(own.get() - initial.get()))
+            batch = replace(batch, process=process, process_reference=initial)
         return batch
 
     async def learn(self, batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, step: int) -> dict[str, float]:

@@ -10,8 +10,8 @@ from moerl.companions.companion import Companion, plain
 from moerl.config.schema.companion_config import DistillationConfig
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import DataError
-from moerl.types.groups import Prompt
-from moerl.types.stored import Here, Stored, Stream
+from moerl.types.groups import Prompt, Sample
+from moerl.types.stored import Stored, StoredCompletion, Stream, keep
 from moerl.types.stored_batch import StoredBatch
 
 _STREAMS: frozenset[Stream] = frozenset({"kl"})
@@ -28,29 +28,37 @@ class Teaching:
         if self._of_others is None and config.shown is not None:
             self._of_others = _ITSELF
 
-    async def taught(self, batch: StoredBatch, prompts: Sequence[Prompt]) -> StoredBatch:
-        """With log-probs and weights. `prompts`: of its sequences. DataError for one without a teacher and anything else to learn from."""
-        teachers = [self._teacher(prompt) for prompt in prompts]
+    async def taught(self, batch: StoredBatch, segments: Sequence[tuple[Prompt, Sample, StoredCompletion]]) -> StoredBatch:
+        """With log-probs and weights. `segments`: its sequences. DataError for one without a teacher and anything else to learn from."""
+        teachers = [self._teacher(*segment) for segment in segments]
         logprobs_T = np.zeros(int(batch.offsets[-1]), dtype=np.float32)
         for name in sorted({teacher for teacher in teachers if teacher is not None}):
             sequences = np.array([index for index, teacher in enumerate(teachers) if teacher == name], dtype=np.int64)
             asked = plain(batch).select(sequences)
             if name == _ITSELF:
-                asked = _with_prompts(asked, [prompts[index].shown_ids for index in sequences])
+                asked = _with_prompts(asked, [segments[index][0].shown_ids for index in sequences])
                 found = await self._policy.logprobs(asked)
             else:
                 async with self._companions[f"teacher-{name}"].awake() as group:
                     found = await group.logprobs(asked)
             await asyncio.to_thread(_place, found, asked, logprobs_T, batch, sequences)
         weights = np.array([0.0 if teacher is None else self._config.weight for teacher in teachers], dtype=np.float32)
-        return replace(batch, teacher_logprobs=Here(logprobs_T), kl_weights=weights, streams=batch.streams.union(_STREAMS))
+        kept = await asyncio.to_thread(keep, logprobs_T)
+        return replace(batch, teacher_logprobs=kept, kl_weights=weights, streams=batch.streams.union(_STREAMS))
 
-    def _teacher(self, prompt: Prompt) -> str | None:
+    def _teacher(self, prompt: Prompt, sample: Sample, segment: StoredCompletion) -> str | None:
         name = self._of_source.get(prompt.data_source, self._of_others)
+        who = f"prompt {prompt.index} ({prompt.data_source})"
+        if name is None and "kl" in segment.streams:
+            raise DataError(
+                f"{who}: its samples have weights of a distance from a teacher, and it has none: leave kl out of Payload.weights"
+            )
+        if name == _ITSELF and (sample.earlier or segment.num_prompt != len(prompt.token_ids)):
+            raise DataError(f"{who}: distillation.shown is for answers to the prompt itself, and a sample has turns between")
         if name is None and not self._config.trains_rewards:
             named = ", ".join(sorted(self._of_source))
             raise DataError(
-                f"prompt {prompt.index} ({prompt.data_source}): distillation.teachers name {named} and no others: nothing would be learned "
+                f"{who}: distillation.teachers name {named} and no others: nothing would be learned "
                 "from it; a teacher without data_sources takes all others, or distillation.trains_rewards=true"
             )
         return name

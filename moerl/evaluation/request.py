@@ -86,10 +86,6 @@ def evaluation_of(config: RunConfig, source: Path, out: Path | None) -> Evaluati
                 # The buffers of gradients leave before the weights come.
                 offload="optimizer" if config.train.offload == "none" else config.train.offload,
             ),
-            # Models beside the policy are not asked, and need no GPUs.
-            critic=replace(config.critic, layout=None),
-            outcome_model=replace(config.outcome_model, layout=None),
-            distillation=None,
             observe=replace(config.observe, terminal=False, tensorboard=False, wandb="off", dump_every=0),
         ),
         source=source,

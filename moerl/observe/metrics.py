@@ -84,7 +84,7 @@ METRICS = (
     Metric("critic/return", "reward", "none", MEAN, "mean of what it is to estimate"),
     Metric("critic/clipped", "share", "down", MEAN, "tokens whose value the clip holds"),
     Metric("outcome_model/loss", "nats/answer", "down", MEAN, "cross-entropy of right and wrong answers; log 2 is a coin's"),
-    Metric("outcome_model/accuracy", "share", "up", MEAN, "answers that it tells rightly, before it learned from them"),
+    Metric("outcome_model/accuracy", "share", "up", MEAN, "answers that it tells rightly, in its updates"),
     Metric("outcome_model/right", "share", "up", MEAN, "answers that were right"),
     Metric("companion/*", "", "none", MEAN, "NAME/grad_norm, lr, skipped_updates: of that model's update, as train/* of the policy's"),
     Metric("correction/weight", "factor", "steady", MEAN, "mean factor of corrections on the policy loss of a token; 1 without any"),

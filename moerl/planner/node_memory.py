@@ -13,7 +13,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.models.families.family import num_mtp_layers
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.parameter_counts import model_parameters, mtp_parameters
-from moerl.planner.rank_memory import RankMemory, companion_memory
+from moerl.planner.rank_memory import RankMemory, companion_memory, of_companion
 from moerl.planner.saved_activations import WIDTHS
 from moerl.planner.server_memory import ServerMemory
 
@@ -86,9 +86,13 @@ def largest_tensors(hf: Mapping[str, Any], config: RunConfig) -> int:
 
 
 def checkpoint_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:
-    """A whole checkpoint on disk: parameters in their dtype, master weights in float32 where that is narrower, two moments."""
+    """A whole checkpoint on disk, of all models that learn: parameters in their dtype, master weights in float32 where that is narrower,
+    two moments."""
     others, experts = model_parameters(hf)
     count = others + experts + (mtp_parameters(hf) if config.train.mtp_loss > 0 and num_mtp_layers(hf) else 0)
+    for model in companion_models(config):
+        if model.trains:
+            count += sum(model_parameters(of_companion(hf, config, model)[0]))
     wide = WIDTHS[config.train.dtype]
     states = 12 if config.train.dtype == "bfloat16" else 2 * max(wide, 4)
     return count * (wide + states)

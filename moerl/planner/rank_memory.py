@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
+from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models, makes_room
 from moerl.config.derive.model_shape import read_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import TrainConfig
@@ -83,8 +83,10 @@ class _Static:
     """Memory that a stage's ranks hold whatever they do."""
 
     def __init__(
-        self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters], *, uses_reference: bool, trains: bool = True
-    ):
+        self, hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkParameters], *, uses_reference: bool, trains: bool = True,
+        is_copied: bool = False,
+    ):  # fmt: skip
+        """`is_copied`: checkpoints are copies on the host, however they are written."""
         train, wide = config.train, WIDTHS[config.train.dtype]
         buffer, shard, self.parameters = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
         self.kinds: dict[str, int] = {
@@ -94,6 +96,8 @@ class _Static:
             "reference": self.parameters * wide if uses_reference else 0,
         }
         """By the names of moerl/train/memory/memory_states.py."""
+        self.built = 0 if trains else buffer * gradient_bytes(train)
+        """Bytes of gradients of a model that does not train, until it is built (moerl/train/megatron_engine.py)."""
         memory, moment = train.optimizer.memory, WIDTHS["float64" if train.dtype == "float64" else "float32"]
         share, masters = memory.cpu_fraction, train.dtype == "bfloat16"
         pinned = {width: sum(chunk.pinned_shard(width) for chunk in chunks) for width in {wide, moment, 4}}
@@ -104,7 +108,7 @@ class _Static:
         locked = 1 - share
         copies = pinned[wide] + 2 * moment * shard * share + 2 * pinned[moment] * locked
         copies += masters * (pinned[4] * locked + 4 * shard * share if memory.precision_aware else pinned[4])
-        self.staged = round(copies) if config.checkpoint.async_save and trains else 0
+        self.staged = round(copies) if (config.checkpoint.async_save or is_copied) and trains else 0
         narrow = [name for name in (memory.main_params_dtype, memory.exp_avg_dtype, memory.exp_avg_sq_dtype) if name != "float32"]
         self.widened = shard * 4 * len(narrow) if memory.precision_aware else 0
         """States that are narrower are saved in float32, all of a rank at once (moerl/train/checkpoint/sharded_state.py)."""
@@ -129,7 +133,7 @@ def rank_memory(hf: Mapping[str, Any], config: RunConfig, server: ServerMemory |
     guests = [_guests(hf, config, model) for model in companion_models(config) if model.layout is None]
     found, per_stage = [], config.train.layout.ranks // config.train.layout.pp
     for stage, chunks in enumerate(rank_parameters(hf, config.train)):
-        static = _Static(hf, config, chunks, uses_reference=config.uses_reference)
+        static = _Static(hf, config, chunks, uses_reference=config.uses_reference, is_copied=makes_room(config))
         beside = [guest[stage] for guest in guests]
         phases = {
             phase: _phase(phase, hf, config, static, activations[stage], server, beside)
@@ -158,13 +162,14 @@ def companions_memory(hf: Mapping[str, Any], config: RunConfig) -> dict[str, Ran
 def companion_memory(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> list[RankMemory]:
     """Memory of ranks that a model beside the policy has for itself. `hf`: the policy's."""
     assert model.layout is not None
-    own_hf, own = _of_companion(hf, config, model)
+    own_hf, own = of_companion(hf, config, model)
     activations, busier = StageModel(own_hf, own).stages(), StageModel(own_hf, own, imbalance=IMBALANCE).stages()
     found, per_stage = [], model.layout.ranks // model.layout.pp
     for stage, chunks in enumerate(rank_parameters(own_hf, own.train)):
         static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
         wanted: tuple[Phase, ...] = ("load", "log-probs", *(("update", "save") if model.trains else ()))
         phases = {phase: _phase(phase, own_hf, own, static, activations[stage], None, (), pushes=False) for phase in wanted}
+        phases["load"] = {**phases["load"], "gradients": phases["load"].get("gradients", 0) + static.built}
         found.append(
             RankMemory(
                 stage=stage,
@@ -178,7 +183,7 @@ def companion_memory(hf: Mapping[str, Any], config: RunConfig, model: CompanionM
     return found
 
 
-def _of_companion(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> tuple[Mapping[str, Any], RunConfig]:
+def of_companion(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> tuple[Mapping[str, Any], RunConfig]:
     return hf if model.path is None else read_config(Path(model.path)), companion_config(config, model)
 
 
@@ -189,26 +194,24 @@ class _Guest:
 
     asleep: int
     awake: int
-    """Without what it computes with."""
-    at_work: int
-    """In its update, or in a pass of log-probs if it does not train: activations and a layer at work."""
+    """In its update; of one that does not train in a pass of log-probs, or while it is built, with buffers of gradients that then leave."""
     host: Kinds
 
 
 def _guests(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> list[_Guest]:
     """By stage."""
-    own_hf, own = _of_companion(hf, config, model)
+    own_hf, own = of_companion(hf, config, model)
     held = ON_DEVICE[own.train.offload]["asleep"]
     found = []
     for chunks, work in zip(rank_parameters(own_hf, own.train), StageModel(own_hf, own).stages(), strict=True):
         static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
         scoring = max(work.scoring, 0 if model.is_critic else work.scoring_logits)
         update = work.kept + (work.working if model.is_critic else work.update)
+        at_work = max(scoring, update) if model.trains else max(scoring, static.built)
         found.append(
             _Guest(
                 asleep=sum(static.kinds[kind] for kind in KINDS if kind in held),
-                awake=sum(static.kinds.values()) + static.fp8,
-                at_work=max(scoring, update) if model.trains else scoring,
+                awake=sum(static.kinds.values()) + static.fp8 + at_work,
                 host={kind: size for kind, size in _host(own, static, ()).items() if kind != "process"},
             )
         )
@@ -226,14 +229,8 @@ def _phase(
         kinds["optimizer"] += static.widened
     if guests:
         resting = sum(guest.asleep for guest in guests)
-        # They are loaded one after the other, and wake one at a time.
-        woken = {
-            "load": lambda guest: guest.awake,
-            "save": lambda guest: guest.awake,
-            "companions": lambda guest: guest.awake + guest.at_work,
-        }
-        size = woken.get(phase, lambda guest: guest.asleep)
-        kinds["companions"] = resting + max(size(guest) - guest.asleep for guest in guests)
+        # They wake one at a time, when the policy has left what only training needs.
+        kinds["companions"] = resting + (max(guest.awake - guest.asleep for guest in guests) if phase == "companions" else 0)
     if phase != "load":  # from the first update and the first push on
         kinds |= {"FP8 copies": static.fp8, "push buffers": fixed.PUSH_BUFFERS * config.weights.bucket_bytes if pushes else 0}
     if phase == "update":

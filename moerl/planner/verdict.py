@@ -6,6 +6,8 @@ from typing import Any
 
 from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import num_gpus, num_shared
+from moerl.config.rules.algorithm_rules import custom_problems
+from moerl.config.rules.companion_rules import companion_problems
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.parallel_rules import broken_layout
 from moerl.config.schema.hardware_config import GpuConfig
@@ -30,6 +32,8 @@ def gpu_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     gpu, hf = config.placement.gpu, facts.hf
     if gpu is None:
         return
+    if any(custom_problems(config.algorithm)) or any(companion_problems(config, facts)):
+        return  # what they need is not known
     yield from _format_problems(config, gpu)
     yield from _domain_problems(config, gpu)
     is_placed = config.placement.mode != "group_colocated" or config.placement.num_shared is not None  # else reported by validation

@@ -52,6 +52,7 @@ class PromptSource:
             if config.max_prompt_tokens <= max_context - max_response_tokens
             else f"model.max_context={max_context} minus rollout.max_response_tokens={max_response_tokens}"
         )
+        self.data_sources: set[str] = set()
         self._rows = self._usable_rows()
         self._order = lru_cache(maxsize=2)(self._order_of)
 
@@ -108,6 +109,7 @@ class PromptSource:
                 overlong.add(self._dataset.name_of(index), too_long)
             elif self._fits(text):
                 usable.append(index)
+                self.data_sources.add(self._dataset[index].data_source)
             else:
                 overlong.add(self._dataset.name_of(index), f"{len(self._encode(text))} tokens")
         refused.raise_if_any("the chat template refuses {count} row(s)")
@@ -131,7 +133,10 @@ class PromptSource:
         """Empty if it fits, or is not shown."""
         if self._shown is None:
             return ""
-        count = len(self._encode(self._render(self._with_answer(row, self._shown))))
+        text = self._render(self._with_answer(row, self._shown))
+        if len(text.encode(errors="surrogatepass")) <= self._context:
+            return ""
+        count = len(self._encode(text))
         return "" if count <= self._context else f"{count} tokens with the answer (distillation.shown), more than {self._context}"
 
     @staticmethod

@@ -53,6 +53,8 @@ class MegatronEngine:
         self.shards = ShardStore(self.model, self.optimizer, settings.train)
         self._reference = [tensor.detach().clone() for tensor in self.model.bridge.tensors()] if settings.uses_reference else None
         self._memory = DeviceMemory(self.model.wrapped, self.optimizer, self._reference)
+        if not settings.trains:  # Megatron's wrapper makes buffers of gradients all the same
+            self._memory.place(("parameters", "reference"))
         self._groups = groups
         self._residency = MemoryStates(self._train.offload, self._move, self._memory.bytes)
 

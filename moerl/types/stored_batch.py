@@ -163,7 +163,9 @@ class StoredBatch:
 
     def share(self, sequences: Collection[int]) -> "StoredBatch":
         """With the payloads of these sequences alone."""
-        return replace(self, payloads=tuple(payload if i in sequences else None for i, payload in enumerate(self.payloads)))
+        payloads = tuple(payload if i in sequences else None for i, payload in enumerate(self.payloads))
+        prompts = None if self.prompts is None else tuple(ids if i in sequences else () for i, ids in enumerate(self.prompts))
+        return replace(self, payloads=payloads, prompts=prompts)
 
     def laid_out(self, sequences: "np.ndarray | list[int]") -> TrainBatch:
         """Waits for the payloads."""

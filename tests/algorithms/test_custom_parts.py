@@ -45,6 +45,7 @@ def test_the_parts_of_the_page_are_used(own):
         ("advantages_N=step.rewards_S[:1]", r"advantages_N of shape \(1,\): must be \(3,\)"),
         ("advantages_S=0.5", r"advantages_S of shape \(\): must be \(2,\)"),
         ("returns_N=np.zeros(3)", "a Credit without advantages"),
+        ("advantages_S=credit_S, returns_N=np.zeros(1)", r"returns_N of shape \(1,\): must be \(3,\)"),
     ],
 )
 def test_credit_of_another_shape_is_no_credit(credit, said, own, tmp_path):

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
-from moerl.config.derive.companion_models import companion_config, companion_models, own_layouts
+from moerl.check import load_checked
+from moerl.config.derive.companion_models import companion_config, companion_models, own_layouts, without_companions
 from moerl.config.derive.gpu_map import gpu_map
 from moerl.config.derive.tokenizer_files import tokenizer_difference
 from moerl.config.load import load
+from moerl.config.rules.companion_rules import source_problems
+from moerl.config.schema.companion_config import DistillationConfig, TeacherConfig
 from moerl.scratch_model import write_scratch_model
 from moerl.types.errors import ConfigError
 
@@ -51,6 +55,17 @@ def other(model, tmp_path):
         (["algorithm=ppo", "critic.layout={ranks: 2, tp: 4}"], "critic.layout.ranks", "must be a multiple of tp * pp * cp = 4"),
         (["algorithm=ppo", "critic.path=/nowhere"], "critic.path", "is not a directory"),
         (["algorithm=ppo", "train.destroy_groups=true", "train.offload=all"], "train.destroy_groups", "must be false with critic"),
+        (["algorithm=ppo", "critic.optimizer={lr: 1, min_lr: 2}"], "critic.optimizer.min_lr", "must be at most lr=1"),
+        (
+            ["algorithm=ppo", "critic.layout={ranks: 4, cp: 4}", "train.micro_batch_tokens=36"],
+            "critic.path", "train.micro_batch_tokens = 36 must be a multiple of 8",
+        ),
+        (
+            ["algorithm=ppo", "train.recompute={kind: full, num_layers: 2}", "critic.layout={ranks: 4, pp: 4}"],
+            "critic.path", "train.recompute.num_layers = 2 must be at most 1",
+        ),
+        (["algorithm=prime", "group_size=1"], "group_size", "must be at least 2"),
+        (["+distillation={shown: '{answer}'}", "algorithm.entropy_bonus=0.1"], "algorithm.entropy_bonus", "has no effect"),
         (["+distillation={}"], "distillation.teachers", "must have a teacher"),
         (["+distillation={shown: look}"], "distillation.shown", "must have {answer}"),
         (["algorithm=prime", "+distillation={shown: '{answer}'}"], "distillation.trains_rewards", "must be true with outcome_model"),
@@ -76,7 +91,7 @@ def test_a_model_of_other_tokens_or_that_does_not_fit_the_ranks_is_refused(model
     assert "must have the policy's tokenizer" in found["distillation.teachers.a.path"]
     assert "2 of" in found["distillation.teachers.a.path"]
     found = refused("algorithm=ppo", f"critic.path={model}", "train.layout.pp=4", "train.layout.ranks=4", "train.layout.ep=1")
-    assert "must fit train.layout; it is on the policy's ranks" in found["critic.path"]
+    assert "must fit train.layout.pp; it is on the policy's ranks" in found["critic.path"]
     assert "critic.layout" in found["critic.path"]
 
 
@@ -109,3 +124,42 @@ def test_a_model_on_its_own_ranks_has_gpus_of_its_own_and_settings_of_its_own():
 def test_models_are_there_only_if_somebody_needs_them():
     assert [model.name for model in companion_models(load([RECIPE]))] == []
     assert [model.name for model in companion_models(load([RECIPE, "algorithm=prime"]))] == ["outcome_model"]
+
+
+def test_a_distance_alone_needs_no_pass_of_the_algorithm_s():
+    alone = load([RECIPE, "+distillation={shown: '{answer}'}", "train.updates_per_step=2"])
+    both = load(
+        [RECIPE, "+distillation={shown: '{answer}', trains_rewards: true}", "train.updates_per_step=2", "algorithm.kl_coefficient=0.1"]
+    )
+    assert (alone.uses_reference, alone.needs_old_logprobs) == (False, False)
+    assert (both.uses_reference, both.needs_old_logprobs) == (True, True)
+
+
+def test_teachers_are_of_sources_that_rows_have():
+    distillation = DistillationConfig(teachers={"one": TeacherConfig(path="/x", data_sources=("maths", "code"))})
+    (unknown, left) = source_problems(distillation, {"math", "code"})
+    assert (unknown.path, unknown.rule) == ("distillation.teachers.one.data_sources", "names maths, which no row has")
+    assert "data_source math too" in left.reason
+    assert [each.path for each in source_problems(replace(distillation, shown="{answer}"), {"math", "code"})] == [unknown.path]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=ppo", "critic.path=/nowhere"],
+        ["algorithm=ppo", "critic.layout={ranks: 2, tp: 4}"],
+        ["+distillation={teachers: {one: {path: /nowhere}}}"],
+        ["algorithm.objective={kind: custom, path: nowhere.py:X}"],
+    ],
+)
+def test_a_plan_of_memory_is_not_asked_about_models_that_are_not_known(overrides):
+    with pytest.raises(ConfigError):
+        load_checked(["recipe=grpo-qwen3-235b-16n8g-sync", *overrides])
+
+
+def test_an_evaluation_needs_neither_gpus_nor_folders_of_models_beside_the_policy():
+    config = load([RECIPE, "algorithm=ppo", "critic.layout={ranks: 4}"])
+    taught = replace(config, distillation=DistillationConfig(teachers={"one": TeacherConfig(path="/gone")}))
+    alone = without_companions(taught)
+    assert own_layouts(alone) == {}
+    assert [model.path for model in companion_models(alone)] == [None]

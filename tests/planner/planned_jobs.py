@@ -42,6 +42,14 @@ def trained_bytes(settings: EngineSettings, batch: TrainBatch) -> list[dict[str,
     return found
 
 
+def held_bytes(settings: EngineSettings) -> list[dict[str, int]]:
+    """Bytes of each rank by kind, when it has been built."""
+    held = new_engine(settings)._memory.bytes()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {kind: each.device for kind, each in held.items()})
+    return found
+
+
 def built_sizes(cases: Sequence[tuple[Mapping[str, Any], TrainConfig, Sequence[int]]]) -> list[dict[tuple[int, int], Any]]:
     """Of stages of each case by (stage, chunk): elements of every parameter, of the buffers, and of a rank's shard of them. Megatron
     builds them on meta tensors, so that their size does not matter. Replaces the process's default group."""

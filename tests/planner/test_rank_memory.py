@@ -7,7 +7,7 @@ import pytest
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
 from family_cases import write_case
-from planned_jobs import trained_bytes
+from planned_jobs import held_bytes, trained_bytes
 
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import read_config
@@ -65,7 +65,7 @@ def test_a_critic_beside_the_policy_is_as_large_and_leaves_with_it():
         assert "companions" not in before.phases
         assert after.phases["update"]["companions"] == 0 == after.phases["push"]["companions"]
         static = sum(before.phases["update"][kind] for kind in ("weights", "gradients", "optimizer"))
-        assert after.phases["load"]["companions"] == static
+        assert after.phases["load"]["companions"] == 0 == after.phases["save"]["companions"]  # the policy makes room first
         # Of the policy weights alone are there meanwhile.
         assert after.phases["companions"]["companions"] > static and "optimizer" not in after.phases["companions"]
         copies = "copies of what leaves the GPU"
@@ -85,4 +85,13 @@ def test_models_that_only_answer_hold_weights_alone_and_those_on_their_own_ranks
     assert rank_memory(hf, apart) == alone
     (found,) = companions_memory(hf, apart).values()
     assert set(found.phases) == {"load", "log-probs"}
-    assert "optimizer" not in found.phases["load"] or found.phases["load"]["optimizer"] == 0
+    assert found.phases["load"]["optimizer"] == 0 == found.phases["log-probs"]["gradients"]
+    assert found.phases["load"]["gradients"] == 2 * found.phases["load"]["weights"]  # float32, until the model is built
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_model_that_does_not_train_has_no_buffers_of_gradients(trains, checkpoints):
+    chosen = replace(settings(checkpoints["qwen3_moe"], LAYOUTS["ep2"], dtype="bfloat16"), trains=trains)
+    (held, *_) = run_ranks(held_bytes, 2, chosen)
+    assert (held["gradients"] > 0, held["optimizer"] > 0) == (trains, trains)
+    assert held["parameters"] > 0

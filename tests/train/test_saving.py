@@ -150,7 +150,7 @@ def test_models_beside_the_policy_are_parts_of_its_checkpoint(tmp_path):
         directory = tmp_path / "step-000001"
         assert saved.num_bytes == 140
         assert faults_of_part(directory, part=0, num_parts=1) == []
-        (directory / "critic" / "common").write_text("others")
-        assert faults_of_part(directory, part=0, num_parts=1) == ["* critic/common: 6 bytes, should be 15"]
+        (directory / "critic" / "common").write_text("other")
+        assert faults_of_part(directory, part=0, num_parts=1) == ["* critic/common: 5 bytes, should be 6"]
 
     play(tmp_path, scenario, beside=["critic"])

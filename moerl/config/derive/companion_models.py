@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.run_config import RunConfig
-from moerl.config.schema.train_config import OptimizerConfig
+from moerl.config.schema.train_config import NoRecompute, OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,34 @@ def own_layouts(config: RunConfig) -> dict[str, Layout]:
     return {model.name: model.layout for model in companion_models(config) if model.layout is not None}
 
 
+def makes_room(config: RunConfig) -> bool:
+    """The policy gives up what training needs while a model on its ranks is loaded or saved."""
+    return config.train.offload != "none" and any(model.layout is None for model in companion_models(config))
+
+
+def without_companions(config: RunConfig) -> RunConfig:
+    """For an evaluation, which asks none of them."""
+    critic, outcome = replace(config.critic, layout=None, path=None), replace(config.outcome_model, layout=None, path=None)
+    return replace(config, critic=critic, outcome_model=outcome, distillation=None)
+
+
 def companion_config(config: RunConfig, model: CompanionModel) -> RunConfig:
     """The run's, as this model is trained: without what concerns servers and routes."""
     on_own = model.layout is not None
+    offload = "none" if on_own else config.train.offload
     train = replace(
         config.train,
         layout=config.train.layout if model.layout is None else model.layout,
         optimizer=config.train.optimizer if model.optimizer is None else model.optimizer,
-        offload="none" if on_own else config.train.offload,
+        offload=offload,
         destroy_groups=False,
         router_replay="off",
         mtp_loss=0.0,
         updates_per_step=config.train.updates_per_step if model.trains else 1,
         bridge="native",
     )
-    return replace(config, train=train)
+    if not model.trains:
+        train = replace(train, recompute=NoRecompute(), overlap_grad_reduce=False, overlap_param_gather=False, overlap_bucket_size=None)
+    # Where it leaves the GPU its checkpoints are copies on the host, however they are written.
+    checkpoint = replace(config.checkpoint, async_save=True) if offload != "none" else config.checkpoint
+    return replace(config, train=train, checkpoint=checkpoint)

@@ -7,7 +7,7 @@ TOKEN_BYTES = 12
 """Bytes of a token without its routes: id and log-prob, and some four letters of text."""
 COLUMN_BYTES = 4
 """Bytes of a token in each column of a step: log-probs of the old policy and of the reference that the trainer computes before an update,
-and advantages of tokens."""
+advantages of tokens, what models beside the policy say."""
 
 
 def sample_bytes(config: RunConfig) -> int:
@@ -23,8 +23,14 @@ def sample_bytes(config: RunConfig) -> int:
 def most_bytes(config: RunConfig) -> int:
     """With every slot of the buffer full of the longest samples, and the columns of a step."""
     step = config.groups_per_step * config.group_size
-    columns = step * _longest(config) * COLUMN_BYTES * (config.needs_old_logprobs + config.uses_reference + config.algorithm.credits_tokens)
-    return (config.max_staleness + 1) * step * sample_bytes(config) + columns
+    number = config.needs_old_logprobs + config.uses_reference + config.credits_tokens + _num_beside(config)
+    return (config.max_staleness + 1) * step * sample_bytes(config) + step * _longest(config) * COLUMN_BYTES * number
+
+
+def _num_beside(config: RunConfig) -> int:
+    """Values and returns; log-probs of the model of outcomes, twice, and their difference; a teacher's."""
+    needs = config.algorithm.needs
+    return 2 * ("values" in needs) + 3 * ("process_rewards" in needs) + (config.distillation is not None)
 
 
 def _longest(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moerl.config.rules.facts import Facts
-from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, ReinforceAdvantage
+from moerl.config.schema.algorithm_config import AlgorithmConfig, GroupAdvantage, PassAtKAdvantage, PrimeAdvantage, ReinforceAdvantage
 from moerl.config.schema.custom_part import CustomPart, load_class
 from moerl.config.schema.loss_config import GMPO, GSPO, TIS, IcePop, Rejection, SequenceMaskTIS
 from moerl.config.schema.rollout_config import MOST_LEFT
@@ -21,7 +21,7 @@ def compares_samples(algorithm: AlgorithmConfig) -> bool:
     advantage = algorithm.advantage
     if isinstance(advantage, ReinforceAdvantage):
         return advantage.kind == "reinforce_pp_baseline"
-    return isinstance(advantage, GroupAdvantage | PassAtKAdvantage)
+    return isinstance(advantage, GroupAdvantage | PassAtKAdvantage | PrimeAdvantage)
 
 
 def corrects_staleness(algorithm: AlgorithmConfig) -> bool:

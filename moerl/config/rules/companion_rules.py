@@ -1,15 +1,19 @@
 """Rules of the models beside the policy: whether they are needed, what they start from, where they are."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
 from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
 from moerl.config.derive.tokenizer_files import tokenizer_difference
 from moerl.config.rules.algorithm_rules import custom_problems
-from moerl.config.rules.facts import Facts, facts_of
+from moerl.config.rules.facts import Facts, Rule, facts_of
+from moerl.config.rules.fp8_rules import fp8_problems
+from moerl.config.rules.megatron_rules import megatron_problems
+from moerl.config.rules.memory_rules import memory_problems
 from moerl.config.rules.parallel_rules import train_layout_problems
+from moerl.config.rules.run_rules import micro_batch_problems, optimizer_problems
 from moerl.config.schema.companion_config import CriticConfig, DistillationConfig, OutcomeModelConfig
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
@@ -43,9 +47,26 @@ def _effect_problems(config: RunConfig) -> Iterator[Problem]:
             reason = f"{kind} needs {name}, which would be trained for an objective that is no part of the loss"
             fix = "distillation.trains_rewards=true, or an algorithm without it, as algorithm=grpo"
             yield problem("distillation.trains_rewards", False, f"must be true with {name}", reason, fix)
+    if not config.trains_rewards:
+        yield from _unused_problems(config)
     if 0 < config.num_steps <= config.num_critic_steps:
         rule, reason = f"must be less than num_steps={config.num_steps}", "the policy learns nothing in these steps"
         yield problem("critic.warmup_steps", config.critic.warmup_steps, rule, reason, f"critic.warmup_steps={config.num_steps // 10}")
+
+
+def _unused_problems(config: RunConfig) -> Iterator[Problem]:
+    """Parts of a loss that is not trained."""
+    algorithm = config.algorithm
+    for name, is_set in (
+        ("kl_coefficient", algorithm.kl_coefficient > 0), ("entropy_bonus", algorithm.entropy_bonus > 0),
+        ("drift_penalty", algorithm.drift_penalty > 0), ("corrections", algorithm.corrections != ()),
+    ):  # fmt: skip
+        if is_set:
+            reason, fix = (
+                "distillation.trains_rewards=false: the distance from the teacher is the only loss",
+                "leave it out, or trains_rewards=true",
+            )
+            yield problem(f"algorithm.{name}", getattr(algorithm, name), "has no effect", reason, fix)
 
 
 def _teacher_problems(distillation: DistillationConfig) -> Iterator[Problem]:
@@ -74,7 +95,8 @@ def _teacher_problems(distillation: DistillationConfig) -> Iterator[Problem]:
             taken[source] = name
 
 
-def _model_problems(config: RunConfig, facts: Facts, model: CompanionModel) -> Iterator[Problem]:
+def _model_problems(config: RunConfig, policy_facts: Facts, model: CompanionModel) -> Iterator[Problem]:
+    facts = policy_facts
     if model.path is not None:
         facts = facts_of(ModelConfig(path=model.path, max_context=config.model.max_context))
         yield from (replace(fault, path=f"{model.section}.path") for fault in facts.faults)
@@ -86,15 +108,29 @@ def _model_problems(config: RunConfig, facts: Facts, model: CompanionModel) -> I
             rule = f"must take model.max_context={config.model.max_context} tokens"
             reason = f"its config.json says max_position_embeddings={facts.shape.max_positions}"
             yield problem(f"{model.section}.path", model.path, rule, reason, f"model.max_context={facts.shape.max_positions}")
-    if model.path is None and model.layout is None:
-        return  # as the policy
-    own = companion_config(config, model)
-    for found in train_layout_problems(own, facts):
-        if model.layout is not None:
-            yield replace(found, path=found.path.replace("train.layout", f"{model.section}.layout"))
-        else:
-            reason = f"it is on the policy's ranks, with their layout: {found.path} = {found.value} {found.rule}"
-            yield problem(f"{model.section}.path", model.path, "must fit train.layout", reason, f"a {model.section}.layout of its own")
+    own, known = companion_config(config, model), {(each.path, each.rule) for rule in _RULES for each in rule(config, policy_facts)}
+    for found in (each for rule in _RULES for each in rule(own, facts)):
+        part = next((name for name in ("layout", "optimizer") if found.path.startswith(f"train.{name}")), None)
+        if part is not None and getattr(model, part) is not None:
+            yield replace(found, path=found.path.replace("train", model.section, 1), fix=found.fix.replace("train.", f"{model.section}."))
+        elif (found.path, found.rule) not in known:  # else it is the policy's problem
+            where = "on the policy's ranks, with their layout" if model.layout is None else "on its own ranks"
+            reason = f"it is {where}, and {found.path} = {found.value} {found.rule}: {found.reason}"
+            yield problem(
+                f"{model.section}.path", model.path, f"must fit {found.path}", reason, f"another one, or a {model.section}.layout"
+            )
+    fp8 = config.train.fp8
+    if model.layout is None and fp8 is not None and fp8.recipe == "delayed":
+        reason = f"Transformer Engine keeps the scales of all models of a process together, and {model.section} is on the policy's ranks"
+        yield problem(
+            "train.fp8.recipe", "delayed", f"cannot go with {model.section}", reason, f"another recipe, or {model.section}.layout"
+        )
+
+
+_RULES: tuple[Rule, ...] = (
+    train_layout_problems, micro_batch_problems, optimizer_problems, memory_problems, megatron_problems, fp8_problems,
+)  # fmt: skip
+"""Rules of `train` that hold for each by its own layout, optimizer and model."""
 
 
 def tokenizer_problems(policy: Path, model: CompanionModel) -> Iterator[Problem]:
@@ -107,3 +143,17 @@ def tokenizer_problems(policy: Path, model: CompanionModel) -> Iterator[Problem]
     if difference is not None:
         reason = f"both must mean the same by a token's number: {difference}"
         yield problem(f"{model.section}.path", model.path, "must have the policy's tokenizer", reason, "a model of the same tokenizer")
+
+
+def source_problems(distillation: DistillationConfig, sources: Collection[str]) -> Iterator[Problem]:
+    """`sources`: those of the data set."""
+    there, named = ", ".join(sorted(sources)), {name for teacher in distillation.teachers.values() for name in teacher.data_sources}
+    for name, teacher in distillation.teachers.items():
+        if unknown := sorted(set(teacher.data_sources) - set(sources)):
+            path, reason = f"distillation.teachers.{name}.data_sources", f"rows have data_source {there}"
+            yield problem(path, teacher.data_sources, f"names {', '.join(unknown)}, which no row has", reason, "one of these")
+    has_others = distillation.shown is not None or any(not teacher.data_sources for teacher in distillation.teachers.values())
+    if (left := sorted(set(sources) - named)) and not has_others and not distillation.trains_rewards:
+        reason = f"rows have data_source {', '.join(left)} too, from which nothing would be learned"
+        fix = "a teacher without data_sources, distillation.shown, or distillation.trains_rewards=true"
+        yield problem("distillation.teachers", sorted(distillation.teachers), "must teach all sources", reason, fix)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import get_args
 
+from moerl.config.derive.companion_models import companion_models
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.deadlines import Phase
 from moerl.config.schema.job_config import SlurmConfig
@@ -168,6 +169,7 @@ def _places(config: RunConfig, config_dir: str | None) -> Iterator[tuple[str, st
     yield "output_dir", config.output_dir, True
     if config.model.path is not None:
         yield "model.path", config.model.path, False
+    yield from ((f"{model.section}.path", model.path, False) for model in companion_models(config) if model.path is not None)
     if config.data.kind == "files":
         yield from ((f"data.files.{index}", str(file), False) for index, file in enumerate(config.data.files))
     if config.placement.topology is not None:

@@ -137,7 +137,8 @@ class RunConfig(Strict):
     @property
     def needs_old_logprobs(self) -> bool:
         """With one update per step the old policy is the policy itself: no extra pass, unless the algorithm looks at it before."""
-        return self.train.old_logprobs == "trainer" and (self.train.updates_per_step > 1 or "old_logprobs" in self.algorithm.needs)
+        asks = self.train.updates_per_step > 1 or "old_logprobs" in self.algorithm.needs
+        return self.train.old_logprobs == "trainer" and asks and self.trains_rewards
 
     @property
     def trains_rewards(self) -> bool:
@@ -166,7 +167,12 @@ class RunConfig(Strict):
 
     @property
     def uses_reference(self) -> bool:
-        return "reference" in self.algorithm.needs
+        return "reference" in self.algorithm.needs and self.trains_rewards
+
+    @property
+    def credits_tokens(self) -> bool:
+        """Advantages of tokens are made before the update."""
+        return self.algorithm.credits_tokens and self.trains_rewards
 
     @property
     def rollout_dtype(self) -> str:

@@ -80,7 +80,8 @@ def credited(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm) 
         spread_T[is_response_T] = values_N
         return Here(spread_T)
 
-    returns = None if credit.returns_N is None else spread("returns", credit.returns_N)
+    returns_N = credit.checked_returns(step)
+    returns = None if returns_N is None else spread("returns", returns_N)
     return replace(batch, token_advantages=spread("advantages", credit.by_token(step)), returns=returns)
 
 
@@ -91,9 +92,15 @@ def labelled(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, 
     return replace(batch, advantages=np.array(is_right, dtype=np.float32))
 
 
-def prompts_of(groups: Sequence[Group], algorithm: Algorithm) -> list[Prompt]:
-    """Prompt of each sequence of the batch."""
-    return [group.prompt for group in groups for sample in _trained(group, algorithm) for segment in sample.segments if segment.num_tokens]
+def segments_of(groups: Sequence[Group], algorithm: Algorithm) -> list[tuple[Prompt, Sample, StoredCompletion]]:
+    """Sequences of the batch, each after its prompt and its sample."""
+    return [
+        (group.prompt, sample, segment)
+        for group in groups
+        for sample in _trained(group, algorithm)
+        for segment in sample.segments
+        if segment.num_tokens
+    ]
 
 
 def with_proximal(batch: StoredBatch, groups: Sequence[Group], algorithm: Algorithm, version: int) -> StoredBatch:

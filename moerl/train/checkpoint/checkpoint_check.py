@@ -121,4 +121,6 @@ def _tensors(directory: Path, name: str, files: FileDigests) -> str:
     except CheckpointError:
         return ""
     held = sorted({str(index.fqn) for index, info in stored.items() if info.relative_path == name})
+    if not held:  # of a model beside the policy, with an index of its own
+        return ""
     return f"; holds {', '.join(held[:3])}" + (f" and {len(held) - 3} more tensors" if len(held) > 3 else "")

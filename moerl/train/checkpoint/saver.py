@@ -29,6 +29,9 @@ class SavedPart(Protocol):
     async def write(self, directory: Path) -> checkpoint_dirs.FileDigests:
         """All files, whole; the directory is there."""
 
+    async def shed(self) -> int:
+        """Leave the GPU with what is of no use until the next update."""
+
 
 class CheckpointSaver:
     def __init__(self, root: Path, *, model: Mapping[str, Any], keep: int, in_background: bool, policy: SavedPart):
@@ -37,6 +40,8 @@ class CheckpointSaver:
         self._policy = policy
         self.beside: dict[str, SavedPart] = {}
         """By name; files of each are in a folder of it."""
+        self.makes_room = False
+        """The policy sheds what training needs before they come to its GPUs to be staged."""
         self._in_flight: asyncio.Task[SavedCheckpoint] | None = None
         self._saved: list[SavedCheckpoint] = []
 
@@ -45,7 +50,9 @@ class CheckpointSaver:
         begun = time.perf_counter()
         await self._finish()
         temporary = await asyncio.to_thread(checkpoint_dirs.begin, self._root, version)
-        num_bytes = await self._policy.stage(copies=self._in_background)
+        num_bytes = await self._policy.stage(copies=self._in_background or self.makes_room)
+        if self.makes_room:
+            await self._policy.shed()
         for part in self.beside.values():
             num_bytes += await part.stage(copies=self._in_background)
         staged = time.perf_counter()

@@ -119,10 +119,10 @@ def algorithm_loss(
     step = scored.step(config, built.max_response_tokens, flat, owner)
     flat = flat.without(~is_trained_S[owner])
     credit = built.credit(replace(step, tokens=flat.scored(config)))
-    advantages_T = flat.spread(credit.by_token(step))
+    advantages_T, returns_N = flat.spread(credit.by_token(step)), credit.checked_returns(step)
     batch = flat.batch(advantages_T, version)
     loss, gradient, sums, kept_T = _loss(flat, batch, built.loss)
-    told = {} if credit.returns_N is None else _critic(flat, batch, flat.spread(credit.returns_N), value_clip)
+    told = {} if returns_N is None else _critic(flat, batch, flat.spread(returns_N), value_clip)
     if flat.process_logprobs is not None:
         told |= _outcomes(flat, batch, scored.rewards_S[owner] > right_above, getattr(config.advantage, "beta", PrimeAdvantage.beta))
     return AlgorithmResult(
@@ -130,7 +130,7 @@ def algorithm_loss(
         loss=loss,
         gradient=flat.shaped(flat.tokens_of(gradient)),
         metrics=step_statistics([sums], uses_reference=flat.reference_logprobs is not None, trains_mtp=False),
-        returns=None if credit.returns_N is None else flat.shaped(flat.spread(credit.returns_N)),
+        returns=None if returns_N is None else flat.shaped(flat.spread(returns_N)),
         kept=flat.shaped(flat.mask if kept_T is None else flat.mask & flat.tokens_of(kept_T)),
         **told,
     )

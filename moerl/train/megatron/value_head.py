@@ -8,12 +8,12 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from moerl.models.bridge.native_bridge import check_shape
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.loss.batch_loss import at_least_float32
+from moerl.types.errors import CheckpointError
 
 SCORE = "score.weight"
-"""Name that transformers' models of sequence and token classification give it [1, hidden]."""
+"""Name that transformers' models of sequence classification give it [1, hidden]."""
 
 
 class ValueHead(nn.Module):
@@ -38,10 +38,14 @@ class ValueHead(nn.Module):
 
 @torch.no_grad()
 def load_head(chunks: Sequence[nn.Module], checkpoint: HFCheckpoint) -> None:
-    """From a checkpoint that has one; else it stays as it begins. CheckpointError for one of another shape."""
-    if SCORE not in checkpoint.names():
+    """From a checkpoint that has one; else it stays as it begins. CheckpointError for one of another form."""
+    heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueHead)]
+    names = set(checkpoint.names())
+    if not heads or SCORE not in names:
         return
-    score = checkpoint.read(SCORE)
-    for head in (module for chunk in chunks for module in chunk.modules() if isinstance(module, ValueHead)):
-        check_shape(SCORE, score, head.weight)
+    score, bias = checkpoint.read(SCORE), "score.bias"
+    if score.shape != heads[0].weight.shape or bias in names:
+        found = f"{list(score.shape)}{' and a bias' if bias in names else ''}"
+        raise CheckpointError(f"{SCORE} has shape {found}: a critic's head is one row of {heads[0].weight.shape[1]}, without a bias")
+    for head in heads:
         head.weight.copy_(score)
