@@ -34,11 +34,11 @@ CORRECTIONS: Mapping[str, list[dict[str, Any]]] = {
     "sequence_mask_tis": [{"kind": "sequence_mask_tis"}],
 }
 CASES: Mapping[str, dict[str, Any]] = {
-    "same weights": {"lag": 0, "noise": 0.0, "fp8": False},
-    "lag alone": {"noise": 0.0, "fp8": False},
+    "same-weights": {"lag": 0, "noise": 0.0, "fp8": False},
+    "lag-alone": {"noise": 0.0, "fp8": False},
     **{name: {"corrections": corrections} for name, corrections in CORRECTIONS.items()},
     "r3": {"replays": True},
-    "tis + r3": {"corrections": CORRECTIONS["tis"], "replays": True},
+    "tis+r3": {"corrections": CORRECTIONS["tis"], "replays": True},
 }
 
 
@@ -283,9 +283,9 @@ def plot(rows: list[dict[str, Any]]) -> str:
     cases = list(dict.fromkeys(row["case"] for row in rows))
     width, height, columns = 200, 110, 4
     lines_of = -(-len(cases) // columns)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns * width} {lines_of * height}" font-family="sans-serif" font-size="9">'
-    ]
+    size = f"{columns * width} {lines_of * height}"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="9">']
+    parts.append('<rect width="100%" height="100%" fill="#fff"/>')
     for place, case in enumerate(cases):
         left, top = place % columns * width + 26, place // columns * height + 18
         parts.append(f'<text x="{left}" y="{top - 5}">{case}</text>')
