@@ -53,7 +53,7 @@ def makes_room(config: RunConfig) -> bool:
 
 
 def without_companions(config: RunConfig) -> RunConfig:
-    """For an evaluation, which asks none of them."""
+    """Settings for an evaluation, which asks none of them."""
     critic, outcome = replace(config.critic, layout=None, path=None), replace(config.outcome_model, layout=None, path=None)
     return replace(config, critic=critic, outcome_model=outcome, distillation=None)
 
