@@ -1,7 +1,7 @@
 """From the map of GPUs to the nodes of the Ray cluster: on which node every training rank and rollout server of the run is."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ class RunPlacement:
     ranks: tuple[ProcessPlace, ...]
     servers: tuple[tuple[ProcessPlace, ...], ...]
     """By server, a place on each of its nodes."""
-    beside: Mapping[str, tuple[ProcessPlace, ...]]
-    """Ranks of models beside the policy that have their own, by name."""
     here: str
     """Id of the driver's node."""
+    beside: Mapping[str, tuple[ProcessPlace, ...]] = field(default_factory=dict)
+    """Ranks of models beside the policy that have their own, by name."""
 
 
 def find_placement(config: RunConfig) -> RunPlacement:
