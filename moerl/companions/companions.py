@@ -17,7 +17,7 @@ from moerl.algorithms.algorithm import Algorithm
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.cluster.placement import ProcessPlace
 from moerl.companions.companion import Companion, plain
-from moerl.companions.teaching import Teaching
+from moerl.companions.teaching import Teaching, refuse_weights
 from moerl.config.derive.companion_models import companion_models, makes_room
 from moerl.config.schema.algorithm_config import PrimeAdvantage
 from moerl.config.schema.run_config import RunConfig
@@ -72,8 +72,8 @@ class Companions:
         """With what they say of its tokens."""
         if self._teaching is not None:
             batch = await self._teaching.taught(batch, segments_of(groups, algorithm))
-        elif "kl" in batch.streams:
-            raise DataError("samples have weights of a distance from a teacher, and there is none: leave kl out of Payload.weights")
+        else:
+            refuse_weights(batch)
         if (critic := self._all.get("critic")) is not None:
             async with critic.awake() as group:
                 batch = replace(batch, values=await group.values(plain(batch)))

@@ -64,6 +64,12 @@ class Teaching:
         return name
 
 
+def refuse_weights(batch: StoredBatch) -> None:
+    """DataError for weights of a distance where nobody teaches."""
+    if "kl" in batch.streams:
+        raise DataError("samples have weights of a distance from a teacher, and there is none: leave kl out of Payload.weights")
+
+
 def _with_prompts(batch: StoredBatch, prompts: Sequence[tuple[int, ...]]) -> StoredBatch:
     return replace(batch, prompts=tuple(prompts), prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int64))
 

@@ -8,6 +8,7 @@ import pytest
 from stored_here import stored_here
 
 from moerl.algorithms.algorithm import build_algorithm
+from moerl.companions.teaching import refuse_weights
 from moerl.config.algorithm_settings import algorithm
 from moerl.train.batching.build_batch import build_batch, credited, sft_batch, with_proximal
 from moerl.types.completion import Completion, VersionSpan
@@ -108,8 +109,8 @@ def test_the_age_of_a_token_stands_at_the_tokens_that_the_policy_produced():
 
 def test_a_distance_from_a_teacher_is_refused_where_there_is_none():
     taught = Sample(completion=make_segment([1, 2], weights={"kl": [1, 1]}), score=Score(reward=1.0))
-    with pytest.raises(DataError, match="no teacher yet"):
-        build_batch([make_group(taught, make_sample([8], 0.0))], GRPO)
+    with pytest.raises(DataError, match="and there is none"):
+        refuse_weights(build_batch([make_group(taught, make_sample([8], 0.0))], GRPO))
 
 
 def test_credit_of_tokens_runs_through_the_segments_of_a_sample_and_takes_the_kl_from_their_reward():

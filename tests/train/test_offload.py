@@ -132,7 +132,7 @@ def test_calls_that_the_state_does_not_allow_are_refused_with_the_state_the_call
     said = run_ranks(call_asleep, 1, case(checkpoints, offload="all"), random_batch())
     for call in ("sleep", "logprobs", "update", "export", "save", "load"):
         assert said[call] == f"{call}: the trainer is asleep; legal now: wake"
-    legal = "shed, sleep, logprobs, reference_logprobs, export, update, save, load"
+    legal = "shed, sleep, logprobs, reference_logprobs, values, export, update, save, load"
     assert said["wake awake"] == f"wake: the trainer is training; legal now: {legal}"
     assert said["sleep exporting"] == "sleep: the trainer is scoring, running export; no call is legal before export has ended"
     assert said["update exporting"] == "update: the trainer is scoring, running export; no call is legal before export has ended"

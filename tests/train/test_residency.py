@@ -17,7 +17,10 @@ from moerl.types.errors import ResidencyError
 from moerl.types.push import TensorSpec
 
 CALLS = get_args(Call)
-STATE_OF = dict.fromkeys(("logprobs", "reference_logprobs", "export"), "scoring") | dict.fromkeys(("update", "save", "load"), "training")
+STATE_OF = dict.fromkeys(("logprobs", "reference_logprobs", "values", "export"), "scoring")
+STATE_OF |= dict.fromkeys(("update", "save", "load"), "training")
+    ("update", "save", "load"), "training"
+)
 
 
 class Places:
