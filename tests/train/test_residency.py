@@ -19,8 +19,6 @@ from moerl.types.push import TensorSpec
 CALLS = get_args(Call)
 STATE_OF = dict.fromkeys(("logprobs", "reference_logprobs", "values", "export"), "scoring")
 STATE_OF |= dict.fromkeys(("update", "save", "load"), "training")
-    ("update", "save", "load"), "training"
-)
 
 
 class Places:
