@@ -65,9 +65,6 @@ class Companion:
         async with self.awake() as group:
             return await group.stage(copies=copies or self._leaves)
 
-    async def shed(self) -> int:
-        return await self.group.shed()
-
     async def write(self, directory: Path) -> FileDigests:
         return await self.group.write(directory)
 

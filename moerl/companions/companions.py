@@ -7,7 +7,6 @@ what of it leaves them meanwhile.
 """
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +32,6 @@ from moerl.types.stats import StepStats
 from moerl.types.stored import keep
 from moerl.types.stored_batch import StoredBatch
 
-logger = logging.getLogger(__name__)
-
 
 class Companions:
     def __init__(
@@ -46,7 +43,9 @@ class Companions:
         options: dict[str, Any] = {"policy": policy, "policy_dir": policy_dir, "checkpoint_dir": checkpoint_dir, "hangs": hangs}
         self._all = {model.name: Companion(config, model, places=places.get(model.name), **options) for model in companion_models(config)}
         self._policy = policy
-        policy.saver.makes_room = self._makes_room = makes_room(config)
+        self._makes_room = makes_room(config)
+        if self._makes_room:
+            policy.saver.make_room = policy.shed
         policy.saver.beside.update({name: companion for name, companion in self._all.items() if companion.model.trains})
         self._teaching = None if config.distillation is None else Teaching(config.distillation, policy, self._all)
 

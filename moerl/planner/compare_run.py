@@ -8,17 +8,19 @@ from pathlib import Path
 
 import yaml
 
+from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.model_configs import model_config
 from moerl.config.load import checked
 from moerl.config.schema.run_config import RunConfig
 from moerl.observe.failure import chain_of
 from moerl.observe.records import metrics_path, read_metrics
 from moerl.planner.memory_plan import GIB, aligned, planned
-from moerl.planner.rank_memory import Phase, RankMemory
+from moerl.planner.rank_memory import Phase, RankMemory, companion_memory
 from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError
 
 _PHASES: Mapping[str, Phase] = {
-    "logprobs": "log-probs", "reference_logprobs": "log-probs", "export": "push", "update": "update", "save": "save", "load": "load",
+    "logprobs": "log-probs", "reference_logprobs": "log-probs", "values": "log-probs", "export": "push", "update": "update", "save": "save",
+    "load": "load",
 }  # fmt: skip
 """By a rank's verb (moerl/train/memory/memory_states.py)."""
 _STATIC = ("weights", "reference", "gradients", "optimizer")
@@ -82,12 +84,19 @@ def explained(config: RunConfig) -> Iterator[None]:
 
 def told_against_plan(config: RunConfig, error: OutOfDeviceMemory) -> str:
     """Plan for the rank whose GPU was full, beside what was on it."""
-    ranks, _ = planned(model_config(config.model), config)
-    phase = _PHASES[error.call]
+    hf, phase = model_config(config.model), _PHASES[error.call]
+    model = next((each for each in companion_models(config) if each.name == error.model), None)
+    whose = "" if model is None else f" of {model.name}"
+    title = f"planned for a rank{whose} of stage {error.stage} in {error.call}, and found; GiB (docs/design/memory.md)"
+    if model is not None and model.layout is None:
+        # Kinds are told of this model alone, and the policy is on the same GPU.
+        kinds = planned(hf, config)[0][error.stage].phases["companions"]
+        rows = [Compared("all of the GPU", sum(kinds.values()), sum(error.held.values()))]
+        return "\n".join([title, *_lines(rows)])
+    ranks = planned(hf, config)[0] if model is None else companion_memory(hf, config, model)
     kinds = ranks[error.stage].phases[phase]
     known = {kind: error.held[kind] for kind in (*_STATIC, ELSE, GAPS, OUTSIDE) if kind in error.held}
     rows = [Compared(kind, _planned(kinds, kind), size) for kind, size in known.items()]
-    title = f"planned for a rank of stage {error.stage} in {error.call}, and found; GiB (docs/design/memory.md)"
     return "\n".join([title, *_lines(rows)])
 
 

@@ -1,6 +1,6 @@
 """Memory of training ranks by pipeline stage, phase and kind, from the settings alone: no torch, no GPU, some milliseconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -128,29 +128,16 @@ def _fp8_copies(hf: Mapping[str, Any], config: RunConfig, chunks: list[ChunkPara
 
 def rank_memory(hf: Mapping[str, Any], config: RunConfig, server: ServerMemory | None = None) -> list[RankMemory]:
     """Memory of every pipeline stage, whose ranks need alike; for a layout without problems. `server`: on the trainer's GPUs."""
-    activations = StageModel(hf, config).stages()
-    busier = StageModel(hf, config, imbalance=IMBALANCE).stages()
     guests = [_guests(hf, config, model) for model in companion_models(config) if model.layout is None]
-    found, per_stage = [], config.train.layout.ranks // config.train.layout.pp
-    for stage, chunks in enumerate(rank_parameters(hf, config.train)):
+    wanted = [phase for phase in PHASES if guests or phase != "companions"]
+
+    def of_stage(stage: int, chunks: list[ChunkParameters], activations: StageActivations) -> tuple[_Static, dict[Phase, Kinds], Kinds]:
         static = _Static(hf, config, chunks, uses_reference=config.uses_reference, is_copied=makes_room(config))
         beside = [guest[stage] for guest in guests]
-        phases = {
-            phase: _phase(phase, hf, config, static, activations[stage], server, beside)
-            for phase in PHASES
-            if guests or phase != "companions"
-        }
-        found.append(
-            RankMemory(
-                stage=stage,
-                ranks=range(stage * per_stage, (stage + 1) * per_stage),
-                parameters=static.parameters,
-                phases=phases,
-                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], server) for phase in phases},
-                host=_host(config, static, beside),
-            )
-        )
-    return found
+        phases = {phase: _phase(phase, hf, config, static, activations, server, beside) for phase in wanted}
+        return static, phases, _host(config, static, beside)
+
+    return _stages(hf, config, server, of_stage)
 
 
 def companions_memory(hf: Mapping[str, Any], config: RunConfig) -> dict[str, RankMemory]:
@@ -163,21 +150,34 @@ def companion_memory(hf: Mapping[str, Any], config: RunConfig, model: CompanionM
     """Memory of ranks that a model beside the policy has for itself. `hf`: the policy's."""
     assert model.layout is not None
     own_hf, own = of_companion(hf, config, model)
-    activations, busier = StageModel(own_hf, own).stages(), StageModel(own_hf, own, imbalance=IMBALANCE).stages()
-    found, per_stage = [], model.layout.ranks // model.layout.pp
-    for stage, chunks in enumerate(rank_parameters(own_hf, own.train)):
+    wanted: tuple[Phase, ...] = ("load", "log-probs", *(("update", "save") if model.trains else ()))
+
+    def of_stage(_: int, chunks: list[ChunkParameters], activations: StageActivations) -> tuple[_Static, dict[Phase, Kinds], Kinds]:
         static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
-        wanted: tuple[Phase, ...] = ("load", "log-probs", *(("update", "save") if model.trains else ()))
-        phases = {phase: _phase(phase, own_hf, own, static, activations[stage], None, (), pushes=False) for phase in wanted}
+        phases = {phase: _phase(phase, own_hf, own, static, activations, None, (), pushes=False) for phase in wanted}
         phases["load"] = {**phases["load"], "gradients": phases["load"].get("gradients", 0) + static.built}
+        return static, phases, _host(own, static, ())
+
+    return _stages(own_hf, own, None, of_stage)
+
+
+def _stages(
+    hf: Mapping[str, Any], config: RunConfig, server: ServerMemory | None,
+    of_stage: Callable[[int, list[ChunkParameters], StageActivations], tuple[_Static, dict[Phase, Kinds], Kinds]],
+) -> list[RankMemory]:  # fmt: skip
+    """Ranks of every stage, from what `of_stage` says of one: what it holds always, by phase, and in host memory."""
+    activations, busier = StageModel(hf, config).stages(), StageModel(hf, config, imbalance=IMBALANCE).stages()
+    found, per_stage = [], config.train.layout.ranks // config.train.layout.pp
+    for stage, chunks in enumerate(rank_parameters(hf, config.train)):
+        static, phases, host = of_stage(stage, chunks, activations[stage])
         found.append(
             RankMemory(
                 stage=stage,
                 ranks=range(stage * per_stage, (stage + 1) * per_stage),
                 parameters=static.parameters,
                 phases=phases,
-                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], None) for phase in phases},
-                host=_host(own, static, ()),
+                margins={phase: _margin(phase, phases[phase], activations[stage], busier[stage], server) for phase in phases},
+                host=host,
             )
         )
     return found

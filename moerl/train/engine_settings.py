@@ -23,6 +23,8 @@ class EngineSettings:
     """Those that published checkpoints quantize leave in blocks of FP8 instead."""
     mismatch_limit: float = math.inf
     """Mean by which a server's log-probs may differ, in nats per token."""
+    model: str = "policy"
+    """Name of it, for what is told of its rank."""
     is_critic: bool = False
     """The model has a value head; log-probs, reference and push are none of its verbs."""
     trains: bool = True

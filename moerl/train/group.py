@@ -240,6 +240,7 @@ class MegatronTrainGroup:
             export_dtype=config.rollout_dtype,
             push_fp8=pushes and config.rollout.layout.weights == "fp8",
             mismatch_limit=config.weights.mismatch_limit if pushes else math.inf,
+            model=role.name,
             is_critic=role.is_critic,
             trains=role.trains,
         )

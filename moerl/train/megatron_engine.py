@@ -80,7 +80,7 @@ class MegatronEngine:
 
     @contextmanager
     def _running(self, call: Call) -> Iterator[None]:
-        with self._residency.running(call), told_when_full(call, self._memory.bytes):
+        with self._residency.running(call), told_when_full(call, self._memory.bytes, self._settings.model):
             yield
 
     # -- the two verbs of a step -----------------------------------------------------------------------------

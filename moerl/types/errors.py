@@ -102,6 +102,8 @@ class OutOfDeviceMemory(TrainError):
     """Bytes on it by kind, as far as they are known."""
     call: str = ""
     """The rank's verb."""
+    model: str = "policy"
+    """Name of the model that it was for."""
     stage: int = 0
     """Its pipeline stage."""
 

@@ -1,8 +1,11 @@
 """Models beside the policy in the settings: what is refused, and what each is trained by."""
 
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -163,3 +166,11 @@ def test_an_evaluation_needs_neither_gpus_nor_folders_of_models_beside_the_polic
     alone = without_companions(taught)
     assert own_layouts(alone) == {}
     assert [model.path for model in companion_models(alone)] == [None]
+
+
+def test_the_commands_of_the_page_have_settings_that_a_run_takes(model):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^    \$ moerl train (.*)$", page, re.MULTILINE)]
+    assert len(commands) >= 6
+    for words in commands:
+        load([word.replace("DIRECTORY", str(model)) for word in words])

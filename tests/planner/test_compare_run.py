@@ -2,6 +2,8 @@
 
 import pickle
 import re
+from dataclasses import replace
+from typing import get_args
 
 import pytest
 import yaml
@@ -11,8 +13,9 @@ from planned_jobs import filled_gpu
 
 from moerl.config.load import load, to_plain
 from moerl.config.schema.layout import Layout
-from moerl.planner.compare_run import ELSE, GAPS, OUTSIDE, compared, explained
+from moerl.planner.compare_run import ELSE, GAPS, OUTSIDE, compared, explained, told_against_plan
 from moerl.planner.memory_plan import GIB, memory_plan
+from moerl.train.memory.memory_states import Call
 from moerl.types.errors import MoerlError, OutOfDeviceMemory, ReportError, TrainError
 
 DEEPSEEK = load(["recipe=grpo-deepseek-v3-32n8g-sync"])
@@ -56,6 +59,20 @@ def test_the_message_has_plan_and_finding_and_names_what_grew():
     assert rows["optimizer"][0] == rows["optimizer"][1] and rows["optimizer"][2] == "1.000"
     assert float(rows[ELSE][1]) - float(rows[ELSE][0]) == pytest.approx(9)
     assert note.splitlines()[-1] == f"most over the plan: {ELSE}, by 9 GiB"
+
+
+@pytest.mark.parametrize("call", get_args(Call))
+@pytest.mark.parametrize(("layout", "told"), [(None, "all of the GPU"), (Layout(ranks=64, tp=4, ep=64), "weights")])
+def test_a_full_gpu_of_a_model_beside_the_policy_is_set_beside_what_was_planned_for_it(call, layout, told):
+    config = load(["recipe=grpo-qwen3-235b-16n8g-sync", "algorithm=ppo"])
+    config = replace(config, critic=replace(config.critic, layout=layout))
+    if layout is not None and call == "export":
+        return  # it pushes nothing
+    error = full({"weights": 3 * GIB}, call=call, stage=0)
+    error.model = "critic"
+    text = told_against_plan(config, pickle.loads(pickle.dumps(error)))
+    assert text.startswith(f"planned for a rank of critic of stage 0 in {call}, and found")
+    assert told in text
 
 
 def test_other_failures_have_no_such_note():

@@ -7,6 +7,7 @@ import pytest
 from moerl.train.checkpoint import checkpoint_dirs
 from moerl.train.checkpoint.checkpoint_check import faults_of_part, read_state
 from moerl.train.checkpoint.saver import CheckpointSaver
+from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import CheckpointError, TrainError
 
 
@@ -154,3 +155,48 @@ def test_models_beside_the_policy_are_parts_of_its_checkpoint(tmp_path):
         assert faults_of_part(directory, part=0, num_parts=1) == ["* critic/common: 5 bytes, should be 6"]
 
     play(tmp_path, scenario, beside=["critic"])
+
+
+def test_the_first_rank_makes_the_index_from_those_of_all_in_their_order(tmp_path):
+    class Ranks(MegatronTrainGroup):
+        def __init__(self):
+            """Two ranks that write a small file each."""
+
+        async def _all(self, verb, directory):
+            assert verb == "write_checkpoint"
+            for rank in range(2):
+                (directory / f"rank{rank}").write_text(f"{directory.name} {rank}")
+            files = [checkpoint_dirs.digest_files(directory, [f"rank{rank}"]) for rank in range(2)]
+            return [checkpoint_dirs.WrittenShards(files=files[rank], index=b"%d" % rank) for rank in range(2)]
+
+        async def _rank0(self, verb, directory, indices):
+            assert (verb, indices) == ("finish_checkpoint", [b"0", b"1"])
+            (directory / "common").write_text("both")
+            return checkpoint_dirs.digest_files(directory, ["common"])
+
+    assert set(asyncio.run(Ranks().write(tmp_path))) == {"rank0", "rank1", "common"}
+
+
+def test_the_policy_makes_room_before_others_come_to_be_staged(tmp_path):
+    calls = []
+
+    class Noting(Part):
+        async def stage(self, *, copies):
+            calls.append("stage")
+            return await super().stage(copies=copies)
+
+    async def scenario():
+        part = Noting(copies=True)
+        part.writing.set()
+        saver = CheckpointSaver(tmp_path, model={}, keep=2, in_background=True, policy=part)
+
+        async def make_room():
+            calls.append("make room")
+            return 0
+
+        saver.beside["critic"], saver.make_room = part, make_room
+        await saver.save(1, {})
+        await saver.saved(wait=True)
+
+    asyncio.run(scenario())
+    assert calls == ["stage", "make room", "stage"]

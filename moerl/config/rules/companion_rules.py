@@ -62,10 +62,8 @@ def _unused_problems(config: RunConfig) -> Iterator[Problem]:
         ("drift_penalty", algorithm.drift_penalty > 0), ("corrections", algorithm.corrections != ()),
     ):  # fmt: skip
         if is_set:
-            reason, fix = (
-                "distillation.trains_rewards=false: the distance from the teacher is the only loss",
-                "leave it out, or trains_rewards=true",
-            )
+            reason = "distillation.trains_rewards=false: the distance from the teacher is the only loss"
+            fix = "leave it out, or distillation.trains_rewards=true"
             yield problem(f"algorithm.{name}", getattr(algorithm, name), "has no effect", reason, fix)
 
 

@@ -9,7 +9,7 @@ Models beside the policy write into folders of its checkpoint, by their names: o
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,9 +29,6 @@ class SavedPart(Protocol):
     async def write(self, directory: Path) -> checkpoint_dirs.FileDigests:
         """All files, whole; the directory is there."""
 
-    async def shed(self) -> int:
-        """Leave the GPU with what is of no use until the next update."""
-
 
 class CheckpointSaver:
     def __init__(self, root: Path, *, model: Mapping[str, Any], keep: int, in_background: bool, policy: SavedPart):
@@ -40,8 +37,8 @@ class CheckpointSaver:
         self._policy = policy
         self.beside: dict[str, SavedPart] = {}
         """By name; files of each are in a folder of it."""
-        self.makes_room = False
-        """The policy sheds what training needs before they come to its GPUs to be staged."""
+        self.make_room: Callable[[], Awaitable[int]] | None = None
+        """Called when the policy is staged, before they come to its GPUs for that; None: there is room."""
         self._in_flight: asyncio.Task[SavedCheckpoint] | None = None
         self._saved: list[SavedCheckpoint] = []
 
@@ -50,9 +47,9 @@ class CheckpointSaver:
         begun = time.perf_counter()
         await self._finish()
         temporary = await asyncio.to_thread(checkpoint_dirs.begin, self._root, version)
-        num_bytes = await self._policy.stage(copies=self._in_background or self.makes_room)
-        if self.makes_room:
-            await self._policy.shed()
+        num_bytes = await self._policy.stage(copies=self._in_background or self.make_room is not None)
+        if self.make_room is not None:
+            await self.make_room()
         for part in self.beside.values():
             num_bytes += await part.stage(copies=self._in_background)
         staged = time.perf_counter()

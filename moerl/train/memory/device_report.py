@@ -30,15 +30,16 @@ def peaks() -> dict[str, int]:
 
 
 @contextmanager
-def told_when_full(call: Call, held: Callable[[], Mapping[Kind, Bytes]]) -> Iterator[None]:
-    """Context in which CUDA's lack of memory becomes OutOfDeviceMemory, with what was on the GPU. `held`: what is known by kind."""
+def told_when_full(call: Call, held: Callable[[], Mapping[Kind, Bytes]], model: str = "policy") -> Iterator[None]:
+    """Context in which CUDA's lack of memory becomes OutOfDeviceMemory, with what was on the GPU. `held`: what is known by kind, of
+    `model`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise _full(call, held(), error) from error
+        raise _full(call, held(), model, error) from error
 
 
-def _full(call: Call, held: Mapping[Kind, Bytes], error: torch.OutOfMemoryError) -> OutOfDeviceMemory:
+def _full(call: Call, held: Mapping[Kind, Bytes], model: str, error: torch.OutOfMemoryError) -> OutOfDeviceMemory:
     found = {("weights" if kind == "parameters" else str(kind)): each.device for kind, each in held.items()}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -47,6 +48,7 @@ def _full(call: Call, held: Mapping[Kind, Bytes], error: torch.OutOfMemoryError)
         found["between allocations"] = reserved - allocated
         found["outside of PyTorch"] = total - free - reserved
     sizes = ", ".join(f"{kind} {size / GIB:.3g}" for kind, size in found.items() if size)
-    full = OutOfDeviceMemory(f"the GPU is full in {call}. On it, in GiB: {sizes}. {str(error).splitlines()[0]}")
-    full.held, full.call, full.stage = found, call, parallel_state.get_pipeline_model_parallel_rank()
+    whose = "" if model == "policy" else f" of {model}"
+    full = OutOfDeviceMemory(f"the GPU is full in {call}{whose}. On it, in GiB: {sizes}. {str(error).splitlines()[0]}")
+    full.held, full.call, full.model, full.stage = found, call, model, parallel_state.get_pipeline_model_parallel_rank()
     return full
