@@ -118,6 +118,11 @@ def test_more_tokens_than_the_kernels_for_latency_send_are_refused_with_the_most
     assert broken(GLM, replace(drafting, all_to_all="deepep_normal"), max_running=1025) == []
 
 
+def test_tokens_that_deepep_cannot_send_are_refused():
+    (found,) = broken(DEEPSEEK, loaded(DEEPSEEK).rollout.layout, dtype="float32")
+    assert (found.path, found.value) == ("rollout.dtype", "float32") and "all_to_all=deepep" in found.rule
+
+
 def test_a_dense_model_has_no_experts_to_spread():
     shape = replace(shape_of_config(model_config(loaded(QWEN).model)), num_experts=None, expert_ffn_size=0)
     config = loaded(QWEN)

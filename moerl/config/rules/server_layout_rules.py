@@ -26,7 +26,7 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
             reason = "a server of rollout.engine=hf is one process; of its layout only weights can be chosen"
             yield problem("rollout.layout", layout, "has no effect", reason, "rollout.engine=sglang, or leave it out")
         return
-    sizes = [*_size_problems(rollout), *_all_to_all_problems(layout)]
+    sizes = [*_size_problems(rollout), *_all_to_all_problems(layout, config.rollout_dtype)]
     yield from sizes
     if shape is not None:
         yield from _model_problems(layout, shape)
@@ -57,7 +57,11 @@ def _size_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         yield problem("rollout.max_running", rollout.max_running, f"must be at least {layout.dp}", reason, fix)
 
 
-def _all_to_all_problems(layout: ServerLayout) -> Iterator[Problem]:
+def _all_to_all_problems(layout: ServerLayout, dtype: str) -> Iterator[Problem]:
+    if layout.uses_deepep and dtype != "bfloat16":
+        rule = f"must be bfloat16 for rollout.layout.all_to_all={layout.all_to_all}"
+        reason = "DeepEP sends tokens in bfloat16 or FP8, and no others reach the experts' kernels"
+        yield problem("rollout.dtype", dtype, rule, reason, "rollout.dtype=bfloat16, or rollout.layout.all_to_all=gather")
     if layout.uses_deepep and not layout.ep == layout.gpus > 1:
         rule = f"needs ep=gpus={layout.gpus} of more than one GPU; ep={layout.ep}"
         reason = "DeepEP sends tokens to whole experts, over all GPUs of a server"

@@ -94,6 +94,9 @@ def _modes(options: Options) -> dict[str, Any]:
         own |= {"moe_dense_tp_size": 1, "enable_dp_lm_head": True}
     if layout.uses_deepep:
         own["deepep_mode"] = _DEEPEP_MODES[layout.all_to_all]
+        if layout.weights == "dtype":
+            # Without it experts in bfloat16 get a runner that takes no tokens from DeepEP (layers/moe/ep_moe/layer.py).
+            own["moe_runner_backend"] = "deep_gemm"
     if layout.redundant_experts is not None:
         own["enable_eplb"] = True
     if layout.weights == "fp8":
