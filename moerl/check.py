@@ -79,11 +79,17 @@ def _trained_otherwise(config: RunConfig, checkpoint: Path) -> Iterator[Problem]
 
 
 def _data_and_reward(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    yield from check_data(config.data)
+    if not _is_recipe_alone(config):
+        yield from check_data(config.data)
     yield from check_reward(config.reward)
     for name, dataset in config.eval.datasets.items() if config.eval is not None else ():
         found = [*check_data(dataset.data), *(check_reward(dataset.reward) if dataset.reward is not None else ())]
         yield from (replace(each, path=f"eval.datasets.{name}.{each.path}") for each in found)
+
+
+def _is_recipe_alone(config: RunConfig) -> bool:
+    """Whether neither the model nor the rows are here: a recipe is checked before anything is downloaded."""
+    return config.model.is_only_named and config.data.kind == "files"
 
 
 def cannot_start(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -92,6 +98,8 @@ def cannot_start(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         reason = f"model.published={config.model.published} says what the model is, for checks; its weights are not part of moerl"
         yield problem("model.path", None, "must be given to start", reason, "model.path=DIRECTORY of the downloaded checkpoint")
         yield from unserved(config.rollout, facts.shape)  # with a path, a rule of every check
+    if _is_recipe_alone(config):
+        yield from check_data(config.data)
     yield from start_problems(config, facts)
 
 

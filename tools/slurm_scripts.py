@@ -15,6 +15,12 @@ TRAIN = {
     "grpo_deepseek": ["recipe=grpo-deepseek-v3-32n8g-sync"],
     "grpo_qwen3_235b": ["recipe=grpo-qwen3-235b-16n8g-sync"],
     "dapo_qwen3_235b": ["recipe=dapo-qwen3-235b-16n8g-sync"],
+    "dapo_deepseek": ["recipe=dapo-deepseek-v3-32n8g-sync"],
+    "grpo_deepseek_fp8": ["recipe=grpo-deepseek-v3-fp8-32n8g-sync"],
+    "grpo_qwen3_235b_async": ["recipe=grpo-qwen3-235b-32n8g-async"],
+    "grpo_qwen3_235b_fp8_rollout": ["recipe=grpo-qwen3-235b-fp8-rollout-16n8g-sync"],
+    "grpo_qwen3_30b": ["recipe=grpo-qwen3-30b-a3b-1n8g-sync"],
+    "grpo_qwen3_0.6b": ["recipe=grpo-qwen3-0.6b-1n1g-sync"],
     "grpo_kimi_k2": ["recipe=grpo-kimi-k2-32n8g-sync"],
     "grpo_glm_4.5": ["recipe=grpo-glm-4.5-8n8g-sync"],
     "grpo_tiny_moe_cpu": [

@@ -13,6 +13,8 @@ PUBLISHED_COUNTS = {
     "qwen3-235b-a22b": 235_093_634_560,
     "kimi-k2": 1_026_408_232_448,
     "glm-4.5": 358_337_791_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-0.6b": 596_049_920,
 }
 """Numbers in the published safetensors files. DeepSeek-V3: BF16, then FP8; what else is float32 are scales, and the biases of 59 layers'
 routers, which the other counts contain."""

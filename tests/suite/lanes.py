@@ -37,7 +37,7 @@ class _Marked(dict[str, Any]):
         return name in self._markers
 
 
-_PLAIN = "not engine and not slurm and not gpu and not real"
+_PLAIN = "not engine and not slurm and not gpu and not real and not wheels"
 
 LANES = (
     Lane(name="lint", paths=(), target="lint", in_ci=True),
@@ -49,6 +49,7 @@ LANES = (
         target="test-bridges",
         in_ci=True,
     ),
+    Lane(name="wheels", marker="wheels", paths=("tests/wheels",), target="test-wheels", in_ci=True),
     Lane(name="real", marker="real", paths=("tests/real",), target="test-real", in_ci=True),
     Lane(name="engines", marker="engine", paths=("tests/rollout", "tests/run"), target="test-engines", in_ci=True),
     Lane(name="slurm", marker="slurm", paths=("tests/slurm",), target="test-slurm", in_ci=True),

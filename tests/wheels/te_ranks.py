@@ -1,0 +1,104 @@
+"""What ranks of a run hold, built by Megatron on Transformer Engine's own Python: `te_ranks.py FOLDER recipe=NAME ...`.
+
+FOLDER is where the distribution was unpacked, or `reference`. Prints the names and shapes of parameters by stage, as JSON. Nothing of the
+distribution is replaced but what is compiled and the export to ONNX; on meta tensors no layer computes. What is built is a rank of an H100.
+"""
+
+import importlib.machinery
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+
+class Named(type):
+    """A compiled class or enum: its members are those that are asked for, each with a number of its own."""
+
+    members: dict[str, object]
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        members = cls.__members__
+        if name not in members:
+            members[name] = made = object.__new__(cls)
+            made.value = len(members)
+        return members[name]
+
+    @property
+    def __members__(cls):
+        return cls.__dict__["of_class"]
+
+
+class Compiled(types.ModuleType):
+    """A compiled module: every class and function is there; none can be called."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name[0].isupper():
+            to_int = {"__int__": lambda self: self.value, "__index__": lambda self: self.value, "of_class": {}}
+            found = Named(name, (object,), to_int)
+        else:
+
+            def found(*_, **__):
+                raise RuntimeError(f"{name} is compiled")
+
+        setattr(self, name, found)
+        return found
+
+
+def as_on_a_gpu(folder: Path) -> None:
+    """Before Megatron is imported."""
+    from megatron_patches import cuda_stand_in, reference_te
+
+    cuda_stand_in.apply()
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(
+        major=9, minor=0, multi_processor_count=132, name="H100", total_memory=80 << 30
+    )
+    reference_te.needed = lambda: False
+    sys.path.insert(0, str(folder))
+    for name in ("transformer_engine_torch", "transformer_engine.pytorch.onnx_extensions"):
+        sys.modules[name] = Compiled(name)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its check of what is installed looks for the compiled part
+    import transformer_engine.common
+
+    transformer_engine.common.load_framework_extension = lambda framework: None
+    import transformer_engine.pytorch
+
+
+def main(folder: str, *overrides: str) -> None:
+    if folder != "reference":
+        as_on_a_gpu(Path(folder))
+    import megatron_patches
+
+    megatron_patches.activate()
+    from moerl.config.derive.model_configs import model_config
+    from moerl.config.load import load
+    from moerl.train.megatron.on_meta import as_rank, build_on_meta
+
+    if folder != "reference":
+        torch.cuda.is_available = lambda: True
+    config = load(overrides)
+    layout = config.train.layout
+    held = {}
+    for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
+        with as_rank(stage * (layout.ranks // layout.pp), layout):
+            _, owned = build_on_meta(model_config(config.model), config.train, max_context=config.model.max_context, expert_rank=0)
+        held[stage] = {item.name: list(item.tensor.shape) for item in owned}
+    import transformer_engine
+
+    print(json.dumps({"stages": held, "file": transformer_engine.__file__}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

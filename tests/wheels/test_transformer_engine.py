@@ -1,0 +1,37 @@
+"""Megatron builds on Transformer Engine's own Python what it builds on the reference: classes and keywords are there, names alike."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from distributions import unpacked
+
+pytestmark = pytest.mark.wheels
+
+VERSION = "2.20.2"
+RECIPES = ["grpo-qwen3-235b-16n8g-sync", "grpo-kimi-k2-32n8g-sync", "grpo-glm-4.5-8n8g-sync"]
+
+
+def held(recipe: str, folder: str, *overrides: str) -> dict:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "te_ranks.py"), folder, f"recipe={recipe}", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("grpo-deepseek-v3-32n8g-sync", []),
+        pytest.param("grpo-deepseek-v3-32n8g-sync", ["train.fp8={recipe: blockwise}"], marks=pytest.mark.matrix("fp8")),
+        *(pytest.param(name, [], marks=pytest.mark.matrix(name)) for name in RECIPES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(value) or "bf16",
+)
+def test_ranks_hold_on_transformer_engine_what_they_hold_on_the_reference(recipe, overrides):
+    real, reference = (held(recipe, folder, *overrides) for folder in (str(unpacked("transformer-engine", VERSION)), "reference"))
+    assert Path(real["file"]).is_relative_to(unpacked("transformer-engine", VERSION))
+    assert real["stages"] == reference["stages"] and len(real["stages"]) >= 2
