@@ -34,7 +34,7 @@ venv: ## make or update .venv with every dependency
 	@bash scripts/setup.sh
 
 demo: venv ## train a tiny mixture-of-experts model with GRPO, on CPU
-	$(BIN)/moerl train recipe=$(DEMO)
+	$(BIN)/moerl train recipe=$(DEMO) placement.device=cpu
 
 test: venv ## every test that needs neither a GPU, an engine's environment, nor Slurm
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real and not wheels" $(ARGS)

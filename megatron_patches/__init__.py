@@ -38,8 +38,12 @@ PATCHES: tuple[ModuleType, ...] = (
 """In order of application: the first two must precede the first import of Megatron."""
 
 
-def activate() -> tuple[str, ...]:
-    """Apply every patch this process needs; returns their names."""
+def activate(*, with_reference: bool = False) -> tuple[str, ...]:
+    """Apply every patch this process needs; returns their names. `with_reference`: the reference of Transformer Engine where there is a GPU
+    too; otherwise PatchError if a GPU lacks the real one."""
+    if with_reference and not reference_te.active():
+        reference_te.apply()
+    reference_te.require_real()
     for patch in PATCHES:
         if patch.needed() and not patch.active():
             patch.apply()

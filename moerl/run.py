@@ -33,6 +33,7 @@ from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
 from moerl.config.load import to_yaml
 from moerl.config.rules.companion_rules import source_problems, tokenizer_problems
+from moerl.config.rules.megatron_rules import transformer_engine_problems
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result
 from moerl.evaluation.evaluator import Evaluator
@@ -218,6 +219,8 @@ async def _assembled(
         _heed_ends(daemons, stop, observe)
         _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
         placement = find_placement(config)
+        if placement.on_gpus and (problems := list(transformer_engine_problems(config.train))):
+            raise ConfigError(problems)
         if trained_on is not None:
             if (said := shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))) is not None:
                 logger.warning("%s", said)

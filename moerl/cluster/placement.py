@@ -12,7 +12,7 @@ from moerl.cluster.ray_nodes import Node, alive_nodes, only_on
 from moerl.cluster.topology import by_name, by_topology
 from moerl.config.derive.gpu_map import MappedGPU, gpu_map, gpus_per_server
 from moerl.config.schema.run_config import PlacementConfig, RunConfig
-from moerl.types.errors import ConfigError, Problem
+from moerl.types.errors import ConfigError, Problem, problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class ProcessPlace:
     """Place of one process."""
 
     node: Node
-    gpus: tuple[str, ...] | None
-    """Value of CUDA_VISIBLE_DEVICES. None: the process uses none."""
+    gpus: tuple[str, ...]
+    """Value of CUDA_VISIBLE_DEVICES. Empty: the process uses none, and sees none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +34,27 @@ class RunPlacement:
     beside: Mapping[str, tuple[ProcessPlace, ...]] = field(default_factory=dict)
     """Ranks of models beside the policy that have their own, by name."""
 
+    @property
+    def on_gpus(self) -> bool:
+        return any(place.gpus for place in self.ranks)
+
 
 def find_placement(config: RunConfig) -> RunPlacement:
-    """ConfigError if the cluster has not the nodes that the configuration names. Ray must be initialised."""
+    """ConfigError if the cluster has not the nodes that the configuration names, or they have GPUs and too few of them. Ray must be
+    initialised."""
     mapped, here = gpu_map(config), ray.get_runtime_context().get_node_id()
     nodes = _nodes(config.placement, alive_nodes(), here)
     # The hf server computes on CPU.
     gpu_servers = mapped.servers if config.rollout.engine != "hf" else ()
     needed = {gpu for gpus in (mapped.ranks, *mapped.beside.values(), *gpu_servers) for gpu in gpus}
-    ids = _gpu_ids(nodes) if all(gpu.index < nodes[gpu.node].num_gpus for gpu in needed) else None
+    on_gpus = config.placement.device != "cpu" and any(node.num_gpus for node in nodes)
+    if on_gpus and (missing := {gpu.node for gpu in needed if gpu.index >= nodes[gpu.node].num_gpus}):
+        raise ConfigError([_too_few_gpus(nodes[number], sum(gpu.node == number for gpu in needed)) for number in sorted(missing)])
+    ids = _gpu_ids(nodes) if on_gpus else {}
 
     def place(gpus: Sequence[MappedGPU], number: int, *, on_gpu: bool) -> ProcessPlace:
         node = nodes[gpus[0].node if gpus else number % len(nodes)]
-        return ProcessPlace(node=node, gpus=tuple(ids[node.id][gpu.index] for gpu in gpus) if ids is not None and on_gpu else None)
+        return ProcessPlace(node=node, gpus=tuple(ids[node.id][gpu.index] for gpu in gpus) if ids and on_gpu else ())
 
     def places_of(server: Sequence[MappedGPU], number: int) -> tuple[ProcessPlace, ...]:
         by_node = [tuple(gpus) for _, gpus in groupby(server, key=lambda gpu: gpu.node)] if server else [()]
@@ -63,7 +71,8 @@ def find_placement(config: RunConfig) -> RunPlacement:
 
 def _nodes(placement: PlacementConfig, alive: Sequence[Node], here: str) -> list[Node]:
     """Those of the run, in the order of the network. One node: the driver's, if it will do."""
-    wanted = placement.gpus_per_node if placement.gpus_per_node is not None and any(node.num_gpus for node in alive) else 0
+    counts = placement.gpus_per_node is not None and placement.device != "cpu" and any(node.num_gpus for node in alive)
+    wanted = placement.gpus_per_node if counts and placement.gpus_per_node is not None else 0
     usable = [node for node in alive if node.num_gpus >= wanted]
     if len(usable) < placement.nodes:
         raise ConfigError([_missing(placement, usable, alive, wanted)])
@@ -84,6 +93,12 @@ def _missing(placement: PlacementConfig, usable: Sequence[Node], alive: Sequence
     reason = f"the Ray cluster has {len(usable)} nodes{having}: {names}{also}"
     fix = "start Ray on the missing ones (RAY_ADDRESS names the cluster), or a layout for fewer nodes"
     return Problem(path="placement.nodes", value=placement.nodes, rule="must be there", reason=reason, fix=fix)
+
+
+def _too_few_gpus(node: Node, needed: int) -> Problem:
+    reason = "processes beyond the GPUs of a node would share its first one, or compute on its CPU, without a word"
+    fix = "placement.device=cpu for a run without GPUs, fewer train.layout.ranks and rollout.num_servers, or placement.mode=colocated"
+    return problem("placement.device", "auto", f"needs {needed} GPUs on node {node.name}, which has {node.num_gpus}", reason, fix)
 
 
 def _gpu_ids(nodes: Sequence[Node]) -> Mapping[str, list[str]]:

@@ -65,7 +65,7 @@ class _Head:
             *(self._not_ended(int(key.split("/")[1])) for key in late),
         ]
         for facts in came:
-            own = (*gpu_checks(facts, self._expected), *host_checks(facts))
+            own = (*gpu_checks(facts, self._expected), *host_checks(facts, self._expected))
             findings += [replace(finding, node=facts.name) for finding in own]
         findings += failures if bandwidth is None else bandwidth_checks(bandwidth, came, self._expected)
         return Diagnosis(findings=tuple(findings), nodes=tuple(came), bandwidth=bandwidth)

@@ -64,7 +64,7 @@ def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> lis
 
 
 def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> NodeOfServer:
-    environment = {} if place.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
+    environment = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
     process: NewProcess = partial(ServerProcess, environment=environment)
     if place.node.id != placement.here:
         process = partial(RemoteProcess, environment=environment, network=config.network, node_id=place.node.id)

@@ -6,10 +6,10 @@ import megatron_patches
 from moerl.train.rank_progress import watch_collectives
 
 
-def load() -> None:
-    """Where it has been called before, that is in a fork, it does nothing."""
+def load(*, with_reference: bool = False) -> None:
+    """Where it has been called before, that is in a fork, it does nothing. `with_reference`: see `megatron_patches.activate`."""
     watch_collectives()
-    megatron_patches.activate()
+    megatron_patches.activate(with_reference=with_reference)
     # The optimizer would import dynamo on its first use.
     for name in ("moerl.train.megatron_engine", "moerl.train.megatron.megatron_model", "torch._dynamo"):
         importlib.import_module(name)

@@ -79,5 +79,5 @@ def _options(place: ProcessPlace, places: Sequence[ProcessPlace], *, beside: boo
     # Where a node has fewer cores than ranks they share them; Ray would never start the last ones.
     is_room = not beside and place.node.num_cpus >= sum(other.node.id == place.node.id for other in places)
     return {
-        "num_cpus": 1 if is_room else 0, "num_gpus": 0 if place.gpus is None else 1, "scheduling_strategy": only_on(place.node.id)
+        "num_cpus": 1 if is_room else 0, "num_gpus": len(place.gpus), "scheduling_strategy": only_on(place.node.id)
     }  # fmt: skip

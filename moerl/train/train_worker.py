@@ -58,10 +58,9 @@ SAVE_THREAD = "save"
 
 @keep_record(beside=SAVE_THREAD)
 class TrainWorker:
-    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...] | None):
-        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet. None: as Ray has set it."""
-        if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...]):
+        """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
@@ -103,7 +102,7 @@ class TrainWorker:
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
         began = time.monotonic()
-        rank_imports.load()
+        rank_imports.load(with_reference=settings.train.reference_te)
         from moerl.train.megatron.megatron_model import initialize_groups
         from moerl.train.megatron_engine import MegatronEngine
 

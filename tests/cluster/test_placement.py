@@ -52,28 +52,37 @@ def test_ranks_and_servers_see_the_gpus_of_the_map_under_the_names_the_job_has_f
 
 def test_the_hf_server_needs_no_gpu_and_takes_none(config):
     placement = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4))), engine="hf"))
-    assert (gpus(placement.ranks), gpus(of_servers(placement))) == ([("4",), ("5",), ("6",), ("7",)], [None])
+    assert (gpus(placement.ranks), gpus(of_servers(placement))) == ([("4",), ("5",), ("6",), ("7",)], [()])
 
 
-def test_a_run_that_needs_more_than_the_node_has_runs_on_cpu(config):
-    placement = find_placement(on(replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))))
-    assert gpus([*placement.ranks, *of_servers(placement)]) == [None] * 5
+def test_more_ranks_and_servers_than_gpus_are_refused_and_run_on_cpu_if_that_is_asked_for(config):
+    large = replace(config, train=replace(config.train, layout=replace(config.train.layout, ranks=4)))
+    with pytest.raises(
+        ConfigError, match=r"placement.device = 'auto': needs 5 GPUs on node .*, which has 4\n.*\n    fix: placement.device=cpu"
+    ):
+        find_placement(on(large))
+    placement = find_placement(on(large, device="cpu"))
+    assert not placement.on_gpus
+    assert gpus([*placement.ranks, *of_servers(placement)]) == [()] * 5
 
 
-def test_a_server_process_sees_its_gpus_only(config, tmp_path):
-    (engine,) = build_engines(on(config), tmp_path, tmp_path, RunSecret.new(), find_placement(on(config)))
-    assert (engine.host, engine._process._environment) == ("127.0.0.1", {"CUDA_VISIBLE_DEVICES": "6"})
+@pytest.mark.parametrize(("placed", "seen"), [({}, "6"), ({"device": "cpu"}, "")])
+def test_a_server_process_sees_its_gpus_only(config, tmp_path, placed, seen):
+    chosen = on(config, **placed)
+    (engine,) = build_engines(chosen, tmp_path, tmp_path, RunSecret.new(), find_placement(chosen))
+    assert (engine.host, engine._process._environment) == ("127.0.0.1", {"CUDA_VISIBLE_DEVICES": seen})
 
 
-def test_a_rank_sees_its_gpu_before_anything_asks_cuda(config):
+@pytest.mark.parametrize("own", [("6",), ()])
+def test_a_rank_sees_its_gpu_before_anything_asks_cuda(config, own):
     from moerl.train.train_worker import SAVE_THREAD, TrainWorker
 
     class Looking(TrainWorker):
         def looks(self):
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
-    worker = ray.remote(num_gpus=1, concurrency_groups={SAVE_THREAD: 1})(Looking).remote(0, 1, ("6",))
-    assert ray.get(worker.looks.remote()) == "6"
+    worker = ray.remote(num_gpus=len(own), concurrency_groups={SAVE_THREAD: 1})(Looking).remote(0, 1, own)
+    assert ray.get(worker.looks.remote()) == ",".join(own)
     ray.kill(worker)
 
 

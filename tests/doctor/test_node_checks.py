@@ -1,9 +1,12 @@
 """One fault at a time, on a node that is healthy otherwise: which check says so, how badly, and what it says to do."""
 
+from dataclasses import replace
+
 import pytest
 from node_cases import cpu_node, disk, h100_node, output
 
-from moerl.doctor.checks.expected import Expectations
+from moerl.config.load import load
+from moerl.doctor.checks.expected import Expectations, expected_of
 from moerl.doctor.checks.gpu_checks import gpu_checks
 from moerl.doctor.checks.host_checks import host_checks
 from moerl.doctor.checks.node_facts import UNLIMITED, locks_any_memory
@@ -18,7 +21,7 @@ NO_MANAGER = parse_ports(output("ibv_devinfo_down.txt").replace("PORT_ACTIVE (4)
 
 def judged(facts, expected=None):
     expected = Expectations() if expected is None else expected
-    return {finding.check: finding for finding in (*gpu_checks(facts, expected), *host_checks(facts))}
+    return {finding.check: finding for finding in (*gpu_checks(facts, expected), *host_checks(facts, expected))}
 
 
 def gpus(old="", new=""):
@@ -120,6 +123,15 @@ def test_a_node_without_gpus_is_skipped_over_with_the_reason_and_never_passed():
     assert findings["InfiniBand"].verdict == "skipped"
     assert findings["transformer-engine"].verdict == "skipped"
     assert not [finding for finding in findings.values() if finding.verdict == "fail"]
+
+
+def test_a_trainer_on_gpus_needs_transformer_engine_unless_its_reference_is_asked_for():
+    facts = h100_node(versions=fault({"transformer-engine": Absent(reason="2.20.2 without its part for PyTorch")}))
+    config = load(["recipe=grpo-tiny-moe-1n2g-sync"])
+    asked = replace(config, train=replace(config.train, reference_te=True))
+    on_cpu = replace(config, placement=replace(config.placement, device="cpu"))
+    verdicts = [judged(facts, expected_of(each))["transformer-engine"].verdict for each in (config, asked, on_cpu)]
+    assert verdicts == ["fail", "skipped", "skipped"]
 
 
 def test_a_tool_that_fails_is_no_node_without_gpus():

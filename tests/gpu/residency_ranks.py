@@ -22,7 +22,7 @@ def _rank(rank: int, num_ranks: int, store: Path, settings: Any, batch: Any, sle
     import megatron_patches
 
     torch.cuda.set_device(rank)
-    megatron_patches.activate()
+    megatron_patches.activate(with_reference=settings.train.reference_te)
     from moerl.algorithms.algorithm import loss_of
     from moerl.config.algorithm_settings import algorithm
     from moerl.train.megatron.megatron_model import initialize_groups

@@ -3,6 +3,8 @@
 Written against the same engine as the CPU tests; not run on a GPU so far (docs/design/memory.md, "Residency").
 """
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,7 @@ def model_dir(tmp_path_factory):
 
 
 def case(model_dir, num_ranks, **changes):
+    changes["reference_te"] = importlib.util.find_spec("transformer_engine") is None
     return with_train(settings(model_dir, Layout(ranks=num_ranks, ep=num_ranks), dtype="bfloat16"), **changes)
 
 

@@ -36,6 +36,13 @@ from moerl.config.schema.layout import Layout
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=0, world_size=1)
 new_engine(settings(Path(sys.argv[2]), Layout()))
 """
+ON_A_GPU = """
+import sys, torch, megatron_patches
+torch.cuda.is_available = lambda: True
+megatron_patches.PATCHES = ()  # the others import Megatron, which would use the GPU
+megatron_patches.activate(with_reference=sys.argv[1] == "reference")
+assert megatron_patches.reference_te.active()
+"""
 ACTIVATE_TOO_LATE = """
 import megatron.core, megatron_patches
 try:
@@ -66,6 +73,16 @@ def last_error(program, *args):
 def test_an_engine_needs_a_stand_in_for_cuda_and_for_transformer_engine(without, error, checkpoints, tmp_path):
     last, everything = last_error(BUILD_AN_ENGINE, without, checkpoints["qwen3_moe"], tmp_path / "store")
     assert re.search(error, last), everything
+
+
+def test_on_a_gpu_the_reference_of_transformer_engine_serves_only_if_it_is_asked_for():
+    last, _ = last_error(ON_A_GPU, "real")
+    assert last.startswith(
+        "megatron_patches.errors.PatchError: Transformer Engine cannot be imported, and this process has a GPU: No module"
+    )
+    assert last.endswith("train.reference_te=true")
+    last, everything = last_error(ON_A_GPU, "reference")
+    assert (last, "runs on the slow PyTorch reference" in everything) == ("", True), everything
 
 
 @pytest.mark.parametrize(

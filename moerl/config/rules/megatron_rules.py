@@ -18,6 +18,7 @@ from typing import Any
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.run_config import RunConfig
+from moerl.config.schema.train_config import TrainConfig
 from moerl.types.errors import Problem, problem
 
 Accepts = Callable[[Any], bool]
@@ -195,6 +196,14 @@ def replay_problems_of(settings: Mapping[str, Any], mode: str) -> Iterator[Probl
         if value not in _OFF:
             rule, fix = f"does not go with train.router_replay={mode}", "leave it out, or train.router_replay=off"
             yield _problem(name, value, rule, reason, fix)
+
+
+def transformer_engine_problems(train: TrainConfig) -> Iterator[Problem]:
+    """Fault of a trainer whose ranks have GPUs. Whether it can be imported is for a rank to see: the import asks for a GPU."""
+    if not train.reference_te and importlib.util.find_spec("transformer_engine") is None:
+        reason = "ranks on GPUs would train on its PyTorch reference, which is many times slower, and nobody asked for that"
+        fix = "make gpu installs Transformer Engine; train.reference_te=true trains on the reference"
+        yield problem("train.reference_te", False, "needs Transformer Engine, which is not installed here", reason, fix)
 
 
 _SOURCES = {"TransformerConfig": "transformer/transformer_config.py", "ModelParallelConfig": "model_parallel_config.py"}

@@ -29,6 +29,9 @@ class PlacementConfig(Strict):
     their own and go on, also with requests the first ones had begun. What shares GPUs needs train.offload=all."""
     num_shared: Positive | None = None
     """Servers on the trainer's GPUs, for group_colocated: at least 1, and not all of them."""
+    device: Literal["auto", "cpu"] = "auto"
+    """auto: the GPUs of the nodes, or CPU where they have none; more processes than GPUs are refused. cpu: no process of the run sees a
+    GPU."""
     nodes: Size = 1
     """A job of Slurm or Kubernetes has as many."""
     gpus_per_node: Size | None = None

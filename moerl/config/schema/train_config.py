@@ -152,6 +152,9 @@ class TrainConfig(Strict):
     """Carrier of weights between Megatron and Hugging Face names. native: moerl/models. mbridge: the package mbridge 0.15.1
     (pip install 'moerl[mbridge]'); megatron_bridge: NVIDIA's megatron-bridge 0.3.1 (pip install --no-deps megatron-bridge==0.3.1
     triton). Both are for comparison: they gather on every rank, and know no layers of multi-token prediction."""
+    reference_te: bool = False
+    """Train on the PyTorch reference of Transformer Engine (megatron_patches/reference) where there are GPUs: correct, and far slower.
+    false: GPUs without Transformer Engine are refused. Without GPUs the reference trains in any case."""
     recompute: Recompute = field(default_factory=NoRecompute)
     """Which activations are computed again in the backward pass instead of kept."""
     offload: Literal["none", "optimizer", "all"] = "none"

@@ -22,6 +22,8 @@ class Expectations:
     gb_per_second: float | None = None
     """One way between two nodes. None: the sum of the rates of a node's InfiniBand ports."""
     run_dir: Path = Path()
+    reference_te: bool = False
+    """Transformer Engine is not needed."""
     engines: dict[str, str] = field(default_factory=dict)
     """Engine -> interpreter of its environment."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -39,21 +41,23 @@ def expected_of(
     if config is None:
         where = Path.cwd() if run_dir is None else run_dir
         return Expectations(nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=where.absolute())
-    placement, engine = config.placement, config.rollout.engine
+    placement, engine, on_cpu = config.placement, config.rollout.engine, config.placement.device == "cpu"
     ranks = config.train.layout.ranks + sum(layout.ranks for layout in own_layouts(config).values())
     return Expectations(
         nodes=placement.nodes if nodes is None else nodes,
         gpus_per_node=_gpus_per_node(config) if gpus_per_node is None else gpus_per_node,
-        ranks=ranks,
+        ranks=None if on_cpu else ranks,
         server_gpus=num_gpus(config) - ranks,
         gb_per_second=gb_per_second,
         run_dir=(config.run_dir if run_dir is None else run_dir).absolute(),
+        reference_te=config.train.reference_te or on_cpu,
         engines={engine: interpreter(config.rollout)} if engine in FAMILIES else {},
         network=config.network,
     )
 
 
 def _gpus_per_node(config: RunConfig) -> int | None:
-    """None if the recipe leaves it open, or counts processes: slurm.gpus_per_node=0 says that its nodes have no GPUs."""
-    placed = config.placement.gpus_per_node
-    return None if placed is None or config.slurm.gpus_per_node == 0 else placed
+    """None if the recipe leaves it open, or counts processes: as placement.device=cpu, slurm.gpus_per_node=0 says that its nodes have no
+    GPUs."""
+    placed, uses_none = config.placement.gpus_per_node, config.slurm.gpus_per_node == 0 or config.placement.device == "cpu"
+    return None if placed is None or uses_none else placed

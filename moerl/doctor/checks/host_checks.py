@@ -4,9 +4,10 @@ import ipaddress
 from collections.abc import Iterator
 from dataclasses import replace
 
+from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, absent, bad, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
-from moerl.doctor.checks.versions import OPTIONAL, is_supported, supported
+from moerl.doctor.checks.versions import TRANSFORMER_ENGINE, is_supported, supported
 from moerl.hardware.hardware_tools import Absent, present
 from moerl.hardware.infiniband import Port
 from moerl.hardware.network_settings import fabric_ports
@@ -23,7 +24,7 @@ _FREE_RAM_SHARE = 0.5
 """Below it something else is at home on the node."""
 
 
-def host_checks(facts: NodeFacts) -> Iterator[Finding]:
+def host_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
     yield _infiniband(facts)
     yield _gpudirect(facts)
     yield _open_files(facts)
@@ -32,7 +33,7 @@ def host_checks(facts: NodeFacts) -> Iterator[Finding]:
     yield from (_shm(disk, facts) if disk.purpose == "/dev/shm" else _disk(disk) for disk in facts.disks)
     yield _own_name(facts)
     yield _ray(facts)
-    yield from _versions(facts)
+    yield from _versions(facts, expected)
     yield from _engines(facts)
 
 
@@ -156,14 +157,19 @@ def _ray(facts: NodeFacts) -> Finding:
     return ok("other Ray", "none", "none")
 
 
-def _versions(facts: NodeFacts) -> Iterator[Finding]:
+def _versions(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
     for name, version in facts.versions.items():
         wanted = supported().get(name, "")
         if not isinstance(version, Absent):
             yield _version(name, version, f"pip install '{name}{wanted}'")
-        elif name in (*OPTIONAL, "CUDA", "NCCL"):
-            fix = f"pip install '{name}[pytorch]{wanted}'" if name in OPTIONAL else "make venv TORCH_INDEX=URL  # of a PyTorch for CUDA"
-            yield fail(name, version.reason, wanted, fix) if present(facts.gpus) else skipped(name, f"{version.reason}; needed on GPUs")
+        elif name == TRANSFORMER_ENGINE and expected.reference_te:
+            yield skipped(name, f"{version.reason}; its PyTorch reference was asked for (train.reference_te, placement.device)")
+        elif name in (TRANSFORMER_ENGINE, "CUDA", "NCCL"):
+            yield (
+                fail(name, version.reason, wanted, "make gpu")
+                if present(facts.gpus)
+                else skipped(name, f"{version.reason}; needed on GPUs")
+            )
         else:
             yield fail(name, version.reason, wanted, f"pip install '{name}{wanted}'")
 

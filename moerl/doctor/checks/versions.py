@@ -17,9 +17,9 @@ from packaging.version import Version
 
 from moerl.hardware.hardware_tools import Absent
 
-TRAINER = ("torch", "megatron-core", "transformer-engine", "ray", "transformers")
-OPTIONAL = ("transformer-engine",)
+TRANSFORMER_ENGINE = "transformer-engine"
 """Where there is no GPU the reference of megatron_patches takes its place."""
+TRAINER = ("torch", "megatron-core", TRANSFORMER_ENGINE, "ray", "transformers")
 _PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 _SECONDS = 60.0
 _LIST = (
@@ -58,6 +58,7 @@ def trainer_versions() -> dict[str, str | Absent]:
     return {
         "python": platform.python_version(),
         **{name: _installed(name) for name in TRAINER},
+        TRANSFORMER_ENGINE: _transformer_engine(),
         "CUDA": torch.version.cuda if torch.version.cuda is not None else Absent(reason="this PyTorch is built without CUDA"),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else nccl,
     }
@@ -93,6 +94,14 @@ def libcuda_version(name: str = "libcuda.so.1") -> int | None:
     except (OSError, AttributeError):
         return None
     return version.value // 1000 if status == 0 else None
+
+
+def _transformer_engine() -> str | Absent:
+    """Its package holds nothing but requirements: what ranks import is another one's, built for this PyTorch."""
+    whole, for_torch = _installed(TRANSFORMER_ENGINE), _installed(f"{TRANSFORMER_ENGINE}-torch")
+    if isinstance(for_torch, Absent) and not isinstance(whole, Absent):
+        return Absent(reason=f"{whole} without its part for PyTorch (transformer-engine-torch)")
+    return whole
 
 
 def _installed(name: str) -> str | Absent:

@@ -12,7 +12,7 @@ def push_tensors(config: RunConfig) -> list[PlannedTensor]:
     """See `moerl.train.megatron.on_meta.tensors_to_push`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says what this machine lacks; a plan needs none of it
-        megatron_patches.activate()
+        megatron_patches.activate(with_reference=True)  # meta tensors need no kernels, and planning no GPU
         from moerl.train.megatron.on_meta import tensors_to_push
 
         hf = model_config(config.model)
