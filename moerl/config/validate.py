@@ -2,7 +2,14 @@
 
 from moerl.config.rules.algorithm_rules import algorithm_problems
 from moerl.config.rules.companion_rules import companion_problems
-from moerl.config.rules.engine_rules import delta_problems, engine_problems, replay_problems, server_problems, tls_problems
+from moerl.config.rules.engine_rules import (
+    delta_problems,
+    engine_problems,
+    nccl_problems,
+    replay_problems,
+    server_problems,
+    tls_problems,
+)
 from moerl.config.rules.facts import Facts, Rule
 from moerl.config.rules.fp8_rules import fp8_problems
 from moerl.config.rules.job_rules import kubernetes_problems, slurm_problems
@@ -40,6 +47,7 @@ _RULES: tuple[Rule, ...] = (
     tls_problems,
     layout_problems,
     engine_problems,
+    nccl_problems,
     delta_problems,
     observe_problems,
     megatron_problems,

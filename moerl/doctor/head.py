@@ -8,6 +8,7 @@ from torch.distributed import DistStoreError
 
 from moerl.doctor.checks.bandwidth_checks import Bandwidth, bandwidth_checks, combine
 from moerl.doctor.checks.cluster_checks import Skew, clock_checks, count_checks, fabric_checks, likeness_checks, reach_checks
+from moerl.doctor.checks.environment_checks import environment_checks
 from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, fail, skipped, warn
 from moerl.doctor.checks.gpu_checks import gpu_checks
@@ -65,7 +66,7 @@ class _Head:
             *(self._not_ended(int(key.split("/")[1])) for key in late),
         ]
         for facts in came:
-            own = (*gpu_checks(facts, self._expected), *host_checks(facts, self._expected))
+            own = (*gpu_checks(facts, self._expected), *host_checks(facts), *environment_checks(facts, self._expected))
             findings += [replace(finding, node=facts.name) for finding in own]
         findings += failures if bandwidth is None else bandwidth_checks(bandwidth, came, self._expected)
         return Diagnosis(findings=tuple(findings), nodes=tuple(came), bandwidth=bandwidth)

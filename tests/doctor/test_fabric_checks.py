@@ -6,7 +6,6 @@ import pytest
 from node_cases import h100_node
 
 from moerl.doctor.checks.cluster_checks import fabric_checks
-from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.host_checks import host_checks
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.infiniband import Port
@@ -57,7 +56,7 @@ def test_of_two_nodes_the_better_one_is_the_measure():
 def test_a_port_that_is_down_on_all_nodes_alike_is_a_warning_of_each_and_no_failure():
     cabled_once = (*HEALTHY, port("mlx5_8", None, "DOWN", 2))
     assert [finding.verdict for finding in beside(cabled_once, others=cabled_once)] == ["ok"]
-    (own,) = [finding for finding in host_checks(h100_node(ports=cabled_once), Expectations()) if finding.check == "InfiniBand"]
+    (own,) = [finding for finding in host_checks(h100_node(ports=cabled_once)) if finding.check == "InfiniBand"]
     assert (own.verdict, "not active: mlx5_8:2" in own.found) == ("warn", True)
 
 

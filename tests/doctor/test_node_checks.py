@@ -6,6 +6,7 @@ import pytest
 from node_cases import cpu_node, disk, h100_node, output
 
 from moerl.config.load import load
+from moerl.doctor.checks.environment_checks import environment_checks
 from moerl.doctor.checks.expected import Expectations, expected_of
 from moerl.doctor.checks.gpu_checks import gpu_checks
 from moerl.doctor.checks.host_checks import host_checks
@@ -21,7 +22,8 @@ NO_MANAGER = parse_ports(output("ibv_devinfo_down.txt").replace("PORT_ACTIVE (4)
 
 def judged(facts, expected=None):
     expected = Expectations() if expected is None else expected
-    return {finding.check: finding for finding in (*gpu_checks(facts, expected), *host_checks(facts, expected))}
+    findings = (*gpu_checks(facts, expected), *host_checks(facts), *environment_checks(facts, expected))
+    return {finding.check: finding for finding in findings}
 
 
 def gpus(old="", new=""):
@@ -132,6 +134,20 @@ def test_a_trainer_on_gpus_needs_transformer_engine_unless_its_reference_is_aske
     on_cpu = replace(config, placement=replace(config.placement, device="cpu"))
     verdicts = [judged(facts, expected_of(each))["transformer-engine"].verdict for each in (config, asked, on_cpu)]
     assert verdicts == ["fail", "skipped", "skipped"]
+
+
+def test_versions_of_trainer_and_engine_are_compared_and_different_nccl_fails_where_a_push_needs_one():
+    same = {"sglang": "0.5.23", "torch": "2.13.0+cu129", "CUDA": "12.9", "NCCL": "2.28.9"}
+    facts = h100_node(engines={"sglang": same | {"torch": "2.14.1", "NCCL": "2.30.7"}})
+    equal, other = judged(h100_node(engines={"sglang": same})), judged(facts)
+    joined = judged(facts, Expectations(joins_by_nccl=True))
+    checks = [f"{name} of sglang" for name in ("torch", "CUDA", "NCCL")]
+    assert [equal[check].verdict for check in checks] == ["ok", "ok", "ok"]
+    assert [other[check].verdict for check in checks] == ["warn", "ok", "warn"]
+    assert [joined[check].verdict for check in checks] == ["warn", "ok", "fail"]
+    assert joined["NCCL of sglang"].found.startswith("2.30.7: it refuses a communicator of ranks with different versions")
+    assert joined["NCCL of sglang"].fix.startswith("make gpu ENGINES=sglang; make engines ENGINES=sglang")
+    assert judged(h100_node(engines={"sglang": {"sglang": "0.5.23"}}))["NCCL of sglang"].verdict == "skipped"
 
 
 def test_a_tool_that_fails_is_no_node_without_gpus():

@@ -8,10 +8,12 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from moerl.config.derive.environments import versions_here, versions_there
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
 from moerl.config.rules.megatron_rules import replay_problems_of
@@ -40,7 +42,8 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     arguments, and the model's sizes.
 
     A model that is only named (model.published without a path) cannot be started, and a login node that checks its recipe needs no
-    environment: what belongs to starting is asked for with model.path, or listed by `moerl check` (`unserved`).
+    environment: what belongs to starting is asked for with model.path, or listed by `moerl check` (`unserved`). Nor does one that launches
+    a job with an image, which has it.
     """
     rollout, shape = config.rollout, facts.shape
     if rollout.engine not in FAMILIES:
@@ -60,10 +63,16 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if can_be(python) and python.is_file():
         model = facts.hf if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
-    elif rollout.python is None:  # one that is given and missing is another rule's
+    elif rollout.python is None and not is_in_image(config):  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
         reason = "engines pin packages that a trainer's environment cannot have"
         yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
+
+
+def is_in_image(config: RunConfig) -> bool:
+    """Whether the engine's environment is in the image of a job, and this process outside of one."""
+    in_slurm = config.slurm.container is not None and "SLURM_JOB_ID" not in os.environ
+    return in_slurm or (config.kubernetes.image is not None and "KUBERNETES_SERVICE_HOST" not in os.environ)
 
 
 def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Problem]:
@@ -89,6 +98,33 @@ def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[
         reason = str(error)
     fix = f"make engines ENGINES={engine}, or install moerl there: {python} -m pip install --no-deps moerl"
     return (problem("rollout.python", python, f"cannot start moerl.rollout.engines.{engine}", reason, fix),)
+
+
+def joins_by_nccl(config: RunConfig) -> bool:
+    """Whether a push makes one communicator of trainer and servers on GPUs; where they share these, it goes through host memory."""
+    transport, placement = config.weights.transport, config.placement
+    goes = transport == "nccl" or (transport == "auto" and placement.nodes > 1)
+    return goes and placement.mode == "separate" and placement.device != "cpu" and config.rollout.engine in FAMILIES
+
+
+def nccl_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Trainer and engine with different NCCL, by what their environments have installed; nothing where one has none, as on CPU."""
+    rollout, python = config.rollout, Path(interpreter(config.rollout))
+    if not joins_by_nccl(config) or config.model.is_only_named or not (can_be(python) and python.is_file()):
+        return
+    own, theirs = versions_here(()).get("NCCL"), _nccl_there(str(python))
+    if own is not None and theirs is not None and own != theirs:
+        rule = f"cannot join NCCL {own} of this environment and NCCL {theirs} of {rollout.engine}'s"
+        reason = "NCCL refuses a communicator of ranks with different versions, at the first push"
+        fix = f"make gpu and make engines, both with ENGINES={rollout.engine}: their locks have the same; or weights.transport=disk"
+        yield problem("weights.transport", config.weights.transport, rule, reason, fix)
+
+
+@functools.cache
+def _nccl_there(python: str) -> str | None:
+    with suppress(OSError, ValueError, subprocess.SubprocessError):  # engine_problems says that it does not run
+        return versions_there(python, ()).get("NCCL")
+    return None
 
 
 ENGINES_WITH_ROUTES = ("hf", "sglang", "fake")
@@ -122,7 +158,7 @@ def server_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         reason = f"{rollout.num_servers} servers count up from it, and the last port would be {last}"
         fix = f"rollout.port={65536 - rollout.num_servers} or lower, or 0"
         yield problem("rollout.port", rollout.port, f"must be at most {65536 - rollout.num_servers}", reason, fix)
-    if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()):
+    if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()) and not is_in_image(config):
         reason = "the servers are started with it"
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")
 

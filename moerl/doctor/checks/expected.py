@@ -5,7 +5,7 @@ from pathlib import Path
 
 from moerl.config.derive.companion_models import own_layouts
 from moerl.config.derive.gpu_map import num_gpus
-from moerl.config.rules.engine_rules import FAMILIES, interpreter
+from moerl.config.rules.engine_rules import FAMILIES, interpreter, joins_by_nccl
 from moerl.config.schema.run_config import NetworkConfig, RunConfig
 
 
@@ -24,6 +24,8 @@ class Expectations:
     run_dir: Path = Path()
     reference_te: bool = False
     """Transformer Engine is not needed."""
+    joins_by_nccl: bool = False
+    """A push makes one NCCL communicator of trainer and servers."""
     engines: dict[str, str] = field(default_factory=dict)
     """Engine -> interpreter of its environment."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -51,6 +53,7 @@ def expected_of(
         gb_per_second=gb_per_second,
         run_dir=(config.run_dir if run_dir is None else run_dir).absolute(),
         reference_te=config.train.reference_te or on_cpu,
+        joins_by_nccl=joins_by_nccl(config),
         engines={engine: interpreter(config.rollout)} if engine in FAMILIES else {},
         network=config.network,
     )

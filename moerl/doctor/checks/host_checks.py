@@ -1,13 +1,10 @@
-"""Checks of a node's host: RDMA adapters, limits, memory, disks, names, versions."""
+"""Checks of a node's host: RDMA adapters, limits, memory, disks, names."""
 
 import ipaddress
 from collections.abc import Iterator
-from dataclasses import replace
 
-from moerl.doctor.checks.expected import Expectations
 from moerl.doctor.checks.findings import Finding, absent, bad, fail, ok, skipped, warn
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
-from moerl.doctor.checks.versions import TRANSFORMER_ENGINE, is_supported, supported
 from moerl.hardware.hardware_tools import Absent, present
 from moerl.hardware.infiniband import Port
 from moerl.hardware.network_settings import fabric_ports
@@ -24,7 +21,7 @@ _FREE_RAM_SHARE = 0.5
 """Below it something else is at home on the node."""
 
 
-def host_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
+def host_checks(facts: NodeFacts) -> Iterator[Finding]:
     yield _infiniband(facts)
     yield _gpudirect(facts)
     yield _open_files(facts)
@@ -33,8 +30,6 @@ def host_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
     yield from (_shm(disk, facts) if disk.purpose == "/dev/shm" else _disk(disk) for disk in facts.disks)
     yield _own_name(facts)
     yield _ray(facts)
-    yield from _versions(facts, expected)
-    yield from _engines(facts)
 
 
 def _infiniband(facts: NodeFacts) -> Finding:
@@ -155,37 +150,3 @@ def _ray(facts: NodeFacts) -> Finding:
         fix = "ps -fp " + ",".join(process.split()[1] for process in facts.ray_processes)
         return warn("other Ray", ", ".join(facts.ray_processes), "none, or one that shares the node on purpose", fix)
     return ok("other Ray", "none", "none")
-
-
-def _versions(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
-    for name, version in facts.versions.items():
-        wanted = supported().get(name, "")
-        if not isinstance(version, Absent):
-            yield _version(name, version, f"pip install '{name}{wanted}'")
-        elif name == TRANSFORMER_ENGINE and expected.reference_te:
-            yield skipped(name, f"{version.reason}; its PyTorch reference was asked for (train.reference_te, placement.device)")
-        elif name in (TRANSFORMER_ENGINE, "CUDA", "NCCL"):
-            yield (
-                fail(name, version.reason, wanted, "make gpu")
-                if present(facts.gpus)
-                else skipped(name, f"{version.reason}; needed on GPUs")
-            )
-        else:
-            yield fail(name, version.reason, wanted, f"pip install '{name}{wanted}'")
-
-
-def _version(name: str, version: str, fix: str) -> Finding:
-    wanted = supported().get(name, "")
-    return ok(name, version, wanted) if is_supported(name, version) else fail(name, version, wanted, fix)
-
-
-def _engines(facts: NodeFacts) -> Iterator[Finding]:
-    for engine, versions in facts.engines.items():
-        if isinstance(versions, Absent):
-            yield fail(engine, versions.reason, "an environment of its own", f"make engines ENGINES={engine}")
-        elif engine not in versions:
-            yield fail(engine, "not in its environment", supported().get(engine, ""), f"make engines ENGINES={engine}")
-        else:
-            others = ", ".join(f"{name} {version}" for name, version in versions.items() if name != engine)
-            checked = _version(engine, versions[engine], f"make engines ENGINES={engine}")
-            yield replace(checked, found=f"{checked.found} ({others})")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from moerl.doctor.checks.expected import Expectations
-from moerl.doctor.checks.versions import engine_versions, libcuda_version, trainer_versions
+from moerl.doctor.checks.versions import TRANSFORMER_ENGINE, engine_versions, libcuda_version, trainer_versions
 from moerl.hardware.hardware_tools import Absent
 from moerl.hardware.network_settings import Hardware, Setting, find_hardware, network_settings, read_nccl_files, variables
 from moerl.hardware.nvidia import NVLinks, find_links
@@ -93,7 +93,10 @@ def gather(name: str, expected: Expectations, *, reached_at: str | None) -> Node
         ram_bytes=memory.total,
         free_ram_bytes=memory.available,
         versions=trainer_versions(),
-        engines={engine: engine_versions(python, (engine, "torch", "transformers")) for engine, python in expected.engines.items()},
+        engines={
+            engine: engine_versions(python, (engine, "torch", "transformers", TRANSFORMER_ENGINE))
+            for engine, python in expected.engines.items()
+        },
         ray_processes=tuple(_other_ray()),
         gloo_interface={**os.environ, **variables(settings)}.get("GLOO_SOCKET_IFNAME", ""),
         settings=settings,

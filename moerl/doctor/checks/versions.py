@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import importlib.metadata
-import json
 import platform
 import re
 import subprocess
@@ -15,17 +14,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from moerl.config.derive.environments import versions_there
 from moerl.hardware.hardware_tools import Absent
 
 TRANSFORMER_ENGINE = "transformer-engine"
 """Where there is no GPU the reference of megatron_patches takes its place."""
 TRAINER = ("torch", "megatron-core", TRANSFORMER_ENGINE, "ray", "transformers")
 _PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
-_SECONDS = 60.0
-_LIST = (
-    "import importlib.metadata as m, json, sys\n"
-    "print(json.dumps({n: m.version(n) for n in sys.argv[1:] if any(m.distributions(name=n))} | {'python': sys.version.split()[0]}))"
-)
 
 
 @functools.cache
@@ -69,13 +64,12 @@ def engine_versions(python: str, names: Sequence[str]) -> dict[str, str] | Absen
     if not Path(python).is_file():
         return Absent(reason=f"there is no {python}")
     try:
-        done = subprocess.run([python, "-c", _LIST, *names], capture_output=True, text=True, timeout=_SECONDS, check=True)
+        return versions_there(python, names)
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()
         return Absent(reason=f"{python}: {said[-1] if said else f'ended with code {error.returncode}'}", is_fault=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Absent(reason=f"{python}: {error}", is_fault=True)
-    return json.loads(done.stdout)
 
 
 def newest_cuda(driver: str) -> int | None:
