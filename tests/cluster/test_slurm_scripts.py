@@ -80,6 +80,20 @@ def test_an_apptainer_container_has_the_gpus():
 
 
 @pytest.mark.parametrize("container", [PYXIS, APPTAINER])
+def test_a_node_that_launches_a_container_needs_no_engine_which_is_in_the_image(
+    container: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("moerl.config.rules.engine_rules._CHECKOUT", tmp_path)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run = [DEMO, "rollout.engine=sglang", "deterministic=false"]
+    assert "\n    python3 \\\n    -m moerl node" in rendered(*run, container)
+    for outside in ([], [container]):
+        monkeypatch.setenv("SLURM_JOB_ID", "7") if outside else None
+        with pytest.raises(ConfigError, match="needs an environment for rollout.engine=sglang"):
+            load([*run, *outside])
+
+
+@pytest.mark.parametrize("container", [PYXIS, APPTAINER])
 def test_shellcheck_finds_nothing_whatever_is_set(container: str):
     hostile = 'slurm.environment.GREETING="it\'s $HOME `id` \\\\ and more"'
     assert shellcheck(rendered(DEEPSEEK, container, *EVERYTHING, hostile)) == ""

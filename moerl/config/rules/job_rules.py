@@ -148,7 +148,8 @@ def launch_problems(config: RunConfig, config_dir: str | None) -> Iterator[Probl
     """Faults that keep this run from being a RayJob."""
     kubernetes, name = config.kubernetes, job_name(config.name)
     if kubernetes.image is None:
-        yield problem("kubernetes.image", None, "must be given", "pods are made from it", "kubernetes.image=REGISTRY/moerl:TAG")
+        fix = "kubernetes.image=REGISTRY/moerl:TAG, of containers/Dockerfile"
+        yield problem("kubernetes.image", None, "must be given", "pods are made from it, and none is published", fix)
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MAX_NAME:
         rule = f"must begin with a letter and have at most {MAX_NAME} characters, as {name!r}"
         yield problem("name", config.name, rule, "the job and what KubeRay makes for it are named after it", "a shorter name=")

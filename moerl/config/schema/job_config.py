@@ -10,7 +10,8 @@ from moerl.config.schema.strict import NotNegative, Positive, Seconds, Strict
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig(Strict):
-    """An image that has moerl and everything it needs."""
+    """Image of a job's nodes. It has moerl, the trainer's environment and the engine's (containers/ builds one): servers are started by the
+    driver, or by Ray on another node, and so in the same container."""
 
     kind: Literal["pyxis", "apptainer"]
     """pyxis: srun's --container options, with enroot. apptainer: `apptainer exec`."""
@@ -80,7 +81,7 @@ class KubernetesConfig(Strict):
     placement.gpus_per_node GPUs."""
 
     image: str | None = None
-    """That has moerl and everything it needs; its Ray must be the version of the launching one."""
+    """That has moerl and everything it needs, as those of containers/; its Ray must be the version of the launching one."""
     python: str = "python3"
     """In the image."""
     namespace: str | None = None

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Packages of Ubuntu 24.04 that an image needs beside CUDA's: Python 3.12, what RDMA and moerl doctor ask, and git for sources.
+set -euo pipefail
+
+export DEBIAN_FRONTEND=noninteractive
+apt-get update
+apt-get install --yes --no-install-recommends python3.12 python3.12-dev python3.12-venv build-essential git \
+    ibverbs-providers ibverbs-utils libibverbs-dev libnuma1 pciutils
+rm -rf /var/lib/apt/lists/*
