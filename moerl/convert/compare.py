@@ -66,10 +66,7 @@ def _entries(path: Path) -> list[Entry]:
     source = HFSource.open(path)
     if problems := list(hf_plan.fp8_problems(source)):
         raise ConvertError(problems)
-    names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
-    # In their own dtype, except FP8, whose values are products with scales.
-    is_fp8 = {name: source.tensors[name].dtype == torch.float8_e4m3fn for name in names}
-    return [hf_plan.plain_entry(source, name, torch.float32) if is_fp8[name] else source.entry(name) for name in names]
+    return [hf_plan.without_fp8(source, name, torch.float32) for name in source.tensors if not hf_plan.is_scale(source, name)]
 
 
 def _difference(a: Entry | None, b: Entry | None, tolerance: float) -> tuple[str | None, float]:

@@ -1,4 +1,7 @@
-"""Hugging Face safetensors checkpoints, one tensor at a time."""
+"""Hugging Face safetensors checkpoints, one tensor at a time.
+
+Of a published FP8 folder the tensors are what its blocks and their scales stand for: who reads never meets a scale.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,17 +10,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.models.expert_stacks import stack_of, stored_name
+from moerl.models.fp8_blocks import BLOCK, SCALE_SUFFIX, dequantized, scale_shape
 from moerl.types.errors import CheckpointError
 from moerl.types.json_text import read_object
 
 INDEX = "model.safetensors.index.json"
 _WEIGHT_MAP = TypeAdapter(dict[str, str])
+_FP8 = "F8_E4M3"
+"""Name of float8_e4m3fn in headers."""
+
+
+EVERYTHING = slice(None)
 
 
 class HFCheckpoint:
@@ -37,20 +47,51 @@ class HFCheckpoint:
         self._stack.close()
 
     def names(self) -> list[str]:
-        return list(self._files)
+        """Without those of scales."""
+        return [name for name in self._files if not (name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._files)]
 
-    def read(self, name: str) -> Tensor:
-        """Also a part of a stack. Raises CheckpointError naming the tensor and its file."""
+    def read(self, name: str, where: slice = EVERYTHING, dim: int = 0) -> Tensor:
+        """What lies at `where` along `dim`; also of a part of a stack. Of FP8 the values in float32, and no more of the file is read than
+        the blocks around `where`. Raises CheckpointError naming the tensor and its file."""
+        if self.is_fp8(name):
+            return self._dequantized(name, where, dim)
         stack = stack_of(name)
+        index = (slice(None),) * dim + (where,)
         with self._explaining(stored_name(name)):
-            if stack is None:
-                return self._file(name).get_tensor(name)
-            return self._file(stack[0]).get_slice(stack[0])[stack[1]]
+            if stack is not None:
+                return self._file(stack[0]).get_slice(stack[0])[(stack[1], *index)]
+            return self._file(name).get_tensor(name) if where == EVERYTHING else self._file(name).get_slice(name)[index]
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header; also of a part of a stack. Raises CheckpointError naming the tensor and its file."""
+        stored = stored_name(name)
+        with self._explaining(stored):
+            shape = tuple(self._file(stored).get_slice(stored).get_shape())
+        return shape if stored == name else shape[1:]
+
+    def is_fp8(self, name: str) -> bool:
         """From the file's header. Raises CheckpointError naming the tensor and its file."""
+        stored = stored_name(name)
+        with self._explaining(stored):
+            return self._file(stored).get_slice(stored).get_dtype() == _FP8
+
+    def _dequantized(self, name: str, where: slice, dim: int) -> Tensor:
+        shape, scales_name = self.shape(name), name + SCALE_SUFFIX
+        with self._explaining(scales_name):
+            scales = self._file(scales_name).get_tensor(scales_name)
+        if len(shape) != 2 or scales.shape != scale_shape(shape) or scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
+            raise CheckpointError(
+                f"{self._directory / self._files[scales_name]}: {scales_name} has shape {tuple(scales.shape)} in {scales.dtype}, but "
+                f"{name} {list(shape)} needs {scale_shape(shape)} in float32 or float8_e8m0fnu; fetch the checkpoint again"
+            )
+        start, stop, _ = where.indices(shape[dim])
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        index, blocks = [slice(None), slice(None)], [slice(None), slice(None)]
+        index[dim], blocks[dim] = slice(first * BLOCK, min(last * BLOCK, shape[dim])), slice(first, last)
         with self._explaining(name):
-            return tuple(self._file(name).get_slice(name).get_shape())
+            values = self._file(name).get_slice(name)[tuple(index)]
+        whole = torch.cat(list(dequantized(values, scales[tuple(blocks)].float(), torch.float32)))
+        return whole.narrow(dim, start - first * BLOCK, stop - start)
 
     def _file(self, name: str) -> safe_open:
         file = self._files[name]

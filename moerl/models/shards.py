@@ -1,6 +1,7 @@
 """Cut a parameter over tensor-parallel ranks, and put it together again.
 
-`split` takes the Hugging Face tensors of a parameter to the shard of one rank; `merge` takes the shards of all of them back.
+`split` takes the Hugging Face tensors of a parameter to the shard of one rank, `join` what `own_range` says of them; `merge` takes the
+shards of all ranks back.
 """
 
 from collections.abc import Sequence
@@ -57,6 +58,18 @@ def pieces(rule: Rule, shard: Tensor, *, rank: int, num_ranks: int, sizes: Sizes
     it."""
     rows = max(min(sizes.vocab_size - rank * len(shard), len(shard)), 0) if rule.shard == "vocab" else sizes.vocab_size
     return merge(rule, [shard], sizes=replace(sizes, num_query_groups=sizes.num_query_groups // num_ranks, vocab_size=rows))
+
+
+def own_range(rule: Rule, size: int, *, rank: int, num_ranks: int, sizes: Sizes) -> slice:
+    """Where along `cut_dim` that which `rank` holds of one of the rule's Hugging Face tensors lies. `size`: of that axis."""
+    padded = sizes.padded_vocab_size if rule.shard == "vocab" else size
+    return slice(min(rank * padded // num_ranks, size), min((rank + 1) * padded // num_ranks, size))
+
+
+def join(rule: Rule, parts: Sequence[Tensor], *, num_ranks: int, sizes: Sizes) -> Tensor:
+    """The shard of one of `num_ranks` ranks, of its own ranges of the rule's Hugging Face tensors."""
+    groups, rows = sizes.num_query_groups // num_ranks, sizes.padded_vocab_size // num_ranks
+    return split(rule, parts, rank=0, num_ranks=1, sizes=replace(sizes, num_query_groups=groups, padded_vocab_size=rows))
 
 
 def cut_dim(rule: Rule) -> int | None:

@@ -92,6 +92,15 @@ def test_a_model_megatron_would_compute_otherwise_is_refused_with_the_reason(nam
         DEEPSEEK_V3.checked_config(config)
 
 
+@pytest.mark.parametrize("more", [{}, {"scale_fmt": "ue8m0"}, {"modules_to_not_convert": ["lm_head"]}])
+def test_weights_in_blocks_of_fp8_are_read_as_published(more):
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert list(DEEPSEEK_V3.broken_rules(PUBLISHED | {"quantization_config": quantization | more})) == []
+    for other in ({"weight_block_size": [64, 128]}, {"fmt": "e5m2"}, {"weight_block_size": None}):
+        (broken,) = DEEPSEEK_V3.broken_rules(PUBLISHED | {"quantization_config": quantization | other})
+        assert "quantization_config" in broken.rule
+
+
 @pytest.mark.parametrize("changes", [{"attention_factor": 1.1}, {"truncate": False}, {"mscale": None}])
 def test_a_yarn_that_megatron_does_not_have_is_refused(changes):
     config = PUBLISHED | {"rope_scaling": PUBLISHED["rope_scaling"] | changes}

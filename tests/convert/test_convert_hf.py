@@ -12,7 +12,7 @@ from moerl.convert.conversion import Conversion, convert
 from moerl.convert.hf.hf_writing import WriteOptions
 from moerl.convert.inspect import inspection, verify_digests
 from moerl.convert.tensors import writing
-from moerl.models.hf_checkpoint import INDEX, HFCheckpoint, write_shards
+from moerl.models.hf_checkpoint import INDEX, write_shards
 from moerl.types.errors import ConvertError
 
 CONFIG = {"model_type": "unheard_of", "torch_dtype": "bfloat16", "vocab_size": 70, "hidden_size": 200}
@@ -47,8 +47,8 @@ def run(source, target, *, dry_run=False, shard_bytes=150_000, nonfinite="warn",
 
 
 def tensors_of(directory):
-    with HFCheckpoint(directory) as held:
-        return {name: held.read(name) for name in held.names()}
+    """As the files hold them."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def bytes_of(directory):

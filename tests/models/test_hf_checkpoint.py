@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moerl.models.fp8_blocks import quantized
 from moerl.models.hf_checkpoint import INDEX, HFCheckpoint, write_shards
 from moerl.types.errors import CheckpointError
 
@@ -93,3 +94,31 @@ def test_the_index_lists_every_tensor_and_their_size(sharded):
     index = json.loads((sharded / INDEX).read_text())
     assert index["metadata"]["total_size"] == 5 * 160
     assert index["weight_map"].keys() == TENSORS.keys()
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    """A matrix in blocks of FP8, one row and two columns of which are incomplete, and its values by a product with every scale."""
+    values, scales = quantized(torch.randn(300, 500, generator=torch.Generator().manual_seed(0)), "float32")
+    rows, columns = (scales.repeat_interleave(128, dim=0)[:300].repeat_interleave(128, dim=1)[:, :500]), values.float()
+    save_file({"x.weight": values, "x.weight_scale_inv": scales, "plain": torch.zeros(2)}, tmp_path / "model.safetensors")
+    return tmp_path, rows * columns
+
+
+@pytest.mark.parametrize(
+    ("where", "dim"), [(slice(None), 0), (slice(0, 128), 0), (slice(100, 260), 0), (slice(290, 300), 0), (slice(130, 450), 1)]
+)
+def test_any_range_of_a_matrix_in_fp8_is_that_of_the_whole(where, dim, blocks):
+    directory, whole = blocks
+    with HFCheckpoint(directory) as checkpoint:
+        assert sorted(checkpoint.names()) == ["plain", "x.weight"]
+        assert checkpoint.shape("x.weight") == (300, 500) and checkpoint.is_fp8("x.weight") and not checkpoint.is_fp8("plain")
+        assert checkpoint.read("x.weight", where, dim).equal(whole[where] if dim == 0 else whole[:, where])
+
+
+@pytest.mark.parametrize("scales", [None, torch.zeros(2, 4), torch.zeros(3, 4, dtype=torch.bfloat16)])
+def test_fp8_without_scales_of_its_shape_is_refused(scales, tmp_path):
+    held = {"x.weight": torch.zeros(300, 500).to(torch.float8_e4m3fn)} | ({} if scales is None else {"x.weight_scale_inv": scales})
+    save_file(held, tmp_path / "model.safetensors")
+    with HFCheckpoint(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="x.weight_scale_inv"):
+        checkpoint.read("x.weight")

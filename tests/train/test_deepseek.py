@@ -15,7 +15,10 @@ from test_hf_parity import train_plainly
 
 from megatron_patches import duplicated_linear
 from moerl.config.schema.layout import Layout
+from moerl.config.schema.model_config import ScratchModel
+from moerl.convert.conversion import Conversion, convert
 from moerl.models.hf_checkpoint import HFCheckpoint
+from moerl.scratch_model import write_scratch_model
 
 LAYOUTS = {"one": Layout(), **LAYOUTS}
 ROUNDED = 1e-6
@@ -114,6 +117,33 @@ def test_loading_and_exporting_gives_the_checkpoint_back_bit_by_bit(name, layout
     # A server has no layers of multi-token prediction.
     later = ("model.layers.4.", "model.layers.5.")
     assert sorted(spec.name for spec in served) == sorted(n for n in original if not n.startswith(later))
+
+
+RAGGED = ScratchModel(
+    family="deepseek_v3", hidden_size=192, num_layers=2, num_heads=4, head_dim=44, ffn_size=136, num_experts=4, mtp_layers=1
+)
+"""Blocks of 128 end within its matrices, and lie across the edges of their shards."""
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder in FP8, as DeepSeek-V3 is published, and the same after its conversion to float32."""
+    root = tmp_path_factory.mktemp("published")
+    write_scratch_model(RAGGED, 32, root / "plain", seed=0)
+    convert(Conversion(source=root / "plain", target=root / "fp8", dtype="fp8"), dry_run=False)
+    convert(Conversion(source=root / "fp8", target=root / "float32", dtype="float32"), dry_run=False)
+    return root
+
+
+@pytest.mark.parametrize(("layout", "mtp_loss"), [("tp2-etp2", 0.0), ("tp2-ep2", 0.3), slow("pp2", 0.0), slow("one", 0.3)])
+def test_ranks_load_a_published_fp8_folder_as_its_conversion(layout, mtp_loss, published, tmp_path):
+    chosen = deepseek_settings(published / "fp8", LAYOUTS[layout], mtp_loss=mtp_loss)
+    names, _ = run_ranks(export_to, chosen.train.layout.ranks, chosen, tmp_path)
+    converted = load_file(published / "float32" / "model.safetensors")
+    assert sorted(names) == sorted(converted)
+    with HFCheckpoint(tmp_path) as exported:
+        for name, tensor in converted.items():
+            assert exported.read(name).equal(tensor), name
 
 
 @pytest.mark.parametrize("mtp_loss", [0.0, 0.3])

@@ -1,7 +1,7 @@
 """Configurations (config.json) of models: of those that recipes are shipped for, as published, and of a run's, wherever it comes from.
 
-Published ones are in configs/published, so that layouts can be checked before anything is fetched; without quantization_config: moerl loads
-the weights after their conversion to bfloat16.
+Published ones are in configs/published, so that layouts can be checked before anything is fetched; without quantization_config, which
+says how weights are stored and not what is computed.
 """
 
 import json

@@ -120,6 +120,10 @@ def bridge_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem(path, train.bridge, "must be native for this model", reason, native)
     if train.mtp_loss > 0:
         yield problem(path, train.bridge, "must be native while train.mtp_loss > 0", package.mtp_fault, f"{native}, or train.mtp_loss=0")
+    if train.bridge == "mbridge" and hf is not None and hf.get("quantization_config") is not None:
+        reason = "mbridge reads the files by itself, and its FP8 is not held against moerl's"
+        fix = f"{native}, or moerl convert SRC DST --dtype bfloat16 and DST as model.path"
+        yield problem(path, train.bridge, "must be native for weights in FP8 (quantization_config)", reason, fix)
     layout = train.layout
     if train.bridge == "mbridge" and layout.ep == 1 and layout.etp != layout.tp and hf is not None and _has_experts(hf):
         reason = "without expert parallelism mbridge gathers experts over tensor parallelism, as if they were split there"

@@ -12,6 +12,7 @@ from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_pieces, read_tensor
 from moerl.models import fp8_blocks
+from moerl.models.families.family_checks import is_in_fp8_blocks
 from moerl.types.errors import ConvertError, Problem, problem
 
 Dtype = Literal["keep", "bfloat16", "float16", "float32", "fp8"]
@@ -55,6 +56,11 @@ def plain_entry(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
     return Entry(name=name, dtype=dtype, shape=stored.shape, pieces=partial(_cast, stored, dtype))
 
 
+def without_fp8(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
+    """The tensor in its own dtype; in `dtype` if that is FP8, whose values are products with scales."""
+    return plain_entry(source, name, dtype) if source.tensors[name].dtype == _FP8 else source.entry(name)
+
+
 def is_scale(source: HFSource, name: str) -> bool:
     return name.endswith(fp8_blocks.SCALE_SUFFIX) and name.removesuffix(fp8_blocks.SCALE_SUFFIX) in source.tensors
 
@@ -65,9 +71,7 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
     if config is not None and not isinstance(config, Mapping):
         reason = "it says how the weights are quantized"
         yield problem("SRC/config.json: quantization_config", config, "must be an object or null", reason, "fetch config.json again")
-    elif config is not None and (
-        config.get("quant_method") != "fp8" or config.get("weight_block_size") != [fp8_blocks.BLOCK, fp8_blocks.BLOCK]
-    ):
+    elif config is not None and not is_in_fp8_blocks(source.config):
         found: object = {name: config.get(name) for name in ("quant_method", "weight_block_size")}
         reason = f"moerl reads FP8 in blocks of {fp8_blocks.BLOCK} x {fp8_blocks.BLOCK}, and copies nothing it cannot check"
         fix = "moerl convert SRC DST --dtype bfloat16, then that folder" if mxfp4.is_packed(source.config) else "the unquantized checkpoint"

@@ -122,8 +122,9 @@ def _mtp_entries(
                 added[copy] = Entry(name=copy, dtype=tensor.dtype, shape=tensor.shape, pieces=partial(_reread, source, each, tensor))
     if original is not None:
         prefixes = tuple(f"model.layers.{layer}." for layer in layers)
-        kept = [name for name in original.tensors if name.startswith(prefixes) and name not in by_name and name not in added]
-        added |= {name: original.entry(name) for name in kept}
+        for name in original.tensors:
+            if name.startswith(prefixes) and name not in by_name and name not in added and not hf_plan.is_scale(original, name):
+                added[name] = hf_plan.without_fp8(original, name, entries[0].dtype)
     return list(added.values())
 
 

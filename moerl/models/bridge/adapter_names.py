@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moerl.models.bridge.native_bridge import Groups, check_copies, check_shape, copy_names, mtp_layers
+from moerl.models.bridge.native_bridge import Groups, check_copies, check_shape, copy_names, mtp_layers, read_kept
 from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
 from moerl.models.families.family import Family, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
@@ -60,9 +60,9 @@ class AdapterNames:
             group = self._groups.expert_tensor if item.rule.is_expert else self._groups.tensor
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
             for name, expected in zip(self._hf_names(item), whole, strict=True):
-                check_shape(name, torch.empty(checkpoint.shape(name), device="meta"), expected)
+                check_shape(name, checkpoint.shape(name), expected)
         for name, copies in self._copies.items():
-            check_copies(name, checkpoint.read(name), copies, checkpoint)
+            check_copies(name, copies, checkpoint)
 
     def export(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
         """Tensors that rank 0 exports, of the package's whole `tensors`, which it yields on every rank, with copies and layers not
@@ -75,7 +75,7 @@ class AdapterNames:
                 yield from ((each, exported) for each in (name, *(self._copies.get(name, ()) if with_mtp else ())))
         if with_mtp and self._kept and dist.get_rank() == 0:
             with HFCheckpoint(self._source) as checkpoint:
-                yield from ((name, checkpoint.read(name)) for name in self._kept)
+                yield from ((name, read_kept(checkpoint, name, dtype)) for name in self._kept)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every parameter and every buffer that is part of the model's state, of this rank."""

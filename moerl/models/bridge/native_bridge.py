@@ -18,7 +18,7 @@ from moerl.models.bridge.rank_parameters import hf_names, owned_by
 from moerl.models.expert_stacks import restack, stack_of, stored_names
 from moerl.models.families.family import Family, Rule, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.shards import cut_dim, merge, pieces, split
+from moerl.models.shards import cut_dim, join, merge, own_range, pieces
 from moerl.types.errors import CheckpointError, WeightError
 
 
@@ -90,15 +90,14 @@ class NativeBridge:
         """Fill every parameter of this rank. Raises CheckpointError for a missing tensor and for one of another shape."""
         for item in self._owned.values():
             names, group = self._hf_names(item.rule, item.numbers), self._shard_group(item.rule)
-            tensors = [checkpoint.read(name) for name in names]
             whole = merge(item.rule, [torch.empty_like(item.tensor, device="meta")] * group.size(), sizes=self._sizes)
-            for name, tensor, expected in zip(names, tensors, whole, strict=True):
-                check_shape(name, tensor, expected)
-            shard = split(item.rule, tensors, rank=group.rank(), num_ranks=group.size(), sizes=self._sizes)
+            for name, expected in zip(names, whole, strict=True):
+                check_shape(name, checkpoint.shape(name), expected)
+            parts = [self._read_own(checkpoint, name, item.rule, tensor.shape, group) for name, tensor in zip(names, whole, strict=True)]
             with torch.no_grad():
-                item.tensor.copy_(shard)
+                item.tensor.copy_(join(item.rule, parts, num_ranks=group.size(), sizes=self._sizes))
             if dist.get_rank() == self._owners.get(item.name):
-                check_copies(names[0], tensors[0], copy_names(item.rule, self._mtp_layers), checkpoint)
+                check_copies(names[0], copy_names(item.rule, self._mtp_layers), checkpoint)
 
     def names(self, *, with_mtp: bool = True) -> list[str]:
         """Every Hugging Face name, in the order of `export`."""
@@ -112,12 +111,13 @@ class NativeBridge:
     def export(self, dtype: torch.dtype, *, with_mtp: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor in `dtype`) on rank 0; nothing, after the same communication, on the others.
 
-        Tensors of layers that were not built keep the checkpoint's dtype. `with_mtp` False leaves out all of multi-token prediction.
+        Tensors of layers that were not built keep the checkpoint's dtype, unless that is FP8. `with_mtp` False leaves out all of
+        multi-token prediction.
         """
         yield from restack(self._parts(dtype, with_mtp=with_mtp), self._num_parts)
         if with_mtp and self._kept and dist.get_rank() == 0:
             with HFCheckpoint(self._source) as checkpoint:
-                yield from ((name, checkpoint.read(name)) for name in self._kept)
+                yield from ((name, read_kept(checkpoint, name, dtype)) for name in self._kept)
 
     def owned(self) -> "NativeBridge":
         return self
@@ -167,6 +167,13 @@ class NativeBridge:
         if dim is not None:
             start[dim] = group.rank() * (len(item.tensor) if item.rule.shard == "vocab" else mine.shape[dim])
         return Shard(tensor=mine, start=tuple(start), group=group)
+
+    def _read_own(self, checkpoint: HFCheckpoint, name: str, rule: Rule, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+        """What this rank holds of a tensor of `shape`."""
+        dim = cut_dim(rule)
+        if dim is None or group.size() == 1:
+            return checkpoint.read(name)
+        return checkpoint.read(name, own_range(rule, shape[dim], rank=group.rank(), num_ranks=group.size(), sizes=self._sizes), dim)
 
     def _parts(self, dtype: torch.dtype, *, with_mtp: bool) -> Iterator[tuple[str, Tensor]]:
         """Names that `export` gives of the model that is built, with the stacks of experts in parts."""
@@ -258,18 +265,24 @@ def copy_names(rule: Rule, layers: Mapping[int, set[str]]) -> list[str]:
     return [name for copy in rule.copies for layer, held in layers.items() if (name := copy.format(mtp=layer)) in held]
 
 
-def check_copies(name: str, tensor: Tensor, copies: Sequence[str], checkpoint: HFCheckpoint) -> None:
+def read_kept(checkpoint: HFCheckpoint, name: str, dtype: torch.dtype) -> Tensor:
+    """A tensor of a layer that was not built, as `export(dtype)` gives it."""
+    tensor = checkpoint.read(name)
+    return tensor.to(dtype) if checkpoint.is_fp8(name) else tensor
+
+
+def check_copies(name: str, copies: Sequence[str], checkpoint: HFCheckpoint) -> None:
     """Raises CheckpointError for one of the `copies` of tensor `name` that is none."""
     for copy in copies:
-        if not checkpoint.read(copy).equal(tensor):
+        if not checkpoint.read(copy).equal(checkpoint.read(name)):
             reason = f"Megatron shares {name} with the layers of multi-token prediction; fetch the checkpoint again"
             raise CheckpointError(f"{copy} differs from {name}, of which it must be a copy: {reason}")
 
 
-def check_shape(name: str, tensor: Tensor, expected: Tensor) -> None:
-    if tensor.shape != expected.shape:
+def check_shape(name: str, shape: tuple[int, ...], expected: Tensor) -> None:
+    if shape != expected.shape:
         raise CheckpointError(
-            f"{name} has shape {tuple(tensor.shape)}, but by its config.json it must have {tuple(expected.shape)}: "
+            f"{name} has shape {shape}, but by its config.json it must have {tuple(expected.shape)}: "
             "weights and config.json are of different models; fetch both again"
         )
 

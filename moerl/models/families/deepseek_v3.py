@@ -11,7 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from moerl.models.families.family import BrokenRule, Family, Rule
-from moerl.models.families.family_checks import Fixed, fixed_values, group_limit, last_layer_has_experts, plain_weights
+from moerl.models.families.family_checks import Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
 from moerl.models.families.layers import (
     HF_LAYER,
     HF_MTP,
@@ -110,7 +110,7 @@ def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     if hf["q_lora_rank"] is None and _norms_plain_queries():
         reason = "without compressed queries this version of Megatron norms their input a second time"
         yield BrokenRule("needs q_lora_rank with megatron-core 0.19", reason, "megatron-core 0.16.1")
-    yield from plain_weights(hf)
+    yield from readable_weights(hf)
 
 
 def _norms_plain_queries() -> bool:

@@ -22,12 +22,18 @@ def fixed_values(hf: Mapping[str, Any], fixed: Fixed) -> Iterator[BrokenRule]:
             yield BrokenRule(f"needs {name}={allowed[0]!r} in config.json, not {value!r}", reason, "another model of this type")
 
 
-def plain_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    if hf.get("quantization_config") is not None:
-        reason = "its weights are stored quantized with scales beside them, and moerl loads plain weights"
-        yield BrokenRule(
-            "must not be quantized (quantization_config)", reason, "moerl convert SRC DST --dtype bfloat16, and DST as model.path"
-        )
+def is_in_fp8_blocks(hf: Mapping[str, Any]) -> bool:
+    """Whether weights are stored as DeepSeek-V3's, in blocks of 128 x 128 with a scale each (moerl/models/fp8_blocks.py)."""
+    quantization = hf.get("quantization_config") or {}
+    kind = tuple(quantization.get(name) for name in ("quant_method", "weight_block_size", "fmt"))
+    return kind in (("fp8", [128, 128], "e4m3"), ("fp8", [128, 128], None))
+
+
+def readable_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    if hf.get("quantization_config") is not None and not is_in_fp8_blocks(hf):
+        reason = "its weights are stored quantized in another way, and of those moerl reads FP8 in blocks of 128 x 128 alone"
+        fix = "moerl convert SRC DST --dtype bfloat16, and DST as model.path"
+        yield BrokenRule("must not be quantized (quantization_config)", reason, fix)
 
 
 def group_limit(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Rule
-from moerl.models.families.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, plain_weights
+from moerl.models.families.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
 from moerl.models.families.layers import (
     HF_LAYER,
     HF_MTP,
@@ -52,7 +52,7 @@ def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from group_limit(hf)
     yield from last_layer_has_experts(hf)
     yield from rope_rules(hf)
-    yield from plain_weights(hf)
+    yield from readable_weights(hf)
 
 
 GLM4_MOE = Family(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Rule, Served
-from moerl.models.families.family_checks import SILU, Fixed, fixed_values, plain_weights
+from moerl.models.families.family_checks import SILU, Fixed, fixed_values, readable_weights
 from moerl.models.families.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, softmax_router_fields
 from moerl.models.families.rope import rope_parameters
 
@@ -54,7 +54,7 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **_GATES, **_BIASES})
-    yield from plain_weights(hf)
+    yield from readable_weights(hf)
     if (kind := rope_parameters(hf)["rope_type"]) != "yarn":
         yield BrokenRule(f"needs rope_type yarn in rope_scaling, not {kind!r}", "the family's table has no other", "a published gpt-oss")
     for name in ("mscale", "mscale_all_dim", "attention_factor"):

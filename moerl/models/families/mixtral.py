@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Served
-from moerl.models.families.family_checks import SILU, fixed_values, plain_weights
+from moerl.models.families.family_checks import SILU, fixed_values, readable_weights
 from moerl.models.families.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts, softmax_router_fields
 from moerl.models.families.rope import rope_rules, rotary
 
@@ -23,7 +23,7 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     window = {"sliding_window": ((None,), "the hf engine keeps every position, and published Mixtral models have no window")}
     yield from fixed_values(hf, {**SILU, **jitter, **window})
     yield from rope_rules(hf)
-    yield from plain_weights(hf)
+    yield from readable_weights(hf)
 
 
 MIXTRAL = Family(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family
-from moerl.models.families.family_checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, plain_weights
+from moerl.models.families.family_checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, readable_weights
 from moerl.models.families.layers import (
     HF_LAYER,
     LAYER,
@@ -37,7 +37,7 @@ def _moe_config(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _dense_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     yield from fixed_values(hf, {**SILU, **NO_BIAS, **FULL_ATTENTION})
     yield from rope_rules(hf)
-    yield from plain_weights(hf)
+    yield from readable_weights(hf)
 
 
 def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
