@@ -3,7 +3,6 @@
 Blocks are those of the whole tensor; the last of a row or column may be smaller. Format: DeepSeek-V3's README_WEIGHTS.md.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -20,14 +19,6 @@ _NAN = 0x7F
 """Without its sign."""
 _FLOAT16_PLACES = 0xBF80 - 2**16
 """Sign, the four lower bits of the exponent, the three upper bits of the fraction, as an int16."""
-
-_LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b|experts\.\d+\.w[123])\.weight")
-_HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")
-
-
-def is_quantized_when_published(name: str, shape: tuple[int, ...]) -> bool:
-    """Projections of attention and MLPs; not embeddings, the output layer, norms, routers and what joins multi-token prediction."""
-    return len(shape) == 2 and _LINEAR.fullmatch(name) is not None and _HIGH_PRECISION.fullmatch(name) is None
 
 
 def scale_shape(shape: tuple[int, ...], block: int = BLOCK) -> tuple[int, ...]:

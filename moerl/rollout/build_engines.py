@@ -104,14 +104,12 @@ def _build_fake(
 
     from moerl.rollout.engines.fake_engine import FakeEngine
     from moerl.rollout.engines.hf.hf_model import checkpoint_specs
-    from moerl.weights.plan.transfer_plan import in_fp8
 
-    expected = checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype))
     model = read_config(model_dir)
     return FakeEngine(
         f"fake-{index}",
         limits=Limits(max_context=config.model.max_context, vocab_size=model["vocab_size"], routes=shape_of_config(model).routes),
-        expected=in_fp8(expected.values()) if config.rollout.layout.weights == "fp8" else expected,
+        expected=checkpoint_specs(model_dir, getattr(torch, config.rollout_dtype), fp8=config.rollout.layout.weights == "fp8"),
         max_running=config.rollout.max_running,
     )
 

@@ -4,6 +4,7 @@ Megatron."""
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from moerl.config.schema.train_config import TrainConfig
 
@@ -19,8 +20,8 @@ class EngineSettings:
     uses_reference: bool
     export_dtype: str
     """Dtype of the tensors that leave for the rollout servers."""
-    push_fp8: bool = False
-    """Those that published checkpoints quantize leave in blocks of FP8 instead."""
+    push_fp8: Literal["float32", "ue8m0"] | None = None
+    """Those that published checkpoints quantize leave in blocks of FP8 instead, with scales of this form."""
     mismatch_limit: float = math.inf
     """Mean by which a server's log-probs may differ, in nats per token."""
     model: str = "policy"

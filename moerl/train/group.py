@@ -238,7 +238,7 @@ class MegatronTrainGroup:
             temperature=config.rollout.temperature,
             uses_reference=role.uses_reference,
             export_dtype=config.rollout_dtype,
-            push_fp8=pushes and config.rollout.layout.weights == "fp8",
+            push_fp8=config.fp8_scales if pushes else None,
             mismatch_limit=config.weights.mismatch_limit if pushes else math.inf,
             model=role.name,
             is_critic=role.is_critic,

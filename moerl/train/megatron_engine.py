@@ -46,7 +46,7 @@ class MegatronEngine:
             self.model.bridge.load(checkpoint)
             load_head(self.model.chunks, checkpoint)
         dtype = getattr(torch, settings.export_dtype)
-        self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, in_fp8=settings.push_fp8)
+        self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, fp8_scales=settings.push_fp8)
         self.optimizer: Any = build_optimizer(settings.train, self.model.wrapped) if settings.trains else NoOptimizer()
         self.optimizer.reload_model_params()
         self.step = TrainStep(self.model, self.optimizer, settings)

@@ -9,13 +9,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_servers import ROUTES, native_config, push
+from tiny_servers import ROUTES, as_pairs, native_config, push, values_of
 from transformers import AutoModelForCausalLM
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.hf.forward import RouteRecorder
+from moerl.rollout.engines.hf.hf_model import checkpoint_views
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import WeightError
 
@@ -32,9 +33,13 @@ CASES = {
     "vllm-two-nodes-dp2": ("vllm-dense32", ServerLayout(gpus=2, dp=2, gpus_per_node=1), "nccl"),
     "vllm-two-nodes-of-two": ("vllm-dense32", ServerLayout(gpus=4, gpus_per_node=2), "nccl"),
     "vllm-dp2-dense": ("vllm-dense32", ServerLayout(gpus=2, dp=2), "ipc"),
+    "fp8-tp2-ep2": ("sglang-moe256", ServerLayout(gpus=2, ep=2, weights="fp8"), "ipc"),
+    "fp8-latent": ("sglang-latent576", ServerLayout(weights="fp8"), "ipc"),
+    "vllm-fp8-tp2": ("vllm-moe256", ServerLayout(gpus=2, weights="fp8"), "ipc"),
+    "vllm-fp8-latent": ("vllm-latent576", ServerLayout(weights="fp8"), "ipc"),
 }
 """vLLM has no expert parallelism on CPU."""
-ALWAYS = {"tp2-ep2", "two-nodes", "vllm-two-nodes-moe"}
+ALWAYS = {"tp2-ep2", "two-nodes", "vllm-two-nodes-moe", "fp8-tp2-ep2", "vllm-fp8-tp2"}
 
 
 def left_in_memory(engine: str) -> set[str]:
@@ -48,21 +53,23 @@ def pids(engine):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.matrix) for case in CASES])
-def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
+def test_a_server_in_a_layout_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
     kind, layout, transport = CASES[case]
     engine_name, name = kind.split("-")
     before = left_in_memory(engine_name)
     checkpoint, shape = checkpoints[name], ROUTES[name] if kind == "sglang-moe" else None
     (engine,) = build_engines(native_config(kind, checkpoint, layout=layout), checkpoint.directory, tmp_path, RunSecret.new())
     asked = SamplingParams(max_tokens=20, seed=4, returns_routes=shape is not None)
-    scaled = {name: tensor * 1.05 for name, tensor in checkpoint.tensors.items()}
+    first, scaled = checkpoint.tensors, {name: tensor * 1.05 for name, tensor in checkpoint.tensors.items()}
+    if layout.weights == "fp8":
+        first, scaled = as_pairs(first), as_pairs(scaled, "ue8m0")
 
     async def scenario():
         await engine.start()
         family = [node for pid in pids(engine) for node in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
         try:
             assert len(pids(engine)) == layout.nodes
-            await push(engine, checkpoint.tensors, 1, transport=transport)
+            await push(engine, first, 1, transport=transport)
             # Over the network the last of them comes to the second process before the first.
             for version, damaged in ((2, min(scaled)), (3, max(scaled)), (4, sorted(scaled)[2])):
                 with pytest.raises(WeightError, match=f"{re.escape(damaged)}.*digest"):
@@ -76,10 +83,10 @@ def test_a_server_of_two_processes_samples_with_the_pushed_weights(run, checkpoi
     completions = run(scenario())
     assert left_in_memory(engine_name) <= before
     model = AutoModelForCausalLM.from_pretrained(checkpoint.directory).eval()
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    values = values_of(scaled)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *biases):
-            tensor.mul_(1.05)
+        for tensor_name, view in checkpoint_views(model).items():
+            view.copy_(values[tensor_name])
     recorder = None if shape is None else RouteRecorder(model, shape)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         ids = torch.tensor([[*prompt, *completion.token_ids]])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_build_engines import config
 from test_contract import ask
-from tiny_servers import Served, hf_engine, push
+from tiny_servers import Served, as_pairs, hf_engine, push, values_of
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import ServerLayout
@@ -23,23 +23,6 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 SCALES = NAME + fp8_blocks.SCALE_SUFFIX
-
-
-def as_pairs(tensors):
-    """As `moerl convert --dtype fp8` writes them."""
-    found = {}
-    for name, tensor in tensors.items():
-        names = list(in_fp8([spec_of(name, tensor)]))
-        found |= zip(names, [tensor] if len(names) == 1 else fp8_blocks.quantized(tensor, "float32"), strict=True)
-    return found
-
-
-def values_of(pairs):
-    """What the pairs stand for, in float32."""
-    values = {name: tensor for name, tensor in pairs.items() if not name.endswith(fp8_blocks.SCALE_SUFFIX)}
-    names = values.keys() & {scales.removesuffix(fp8_blocks.SCALE_SUFFIX) for scales in pairs.keys() - values.keys()}
-    quantized = {name: fp8_blocks.dequantized(values[name], pairs[name + fp8_blocks.SCALE_SUFFIX], torch.float32) for name in names}
-    return values | {name: torch.cat(list(parts)) for name, parts in quantized.items()}
 
 
 @contextlib.asynccontextmanager

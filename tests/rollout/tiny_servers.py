@@ -20,6 +20,7 @@ from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
+from moerl.models import fp8_blocks
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.rollout.fleet.collect import Answer, Intake, LocalCollector
@@ -33,6 +34,7 @@ from moerl.types.routes import RouteShape
 from moerl.types.stored import Here
 from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.transfer_plan import in_fp8
 from moerl.weights.sync import WeightSync
 
 VOCAB, MAX_CONTEXT, MAX_RUNNING = 61, 256, 4
@@ -66,9 +68,18 @@ CONFIGS = {
         num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=128,
         qk_rope_head_dim=64, v_head_dim=128,
     ),
+    "moe256": Qwen3MoeConfig(
+        **SHAPE | {"hidden_size": 128, "head_dim": 128, "initializer_range": 0.1}, moe_intermediate_size=256, num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=True,
+    ),
+    "latent576": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 128, "initializer_range": 0.1}, moe_intermediate_size=128,
+        n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=128, kv_lora_rank=512,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    ),
 }  # fmt: skip
 """dense: tied embeddings. latent: latent attention, a bias that helps to choose experts. With a number: in sizes for
-which vLLM has CPU kernels."""
+which vLLM has CPU kernels. moe256, latent576: in sizes of blocks of FP8, those of the first in two parts too."""
 SERVER_OPTIONS = {"moe": ["--deterministic"], "dense": [], "latent": ["--deterministic"]}
 
 ROUTES = {
@@ -151,6 +162,23 @@ def write_checkpoint(directory: Path, name: str) -> Checkpoint:
 def server_command(directory: Path, *options: object) -> list[str]:
     fixed = ["--model", directory, "--max-context", MAX_CONTEXT, "--max-running", MAX_RUNNING, "--prefill-chunk", 8]
     return [sys.executable, "-m", "moerl.rollout.engines.hf", *map(str, [*fixed, *options])]
+
+
+def as_pairs(tensors: Tensors, scale_format: fp8_blocks.ScaleFormat = "float32") -> Tensors:
+    """As `moerl convert --dtype fp8` writes them."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        names = list(in_fp8([spec_of(name, tensor)]))
+        found |= zip(names, [tensor] if len(names) == 1 else fp8_blocks.quantized(tensor, scale_format), strict=True)
+    return found
+
+
+def values_of(pairs: Tensors) -> Tensors:
+    """What the pairs stand for, in float32."""
+    values = {name: tensor for name, tensor in pairs.items() if not name.endswith(fp8_blocks.SCALE_SUFFIX)}
+    names = values.keys() & {scales.removesuffix(fp8_blocks.SCALE_SUFFIX) for scales in pairs.keys() - values.keys()}
+    quantized = {name: fp8_blocks.dequantized(values[name], pairs[name + fp8_blocks.SCALE_SUFFIX], torch.float32) for name in names}
+    return values | {name: torch.cat(list(parts)) for name, parts in quantized.items()}
 
 
 def hf_engine(directory: Path, log_path: Path, *options: object, port: int = 0, start_seconds: float = 120) -> HTTPEngine:

@@ -5,6 +5,8 @@ import traceback
 from types import SimpleNamespace
 
 import torch
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
+from vllm.model_executor.model_loader import dummy_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -102,6 +104,13 @@ def check_latent_attention_is_computed_by_kernels_that_know_float32_also_where_t
         assert CpuPlatform.get_attn_backend_cls(chosen, config) == AttentionBackendEnum.CPU_MLA.get_path()
     finally:
         torch.cpu._is_amx_tile_supported = has_amx
+
+
+def check_random_weights_of_a_start_leave_scales_of_caches():
+    scale, other = KVCacheScaleParameter(), torch.zeros(3)
+    dummy_loader.initialize_single_dummy_weight(scale)
+    dummy_loader.initialize_single_dummy_weight(other)
+    assert (float(scale), bool(other.any())) == (-1.0, True)
 
 
 def outcome(check):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import WeightsConfig
-from moerl.models.fp8_blocks import quantized
+from moerl.models.fp8_blocks import ScaleFormat, quantized
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.push.push_source import MegatronSource
 from moerl.types.push import Bucket, TensorSpec, Transport
@@ -127,7 +127,9 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
     if gathers:
         bridge = worker._engine.model.bridge
         bridge.owned = lambda: None
-        worker._engine.pushed = PushedTensors(bridge, settings.train.layout, torch.bfloat16, settings.model_dir, in_fp8=True)
+        worker._engine.pushed = PushedTensors(
+            bridge, settings.train.layout, torch.bfloat16, settings.model_dir, fp8_scales=settings.push_fp8
+        )
     exported = dict(worker._engine.export(with_mtp=False))
     exchanges, all_reduce = [], dist.all_reduce
     dist.all_reduce = lambda *given, **named: exchanges.append(given) or all_reduce(*given, **named)
@@ -138,15 +140,15 @@ def fp8_pushed_and_expected(settings: EngineSettings, gathers: bool) -> tuple[di
     engine = Engine(specs_of(source))
     asyncio.run(WeightSync(source, {"server": engine}, transport="ipc").push(1))
     dist.broadcast_object_list([(None, "end", ())], src=0)
-    expected = {name: tensor_digest(tensor) for item in exported.items() for name, tensor in _in_fp8(*item).items()}
+    expected = {name: tensor_digest(tensor) for item in exported.items() for name, tensor in _in_fp8(*item, settings.push_fp8).items()}
     sent = sum(entry.num_bytes for bucket in source.buckets for entry in bucket.entries)
     return engine.digests(), expected, len(exchanges), (sent, sum(num_bytes(spec_of(*item)) for item in exported.items()))
 
 
-def _in_fp8(name: str, tensor: torch.Tensor) -> Tensors:
+def _in_fp8(name: str, tensor: torch.Tensor, scale_format: ScaleFormat) -> Tensors:
     """As `moerl convert --dtype fp8` would write it."""
     names = [spec.name for spec in fp8_specs(spec_of(name, tensor))]
-    return dict(zip(names, [tensor] if len(names) == 1 else quantized(tensor, "float32"), strict=True))
+    return dict(zip(names, [tensor] if len(names) == 1 else quantized(tensor, scale_format), strict=True))
 
 
 class Watched(MegatronSource):

@@ -24,14 +24,14 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "gathers", "num_exchanges"),
+    ("model", "layout", "gathers", "scales", "num_exchanges"),
     [
-        ("odd", "tp2-etp2", False, 2), ("odd", "ep2", False, 0), ("odd", "tp2-ep2", False, 1), ("even", "tp2-etp2", False, 0),
-        ("odd", "tp2-etp2", True, 0),
+        ("odd", "tp2-etp2", False, "ue8m0", 2), ("odd", "ep2", False, "ue8m0", 0), ("odd", "tp2-ep2", False, "float32", 1),
+        ("even", "tp2-etp2", False, "float32", 0), ("odd", "tp2-etp2", True, "float32", 0),
     ],
 )  # fmt: skip
-def test_what_arrives_is_the_whole_tensor_in_blocks(models, model, layout, gathers, num_exchanges):
-    chosen = dataclasses.replace(settings(models[model], LAYOUTS[layout], dtype="bfloat16"), push_fp8=True)
+def test_what_arrives_is_the_whole_tensor_in_blocks(models, model, layout, gathers, scales, num_exchanges):
+    chosen = dataclasses.replace(settings(models[model], LAYOUTS[layout], dtype="bfloat16"), push_fp8=scales)
     pushed, expected, counted, sent = run_ranks(push_ranks.fp8_pushed_and_expected, LAYOUTS[layout].ranks, chosen, gathers)
     assert pushed == expected
     assert sum(name.endswith("_scale_inv") for name in pushed) == 2 * (4 + 4 * 3)
@@ -41,7 +41,7 @@ def test_what_arrives_is_the_whole_tensor_in_blocks(models, model, layout, gathe
 
 
 def test_a_run_plans_fp8_with_the_tensors_that_moerl_plan_prints(models, tmp_path):
-    chosen = dataclasses.replace(settings(models["odd"], LAYOUTS["tp2-ep2"], dtype="bfloat16"), push_fp8=True)
+    chosen = dataclasses.replace(settings(models["odd"], LAYOUTS["tp2-ep2"], dtype="bfloat16"), push_fp8="float32")
     of_run, of_plan = run_ranks(push_ranks.outlines, 2, chosen, tmp_path / "store")
     assert {tensor.spec.dtype for tensor in of_run} == {"float8_e4m3fn", "float32", "bfloat16"}
     assert of_run == of_plan

@@ -1,15 +1,19 @@
-"""The rules of train.fp8: what the recipes demand of dtype, layers, recomputation and the sizes of every shard."""
+"""The rules of FP8: of train.fp8, what the recipes demand of dtype, layers, recomputation and the sizes of every shard; of servers that get
+weights in it, what their engines demand."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moerl.config.rules.facts import Facts
+from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import FP8Config, TrainConfig
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.fp8_names import is_quantized_when_published
 from moerl.types.errors import Problem, problem
 
+_BLOCK = 128
 _ENDS = ("first_layers_bf16", "last_layers_bf16")
 
 
@@ -133,3 +137,67 @@ def _latent_attention(hf: Mapping[str, Any]) -> Iterator[LinearSize]:
     yield LinearSize(name="num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)", size=heads * (plain + rotary), cut_by="tp")
     yield LinearSize(name="num_attention_heads * (qk_nope_head_dim + v_head_dim)", size=heads * (plain + value), cut_by="tp")
     yield LinearSize(name="num_attention_heads * v_head_dim", size=heads * value, cut_by="tp")
+
+
+# -- weights of servers --------------------------------------------------------------------------------------
+
+
+def server_fp8_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    """Every rule of rollout.layout.weights=fp8 that is broken with vllm or sglang, for the model if it is known."""
+    rollout, hf = config.rollout, facts.hf
+    if rollout.layout.weights != "fp8" or rollout.engine not in ("vllm", "sglang"):
+        return
+    path = "rollout.layout.weights"
+    if config.placement.gpu is not None and config.rollout_dtype == "float32":
+        reason = "kernels that multiply blocks of FP8 on GPUs return 16 bits, and the engine refuses"
+        yield problem("rollout.dtype", "float32", "must be bfloat16 with rollout.layout.weights=fp8", reason, "rollout.dtype=bfloat16")
+    if hf is None:
+        return
+    if FAMILIES[hf["model_type"]].served.has_stacks:
+        reason = "its experts are stored as stacks, and blocks of 128 x 128 are made of matrices"
+        yield problem(path, "fp8", "cannot be sent of this model", reason, "rollout.layout.weights=dtype")
+        return
+    if kept := _kept_projections(hf):
+        reason = f"config.json says that {kept[0]} and {len(kept) - 1} others stay as they are (modules_to_not_convert)"
+        yield problem(path, "fp8", "would quantize what the model's makers did not", reason, "rollout.layout.weights=dtype")
+    for name, size in dict.fromkeys(_server_sizes(hf, rollout.engine, rollout.layout)):
+        if size % _BLOCK:
+            reason = f"scales belong to blocks of {_BLOCK}, and a GPU of this layout would hold {size} of {name}"
+            fix = "a smaller rollout.layout.gpus, a larger dp or ep, or rollout.layout.weights=dtype"
+            yield problem(path, "fp8", f"needs parts of {name} that are multiples of {_BLOCK}", reason, fix)
+
+
+def _kept_projections(hf: Mapping[str, Any]) -> list[str]:
+    """Modules that a published FP8 folder keeps in 16 bits, and a push would not."""
+    quantization = hf.get("quantization_config") or {}
+    kept = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or ()
+    return [name for name in kept if is_quantized_when_published(f"{name}.weight", (1, 1))]
+
+
+def _server_sizes(hf: Mapping[str, Any], engine: str, layout: ServerLayout) -> Iterator[tuple[str, int]]:
+    """What a GPU holds of each side that engines cut, or join with others; sizes that do not divide break other rules."""
+    megatron = FAMILIES[hf["model_type"]].transformer_config(hf)
+    sglang_groups = engine == "sglang" and layout.dp > 1  # it then cuts neither dense layers nor, with an all-to-all, shared experts
+    if megatron.get("multi_latent_attention"):
+        yield from _server_latent_sizes(hf, layout.tp)
+    else:
+        heads, groups, width = (megatron[name] for name in ("num_attention_heads", "num_query_groups", "kv_channels"))
+        yield "num_attention_heads * head_dim", heads * width // layout.tp
+        yield "num_key_value_heads * head_dim", max(groups // layout.tp, 1) * width
+    expert, layers = megatron.get("moe_ffn_hidden_size"), megatron.get("moe_layer_freq")
+    if expert is None or (isinstance(layers, list) and 0 in layers):
+        yield "intermediate_size", hf["intermediate_size"] // (1 if sglang_groups else layout.tp)
+    if expert is not None:
+        yield "an expert", expert // layout.expert_tp
+    if (shared := megatron.get("moe_shared_expert_intermediate_size")) is not None:
+        yield "the shared experts", shared // (1 if layout.uses_deepep else layout.gpus if engine == "sglang" else layout.tp)
+
+
+def _server_latent_sizes(hf: Mapping[str, Any], tp: int) -> Iterator[tuple[str, int]]:
+    heads, plain, rotary, value = (hf[n] for n in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    if hf["q_lora_rank"] is not None:
+        yield "q_lora_rank", hf["q_lora_rank"]
+    if tp > 1:
+        yield "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)", heads * (plain + rotary) // tp
+        yield "num_attention_heads * (qk_nope_head_dim + v_head_dim)", heads * (plain + value) // tp
+        yield "num_attention_heads * v_head_dim", heads * value // tp

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules.facts import Facts
+from moerl.config.rules.fp8_rules import server_fp8_problems
 from moerl.config.rules.parallel_rules import divisors
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
@@ -14,7 +15,6 @@ LOW_LATENCY_TOKENS = 1024
 """Most tokens that one rank may dispatch at once by DeepEP's kernels for latency (FINISHED_SUM_TAG of its internode_ll.cu)."""
 
 _LATENCY_REASON = f"DeepEP's kernels for latency send at most {LOW_LATENCY_TOKENS} tokens of a data-parallel group at once"
-_FP8_BLOCK = 128
 
 
 def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -30,6 +30,8 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from sizes
     if shape is not None:
         yield from _model_problems(layout, shape)
+    if not sizes:
+        yield from server_fp8_problems(config, facts)
     if not sizes and rollout.engine == "vllm":
         yield from _vllm_problems(rollout)
     if not sizes and rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency"):
@@ -114,10 +116,6 @@ def _expert_problems(layout: ServerLayout, shape: ModelShape, num_experts: int) 
         reason = f"gpus={layout.gpus} over ep={layout.ep} cut every expert into {layout.expert_tp} parts"
         rule = f"must leave a divisor of the experts' inner size {shape.expert_ffn_size}"
         yield _problem("ep", layout.ep, rule, reason, f"ep={layout.gpus}")
-    elif layout.weights == "fp8" and shape.expert_ffn_size // layout.expert_tp % _FP8_BLOCK:
-        columns = shape.expert_ffn_size // layout.expert_tp
-        reason = f"a GPU would hold {columns} columns of an expert, and scales belong to blocks of {_FP8_BLOCK}"
-        yield _problem("weights", "fp8", f"needs parts of experts that are multiples of {_FP8_BLOCK}", reason, f"ep={layout.gpus}")
 
 
 def _vllm_problems(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -175,10 +173,6 @@ def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if layout.redundant_experts is not None:
         reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
         yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
-    if layout.weights == "fp8":
-        reason = f"a push in FP8 has not been run with {config.rollout.engine}, which repacks blocks and scales for its kernels on GPUs"
-        fix = "weights=dtype, or rollout.engine=hf to see on CPU what FP8 does to log-probs"
-        yield _problem("weights", "fp8", f"cannot be pushed to {config.rollout.engine} yet", reason, fix)
 
 
 def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:

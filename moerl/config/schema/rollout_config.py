@@ -35,8 +35,9 @@ class ServerLayout(Strict):
     kv_cache: Literal["auto", "fp8"] = "auto"
     """auto: rollout.dtype. fp8: half of that, and log-probs that differ from the trainer's by as much."""
     weights: Literal["dtype", "fp8"] = "dtype"
-    """dtype: rollout.dtype. fp8: e4m3 in blocks of 128 x 128 with float32 scales, as DeepSeek-V3 is published, made of rollout.dtype by the
-    ranks that send. Log-probs differ from the trainer's accordingly: weights.mismatch_limit must allow it."""
+    """dtype: rollout.dtype. fp8: e4m3 in blocks of 128 x 128 with a scale each, as DeepSeek-V3 is published, made of rollout.dtype by the
+    ranks that send. Scales are powers of two where the engine's kernels on placement.gpu take no others. Log-probs differ from the
+    trainer's accordingly: weights.mismatch_limit must allow it."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of a GPU's memory, for weights, keys and values. None: the engine's own choice."""
     mtp_tokens: NotNegative = 0

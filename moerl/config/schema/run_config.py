@@ -178,5 +178,14 @@ class RunConfig(Strict):
         return self.algorithm.credits_tokens and self.trains_rewards
 
     @property
+    def fp8_scales(self) -> Literal["float32", "ue8m0"] | None:
+        """Form of the scales that a push brings, as the servers' kernels take them: DeepGEMM's scales are powers of two (UE8M0) in SGLang
+        from Blackwell on and in vLLM from Hopper on, and an engine that got others would round the values once more. None: no FP8."""
+        if self.rollout.layout.weights != "fp8":
+            return None
+        gpu, least = self.placement.gpu, {"sglang": 10.0, "vllm": 9.0}.get(self.rollout.engine)
+        return "ue8m0" if gpu is not None and least is not None and gpu.capability >= least else "float32"
+
+    @property
     def rollout_dtype(self) -> str:
         return self.rollout.dtype if self.rollout.dtype is not None else self.train.dtype

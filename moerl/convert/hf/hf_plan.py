@@ -13,6 +13,7 @@ from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_pieces, read_tensor
 from moerl.models import fp8_blocks
 from moerl.models.families.family_checks import is_in_fp8_blocks
+from moerl.models.fp8_names import is_quantized_when_published
 from moerl.types.errors import ConvertError, Problem, problem
 
 Dtype = Literal["keep", "bfloat16", "float16", "float32", "fp8"]
@@ -105,7 +106,7 @@ def _converted(source: HFSource, name: str, dtype: Dtype, scale_format: fp8_bloc
     stored = source.tensors[name]
     if dtype != "fp8":
         return [] if is_scale(source, name) else [plain_entry(source, name, getattr(torch, dtype))]
-    if fp8_blocks.is_quantized_when_published(name, stored.shape) and stored.dtype.is_floating_point:
+    if is_quantized_when_published(name, stored.shape) and stored.dtype.is_floating_point:
         return _quantized(name, stored, scale_format)
     return [plain_entry(source, name, torch.bfloat16)]
 

@@ -62,9 +62,11 @@ def names_of(engine: str, table: Mapping[str, Names], version: str) -> Names:
     raise EngineError(f"{engine} {version}: moerl knows the arguments of {', '.join(f'{engine}{versions}' for versions in table)}")
 
 
-def left_out(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields to be added to the model's configuration."""
-    return {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}
+def overrides(model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:
+    """Fields that the model's configuration lacks for engines, or that are not those of what a push brings."""
+    added = {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}
+    in_fp8_alone = layout.weights == "dtype" and "quantization_config" in model
+    return added | ({"quantization_config": None} if in_fp8_alone else {})
 
 
 def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moerl.config.schema.layout import Layout
 from moerl.models.bridge.weight_bridge import OwnedTensors, WeightBridge
-from moerl.models.fp8_blocks import SCALE_SUFFIX, block_maxima, quantized_box, scales_of
+from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat, block_maxima, quantized_box, scales_of
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.run_plan import Outline
@@ -29,12 +29,14 @@ class BlockScales:
     for 16384 values. All else needs no other rank, and is computed when it is first asked for.
     """
 
-    def __init__(self, shard: Callable[[str], tuple[Tensor, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]):
+    def __init__(
+        self, shard: Callable[[str], tuple[Tensor, tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]], scale_format: ScaleFormat
+    ):
         """`shard`: of the tensor with that name what this rank holds of it, in the dtype that is quantized, and where that begins.
 
         `shapes`: of the whole tensors.
         """
-        self._shard, self._shapes = shard, shapes
+        self._shard, self._shapes, self._format = shard, shapes, scale_format
         self._scales: dict[str, Tensor] = {}
 
     def exchange(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -47,12 +49,12 @@ class BlockScales:
             together = torch.cat([each.flatten() for each in maxima])
             dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
             for name, each, found in zip(members, maxima, together.split([each.numel() for each in maxima]), strict=True):
-                self._scales[name] = scales_of(found.view_as(each), "float32")
+                self._scales[name] = scales_of(found.view_as(each), self._format)
 
     def of(self, name: str) -> Tensor:
         """float32, of all blocks of the tensor; right where this rank holds some of the block."""
         if name not in self._scales:
-            self._scales[name] = scales_of(self._maxima(name), "float32")
+            self._scales[name] = scales_of(self._maxima(name), self._format)
         return self._scales[name]
 
     def _maxima(self, name: str) -> Tensor:
@@ -61,13 +63,15 @@ class BlockScales:
 
 
 class PushedTensors:
-    def __init__(self, bridge: WeightBridge, layout: Layout, dtype: torch.dtype, source: Path, *, in_fp8: bool):
-        """`dtype`: in which they leave. `source`: the checkpoint the model was loaded from. `in_fp8`: those that published checkpoints
-        quantize leave in blocks of FP8 made of `dtype`, and their scales with them."""
+    def __init__(self, bridge: WeightBridge, layout: Layout, dtype: torch.dtype, source: Path, *, fp8_scales: ScaleFormat | None):
+        """`dtype`: in which they leave. `source`: the checkpoint the model was loaded from. `fp8_scales`: those that published checkpoints
+        quantize leave in blocks of FP8 made of `dtype`, and scales of this form with them. None: they do not."""
         self._bridge, self._owned = bridge, bridge.owned()
         self._layout, self._dtype, self._source = layout, dtype, source
         self._gathered: dict[str, Tensor] | None = None
-        self._quantized = {tensor.name: tensor for tensor in self._planned() if len(fp8_specs(tensor.spec)) > 1} if in_fp8 else {}
+        self._format: ScaleFormat = "float32" if fp8_scales is None else fp8_scales
+        quantized = () if fp8_scales is None else (tensor for tensor in self._planned() if len(fp8_specs(tensor.spec)) > 1)
+        self._quantized = {tensor.name: tensor for tensor in quantized}
         self._scales = self._no_scales()
 
     def outline(self, bucket_bytes: int) -> Outline:
@@ -122,7 +126,7 @@ class PushedTensors:
         return self._owned.piece(name, start, shape, self._dtype)
 
     def _no_scales(self) -> BlockScales:
-        return BlockScales(self._held, {name: tensor.spec.shape for name, tensor in self._quantized.items()})
+        return BlockScales(self._held, {name: tensor.spec.shape for name, tensor in self._quantized.items()}, self._format)
 
     def _held(self, name: str) -> tuple[Tensor, tuple[int, ...]]:
         if self._owned is None:

@@ -21,6 +21,7 @@ from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.types.errors import EngineError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.transfer_plan import in_fp8
 
 EXPERTS = "moerl_invariant"
 """Name under which `every_expert_on_every_row` is registered with transformers."""
@@ -64,11 +65,12 @@ def tensor_specs(views: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: spec_of(name, view) for name, view in views.items()}
 
 
-def checkpoint_specs(model_dir: Path, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Tensors that a push to a model of `model_dir` must bring; allocates no weights."""
+def checkpoint_specs(model_dir: Path, dtype: torch.dtype, *, fp8: bool = False) -> dict[str, TensorSpec]:
+    """Tensors that a push to a model of `model_dir` must bring; allocates no weights. `fp8`: pairs for what comes in FP8."""
     config = _checked_config(model_dir, max_context=1)
     with torch.device("meta"):
-        return tensor_specs(checkpoint_views(_random(config, dtype=dtype)))
+        specs = tensor_specs(checkpoint_views(_random(config, dtype=dtype)))
+    return in_fp8(specs.values()) if fp8 else specs
 
 
 def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:

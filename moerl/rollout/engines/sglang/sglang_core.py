@@ -17,8 +17,7 @@ import torch
 
 from moerl.cluster.sockets import free_ports
 from moerl.config.derive.model_shape import read_config, shape_of_config
-from moerl.rollout.engines.engine_arguments import Options, QuietParser, argument_problems, as_command_line, left_out, version_problems
-from moerl.rollout.engines.hf.hf_model import checkpoint_specs
+from moerl.rollout.engines.engine_arguments import Options, QuietParser, argument_problems, as_command_line, overrides, version_problems
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
@@ -91,9 +90,8 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     own = sglang_launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
     own["disable_shared_experts_fusion"] = True
-    model = read_config(options.model)
-    if missing := left_out(model):
-        own["json_model_override_args"] = own.get("json_model_override_args", {}) | missing
+    if changed := overrides(read_config(options.model), options.layout):
+        own["json_model_override_args"] = own.get("json_model_override_args", {}) | changed
     if has_gpu:
         return own
     os.environ.update(sglang_cpu.environment(options.layout))
@@ -122,7 +120,7 @@ class SGLangCore:
         self._num_groups = num_groups
         self._num_layers: int = read_config(Path(engine.server_args.model_path))["num_hidden_layers"]
         self._session_is_open = False
-        self._needs = sglang_scheduler.needs_of(engine.server_args, checkpoint_specs(Path(engine.server_args.model_path), torch.float32))
+        self._needs = sglang_scheduler.needs_of(engine.server_args, sglang_scheduler.specs_of(engine.server_args, torch.float32))
         self._in_flight: set[str] = set()
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
         self._unlink_loads()

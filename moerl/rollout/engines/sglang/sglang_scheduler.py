@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from moerl.models.fp8_blocks import SCALE_SUFFIX
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
+from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
+from moerl.rollout.engines.sglang import sglang_fp8
 from moerl.types.errors import WeightError
-from moerl.types.push import Needs
+from moerl.types.push import Needs, TensorSpec
 from moerl.weights.receive import WeightSession
 
 logger = logging.getLogger(__name__)
@@ -28,11 +31,12 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's run_scheduler_process, with what moerl adds."""
-    from moerl.rollout.engines.sglang import sglang_cpu
+    from moerl.rollout.engines.sglang import sglang_cpu, sglang_cpu_fp8
 
     if server_args.device == "cpu":
         sglang_cpu.prepare()
         sglang_cpu.after_import()
+        sglang_cpu_fp8.prepare()
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -40,8 +44,14 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     setattr(Scheduler, INSTALL_METHOD, _weights)
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
     deepseek_weight_loader.should_async_load = _in_this_thread
+    sglang_fp8.prepare()
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
+
+
+def specs_of(server_args: Any, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Tensors that a push must bring. `dtype`: of those that do not come in FP8."""
+    return checkpoint_specs(Path(server_args.model_path), dtype, fp8=server_args.quantization == "fp8")
 
 
 def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
@@ -98,6 +108,7 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     if model is None:
         model = scheduler.moerl_model = _Model(scheduler)
     if step == "begin":
+        sglang_fp8.unpack(model.parameters())
         model.installed.begin()
     run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
     if step == "finish":
@@ -111,8 +122,9 @@ def _with_parts_of_fused(model: Any) -> LoadWeights:
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            prefix, _, last = name.rpartition(".self_attn.")
-            fused = parameters.get(f"{prefix}.self_attn.{_FUSED}") if last in _PARTS_OF_FUSED else None
+            prefix, _, last = name.removesuffix(SCALE_SUFFIX).rpartition(".self_attn.")
+            suffix = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else ""
+            fused = parameters.get(f"{prefix}.self_attn.{_FUSED}{suffix}") if last in _PARTS_OF_FUSED else None
             if fused is None:
                 load([(name, tensor)])
             else:
@@ -126,19 +138,24 @@ class _Model:
     """SGLang's model, and how a push gets into it."""
 
     def __init__(self, scheduler: Any):
+        from sglang.srt.layers import deep_gemm_wrapper
+
         scheduler.model_config.hf_eos_token_id = None  # requests name the tokens that stop them, all of them
+        self._takes_powers = bool(deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0)
         runner = scheduler.tp_worker.model_runner
         self._module: torch.nn.Module = runner.model
         self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
         self.installed = InstalledBytes(_with_parts_of_fused(runner.model))
-        specs = checkpoint_specs(Path(scheduler.server_args.model_path), runner.dtype)
+        specs = specs_of(scheduler.server_args, runner.dtype)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
         self.session = WeightSession(specs, self._load, needs=needs, device=next(self._module.parameters()).device)
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._module.named_parameters()
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, parameter) for name, parameter in self._module.named_parameters() if sglang_fp8.comes_by_push(name))
 
     def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if self._takes_powers:
+            check_powers_of_two(name, tensor, "SGLang")
         # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
         has_copy = name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters())
         if has_copy and not torch.equal(self.installed(_OUTPUT, tensor), tensor):

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -17,17 +18,17 @@ from moerl.rollout.engines.engine_arguments import (
     argument_problems,
     as_command_line,
     installed_version,
-    left_out,
+    overrides,
     version_problems,
 )
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
-from moerl.rollout.engines.vllm import vllm_cpu, vllm_launch
+from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import PARTS, MemoryPart, engine_seed, version_spans
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
-from moerl.types.push import Manifest, Needs, TransportOffer
+from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ def start(options: Options) -> "VLLMCore":
 
     args = engine_arguments(options)
     engine = AsyncLLM.from_engine_args(args)
-    needs = needs_of(engine.vllm_config.parallel_config, checkpoint_specs(options.model, torch.float32))
+    needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config.model_config, torch.float32))
     return VLLMCore(engine, needs, sleeps=bool(args.enable_sleep_mode))
 
 
@@ -89,11 +90,12 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         "worker_extension_cls": "moerl.rollout.engines.vllm.vllm_worker.WorkerExtension",
         "disable_log_stats": True,
     }
-    if missing := left_out(model):
-        own["hf_overrides"] = own.get("hf_overrides", {}) | missing
+    if changed := overrides(model, options.layout):
+        own["hf_overrides"] = own.get("hf_overrides", {}) | changed
     if options.layout.nodes > 1:
         os.environ["VLLM_HOST_IP"] = options.host  # vLLM would take the address of the default route, which other nodes may not reach
     if not torch.cuda.is_available():
+        vllm_cpu_fp8.prepare()
         num_positions = options.max_running * options.max_context
         gib = vllm_cpu.cache_gib(model, num_positions, getattr(torch, options.dtype).itemsize)
         os.environ.update(vllm_cpu.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": str(gib)})
@@ -105,6 +107,11 @@ def _own_arguments(options: Options) -> dict[str, Any]:
 def process_number(parallel: Any) -> int:
     """Number of this process among those that hold parts of the model. `parallel` is vLLM's ParallelConfig."""
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+
+def specs_of(model: Any, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Tensors that a push must bring. `model` is vLLM's ModelConfig; `dtype`: of those that do not come in FP8."""
+    return checkpoint_specs(Path(model.model), dtype, fp8=model.quantization == "fp8")
 
 
 def needs_of(parallel: Any, names: Iterable[str]) -> Needs:

@@ -4,24 +4,26 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader import dummy_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import memory_of
+from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import run_step
-from moerl.rollout.engines.vllm import vllm_sampling
+from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
-from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number
+from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receive import WeightSession
@@ -70,9 +72,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._on_cpu = device.type == "cpu"
         self._installed = LayerwiseBytes(model.load_weights)
-        expected = checkpoint_specs(Path(vllm_config.model_config.model), vllm_config.model_config.dtype)
+        expected = specs_of(vllm_config.model_config, vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
-        self._session = WeightSession(expected, self._installed, needs=needs, device=device)
+        self._session = WeightSession(expected, self._load, needs=needs, device=device)
         self.failures: tuple[str, ...] = ()
         """Failures of the last step, of all workers."""
 
@@ -90,6 +92,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._session.close()
+
+    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if is_deep_gemm_e8m0_used():
+            check_powers_of_two(name, tensor, "vLLM")
+        return self._installed(name, tensor)
 
     def _together(self, step: Callable[[], None]) -> None:
         failure, group = "", get_tp_group()
@@ -130,8 +137,19 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 cache.nan_to_num_()
 
 
+def _fill_but_scales_of_caches(tensor: torch.Tensor) -> None:
+    """vLLM's random weights of a start without a checkpoint (load_format=dummy) are random scales of keys and values too, which nobody
+    sends: as they were they stand for 1 (BaseKVCacheMethod)."""
+    if not isinstance(tensor, KVCacheScaleParameter):
+        _fill(tensor)
+
+
 WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
 vllm_sampling.activate()
+_fill = dummy_loader.initialize_single_dummy_weight
+dummy_loader.initialize_single_dummy_weight = _fill_but_scales_of_caches
+if not torch.cuda.is_available():
+    vllm_cpu_fp8.prepare()
 
 
 # -- vLLM's layerwise reload (vllm/model_executor/model_loader/reload, 0.32), with what it lacks for a push -----------------------------
@@ -162,6 +180,8 @@ def check_reached(model: torch.nn.Module) -> None:
         kernels = info.kernel_tensors[0] if in_progress and info.kernel_tensors is not None else layer._parameters
         for name in layer._parameters:
             memory = 0 if kernels.get(name) is None else memory_of(kernels[name])
+            if isinstance(layer._parameters[name], KVCacheScaleParameter):
+                continue  # none of the checkpoint's: see _fill_but_scales_of_caches
             if in_progress and name not in loaded and layer._parameters[name] is not None:
                 missed[f"{layer_name}.{name}"] = memory
             else:

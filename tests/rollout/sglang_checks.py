@@ -1,0 +1,129 @@
+"""Run in SGLang's environment by test_sglang_parts: each check_... prints its name, and then what was wrong if it fails."""
+
+import json
+import sys
+import traceback
+import types
+
+import torch
+
+from moerl.rollout.engines.sglang import sglang_cpu
+
+sglang_cpu.prepare()
+sglang_cpu.after_import()
+
+from sglang.srt.layers import deep_gemm_wrapper
+from sglang.srt.layers.quantization import fp8, fp8_utils
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.model_loader import loader
+
+from moerl.models.fp8_blocks import dequantized, quantized
+from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8
+
+BLOCK = [128, 128]
+
+
+def as_on_blackwell():
+    """SGLang decides for DeepGEMM and its packed scales; of DeepGEMM only the layout is used, which SGLang has in PyTorch too."""
+    sizes = types.ModuleType("deep_gemm.utils")
+    sizes.align = lambda size, multiple: -(-size // multiple) * multiple
+    sizes.get_tma_aligned_size = lambda size, width: sizes.align(size, 16 // width)
+    sizes.layout = types.ModuleType("deep_gemm.utils.layout")
+    sizes.layout.get_mn_major_tma_aligned_packed_ue8m0_tensor = fp8_utils._get_mn_major_tma_aligned_packed_ue8m0_tensor_torch_impl
+    package = types.ModuleType("deep_gemm")
+    package.utils = sizes
+    sys.modules |= {"deep_gemm": package, "deep_gemm.utils": sizes, "deep_gemm.utils.layout": sizes.layout}
+    deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0 = True
+
+
+class Model(torch.nn.Module):
+    """A linear layer of SGLang's and a stack of two experts, which are loaded by plain copies."""
+
+    def __init__(self):
+        super().__init__()
+        config = fp8.Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=BLOCK)
+        self.linear, self.experts = torch.nn.Module(), torch.nn.Module()
+        self.linear.tp_group, self.linear.deepgemm_mxfp8_input, self.linear.orig_dtype = None, False, torch.bfloat16
+        self.method = fp8.Fp8LinearMethod(config)
+        self.method.create_weights(self.linear, 512, [256], 512, 256, torch.bfloat16, weight_loader=None)
+        for name, tensor in (("weight", torch.zeros(2, 256, 512).to(torch.float8_e4m3fn)), ("weight_scale_inv", torch.ones(2, 2, 4))):
+            self.experts.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        self.linear.weight.data.copy_(torch.zeros(256, 512))
+        self.linear.weight_scale_inv.data.fill_(1)
+        self.process()
+
+    def process(self):
+        """As SGLang does after loading: Fp8LinearMethod, and what Fp8MoEMethod calls for DeepGEMM."""
+        self.method.process_weights_after_loading(self.linear)
+        weight, scales = self.experts.weight, self.experts.weight_scale_inv
+        fp8_utils.requant_block_scale_ue8m0_for_deepgemm(
+            weight, scales, BLOCK, use_deepgemm_runner=True, output_dtype=torch.bfloat16, weight_shape=(256, 512), grouped_moe=True
+        )
+
+    def matrices(self):
+        """Values and scales as kernels have them, of each matrix."""
+        yield self.linear.weight.data, self.linear.weight_scale_inv.data
+        yield from zip(self.experts.weight.data, self.experts.weight_scale_inv.data, strict=True)
+
+
+def push(model, seed):
+    """What was sent to each matrix."""
+    sglang_fp8.unpack(model.named_parameters())
+    generator = torch.Generator().manual_seed(seed)
+    sent = [quantized(torch.randn(256, 512, generator=generator) * 3, "ue8m0") for _ in range(3)]
+    for (values, scales), (new_values, new_scales) in zip(model.matrices(), sent, strict=True):
+        assert (scales.shape, scales.dtype) == ((2, 4), torch.float32), "a push finds scales as checkpoints have them"
+        values.copy_(new_values)
+        scales.copy_(new_scales)
+    model.process()
+    return sent
+
+
+def check_kernels_of_blackwell_find_what_every_push_brought_where_they_read():
+    model = Model()
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    assert model.linear.weight_scale_inv.dtype == torch.int32, "DeepGEMM's layout"
+    for seed in (1, 2):
+        sent = push(model, seed)
+        assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+        for (values, packed), pair in zip(model.matrices(), sent, strict=True):
+            scales = fp8_utils.inverse_transform_scale_ue8m0(packed, mn=256)
+            assert widened(values, scales).equal(widened(*pair))
+
+
+def check_a_push_after_one_that_broke_off_finds_scales_as_they_come():
+    model = Model()
+    sglang_fp8.unpack(model.named_parameters())
+    sent = push(model, 3)
+    for (values, packed), pair in zip(model.matrices(), sent, strict=True):
+        assert widened(values, fp8_utils.inverse_transform_scale_ue8m0(packed, mn=256)).equal(widened(*pair))
+
+
+def check_random_weights_of_a_start_leave_scales_of_caches():
+    layer = torch.nn.Linear(4, 4)
+    BaseKVCacheMethod(None).create_weights(layer)
+    before = layer.weight.clone()
+    loader.initialize_dummy_weights(layer)
+    assert not layer.weight.equal(before)
+    BaseKVCacheMethod(None).process_weights_after_loading(layer)
+    assert (layer.k_scale_float, layer.v_scale_float) == (1.0, 1.0)
+
+
+def widened(values, scales):
+    return torch.cat(list(dequantized(values, scales, torch.float32)))
+
+
+def outcome(check):
+    try:
+        check()
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
+if __name__ == "__main__":
+    sglang_cpu_fp8.prepare()
+    sglang_fp8.prepare()
+    as_on_blackwell()
+    checks = {name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")}
+    print(json.dumps({name: outcome(check) for name, check in checks.items()}))
