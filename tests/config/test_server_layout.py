@@ -15,6 +15,7 @@ from moerl.config.derive.model_configs import model_config, published_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.rules import engine_rules
 from moerl.config.rules.facts import Facts, facts_of
+from moerl.config.rules.fp8_rules import server_fp8_problems
 from moerl.config.rules.server_layout_rules import layout_problems, start_problems
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.types.errors import ConfigError
@@ -57,7 +58,7 @@ def broken(recipe, layout, **rollout):
     [
         (DEEPSEEK, {"model.path"}),
         (GLM, {"model.path", "rollout.engine"}),
-        ("grpo-kimi-k2-32n8g-sync", {"model.path", "rollout.engine", "rollout.layout.weights"}),
+        ("grpo-kimi-k2-32n8g-sync", {"model.path", "rollout.engine"}),
     ],
 )
 def test_a_named_model_can_be_checked_and_the_check_says_what_a_start_refuses(recipe, refused):
@@ -88,7 +89,9 @@ def test_sizes_that_do_not_divide_are_said_before_what_would_follow_from_them(gp
         (QWEN, ServerLayout(gpus=128, ep=128), "dp", "must leave a divisor of the model's 64 attention heads"),
         (QWEN, ServerLayout(gpus=6, gpus_per_node=6, dp=3, ep=3), "ep", "must divide the model's 128 experts"),
         (GLM, ServerLayout(gpus=96, dp=8, gpus_per_node=12, ep=32), "dp", "a divisor or a multiple of the model's 8 key/value heads"),
-        (GLM, ServerLayout(gpus=32, dp=4, ep=2, weights="fp8"), "weights", "needs parts of experts that are multiples of 128"),
+        (GLM, ServerLayout(gpus=32, dp=4, ep=2, weights="fp8"), "weights", "needs parts of an expert that are multiples of 128"),
+        (DEEPSEEK, ServerLayout(gpus=32, ep=32, weights="fp8"), "weights", "would hold 576 of intermediate_size"),
+        (DEEPSEEK, ServerLayout(gpus=32, ep=32, weights="fp8"), "weights", "would hold 64 of the shared experts"),
         (GLM, ServerLayout(gpus=1024, dp=128), "ep", "must leave a divisor of the experts' inner size 1536"),
     ],
 )
@@ -197,11 +200,10 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     monkeypatch.setattr(engine_rules, "_found_there", lambda *arguments: ())
     python = tmp_path / "python"
     python.touch()
-    given = [downloaded, f"rollout.python={python}", "rollout.layout.weights=fp8", "rollout.layout.redundant_experts=32"]
+    given = [downloaded, f"rollout.python={python}", "rollout.layout.redundant_experts=32"]
     config = load_checked([f"recipe={QWEN}", *given])
     found = problems(QWEN, *given, starts=True)
-    assert [each.path for each in found] == ["rollout.layout.redundant_experts", "rollout.layout.weights"]
-    assert "a push in FP8 has not been run with sglang" in found[1].reason
+    assert [each.path for each in found] == ["rollout.layout.redundant_experts"]
     found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm")), facts_of(config.model)))
     assert [each.path for each in found[:2]] == ["rollout.layout.dp", "rollout.layout.ep"]
     assert "of vLLM over several nodes have been in no run" in found[0].reason
@@ -220,3 +222,45 @@ def test_of_a_layout_the_hf_engine_takes_the_weights_format_only():
     (found,) = broken(QWEN, ServerLayout(gpus=2, ep=2, weights="fp8"), engine="hf")
     assert found.path == "rollout.layout" and "only weights can be chosen" in found.reason
     assert broken(QWEN, ServerLayout(weights="fp8"), engine="hf") == []
+
+
+FP8 = ServerLayout(gpus=16, dp=8, ep=16, all_to_all="deepep", weights="fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"quantization_config": {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.norm"]}}, ""),
+        (
+            {"quantization_config": {"modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.o_proj"]}},
+            "model.layers.0.self_attn.o_proj",
+        ),
+        ({"q_lora_rank": 1500}, "would hold 1500 of q_lora_rank"),
+        ({"moe_intermediate_size": 2000}, "would hold 2000 of an expert"),
+    ],
+)
+def test_servers_take_fp8_of_whole_blocks_and_of_what_published_folders_quantize(changes, said):
+    config = loaded(DEEPSEEK)
+    config = replace(config, rollout=replace(config.rollout, layout=FP8))
+    found = list(server_fp8_problems(config, replace(facts_of(config.model), hf=model_config(config.model) | changes)))
+    assert [found[0].path, said in found[0].reason] == ["rollout.layout.weights", True] if said else found == []
+
+
+def test_scales_are_powers_of_two_where_the_kernels_of_the_servers_gpu_take_no_others():
+    config, forms = loaded(DEEPSEEK), {}
+    for engine in ("sglang", "vllm", "hf"):
+        for gpu in (None, 9.0, 10.0):
+            placed = replace(config.placement, gpu=None if gpu is None else replace(config.placement.gpu, capability=gpu))
+            run = replace(config, rollout=replace(config.rollout, engine=engine, layout=FP8), placement=placed)
+            forms[engine, gpu] = run.fp8_scales
+    in_powers = {("sglang", 10.0), ("vllm", 9.0), ("vllm", 10.0)}
+    assert forms == {key: "ue8m0" if key in in_powers else "float32" for key in forms}
+    assert config.fp8_scales is None
+
+
+def test_fp8_on_gpus_computes_in_16_bits():
+    config = loaded(DEEPSEEK)
+    config = replace(config, rollout=replace(config.rollout, layout=FP8, dtype="float32"))
+    (found,) = server_fp8_problems(config, facts_of(config.model))
+    assert found.path == "rollout.dtype" and "bfloat16" in found.fix
