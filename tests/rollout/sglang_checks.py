@@ -105,6 +105,7 @@ def check_random_weights_of_a_start_leave_scales_of_caches():
     before = layer.weight.clone()
     loader.initialize_dummy_weights(layer)
     assert not layer.weight.equal(before)
+    assert (float(layer.k_scale), float(layer.v_scale)) == (-1.0, -1.0)
     BaseKVCacheMethod(None).process_weights_after_loading(layer)
     assert (layer.k_scale_float, layer.v_scale_float) == (1.0, 1.0)
 

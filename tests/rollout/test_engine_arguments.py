@@ -14,7 +14,15 @@ from test_build_engines import config
 from moerl.config.derive.model_shape import ModelShape
 from moerl.config.rules import engine_rules
 from moerl.config.rules.facts import Facts
-from moerl.rollout.engines.engine_arguments import QuietParser, argument_problems, as_command_line, version_problems
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.engines.engine_arguments import (
+    FP8_BLOCKS,
+    QuietParser,
+    argument_problems,
+    as_command_line,
+    overrides,
+    version_problems,
+)
 from moerl.rollout.engines.sglang import sglang_core
 from moerl.rollout.engines.vllm import vllm_core
 
@@ -158,3 +166,13 @@ def test_a_model_in_sizes_without_cpu_kernels_is_refused():
     latent, experts = rules(dataclasses.replace(SHAPE, model_type="deepseek_v3"), sizes, engine="vllm")
     assert (latent.value, latent.rule) == ("kv_lora_rank and qk_rope_head_dim = (20, 8)", "must be 512 and 64")
     assert (experts.value, experts.fix) == ("hidden_size = 80", "rollout.engine=hf, or a server on a GPU")
+
+
+def test_engines_read_the_quantization_of_pushes_whatever_the_folder_has():
+    plain = {"model_type": "glm4_moe", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    quantized = plain | {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0.mlp.up_proj"]}}
+    assert overrides(plain, ServerLayout()) == {}
+    assert overrides(quantized, ServerLayout()) == {"quantization_config": None}
+    kept = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    for model in (plain, quantized):
+        assert overrides(model, ServerLayout(weights="fp8"))["quantization_config"] == FP8_BLOCKS | {"modules_to_not_convert": kept}

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from packaging.specifiers import SpecifierSet
 
 from moerl.config.schema.rollout_config import ServerLayout
+from moerl.models.families.family import num_mtp_layers
+from moerl.models.families.family_table import FAMILIES
 from moerl.types.errors import EngineError, Problem
 
 PATH = "rollout.engine_args"
@@ -65,8 +67,15 @@ def names_of(engine: str, table: Mapping[str, Names], version: str) -> Names:
 def overrides(model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:
     """Fields that the model's configuration lacks for engines, or that are not those of what a push brings."""
     added = {name: value for name, value in _LEFT_OUT.get(model["model_type"], {}).items() if name not in model}
-    in_fp8_alone = layout.weights == "dtype" and "quantization_config" in model
-    return added | ({"quantization_config": None} if in_fp8_alone else {})
+    if layout.weights == "fp8":
+        return added | {"quantization_config": FP8_BLOCKS | {"modules_to_not_convert": _kept_modules(model)}}
+    return added | ({"quantization_config": None} if "quantization_config" in model else {})
+
+
+def _kept_modules(model: Mapping[str, Any]) -> list[str]:
+    """Matrices that a push brings as they are and an engine would take for FP8 ones, as published folders list them."""
+    block, layers = FAMILIES[model["model_type"]].served.block, range(model["num_hidden_layers"] + num_mtp_layers(model))
+    return ["lm_head", *(f"model.layers.{layer}.{block}.gate" for layer in layers)]
 
 
 def version_problems(engine: str, packages: Sequence[str], supported: str) -> list[Problem]:
