@@ -57,8 +57,8 @@ def broken(recipe, layout, **rollout):
     ("recipe", "refused"),
     [
         (DEEPSEEK, {"model.path"}),
-        (GLM, {"model.path", "rollout.engine"}),
-        ("grpo-kimi-k2-32n8g-sync", {"model.path", "rollout.engine"}),
+        (GLM, {"model.path"}),
+        ("grpo-kimi-k2-32n8g-sync", {"model.path"}),
     ],
 )
 def test_a_named_model_can_be_checked_and_the_check_says_what_a_start_refuses(recipe, refused):

@@ -9,11 +9,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import family_servers
 from tiny_servers import (
     CONFIGS,
     NATIVE,
     NATIVE_LONG,
     NATIVE_MAX_CONTEXT,
+    NATIVE_PARAMS,
+    SERVED,
     SERVER_OPTIONS,
     Checkpoint,
     Served,
@@ -41,7 +44,14 @@ def run(runner: asyncio.Runner) -> Callable:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    return {name: write_checkpoint(tmp_path_factory.mktemp(name), name) for name in CONFIGS}
+    """Those of family_servers.py are written when they are asked for."""
+
+    class Checkpoints(dict[str, Checkpoint]):
+        def __missing__(self, name: str) -> Checkpoint:
+            self[name] = family_servers.write_family(name, tmp_path_factory.mktemp("families"))
+            return self[name]
+
+    return Checkpoints({name: write_checkpoint(tmp_path_factory.mktemp(name), name) for name in CONFIGS})
 
 
 @pytest.fixture(scope="session")
@@ -59,15 +69,14 @@ def hf_engines(run, checkpoints, tmp_path_factory, fork_server) -> Iterator[dict
     run(together(engine.close() for engine in engines.values()))
 
 
-NATIVE_PARAMS = [pytest.param(kind, marks=pytest.mark.engine) for kind in NATIVE]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of one server come together, so that one of them runs at a time."""
 
+    kinds = (*NATIVE, *family_servers.NATIVE)
+
     def server(item: pytest.Item) -> int:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        return max((NATIVE.index(value) + 1 for value in parameters if isinstance(value, str) and value in NATIVE), default=0)
+        return max((kinds.index(value) + 1 for value in parameters if isinstance(value, str) and value in kinds), default=0)
 
     items.sort(key=server)
 
@@ -94,9 +103,8 @@ def native_engines(run, checkpoints, tmp_path_factory) -> Iterator[Callable[[str
     end()
 
 
-@pytest.fixture(params=["fake", "moe", "dense", *NATIVE_PARAMS])
+@pytest.fixture(params=SERVED)
 def served(request, run, checkpoints) -> Iterator[Served]:
-    """Each engine in turn: the fake, a deterministic mixture of experts, a fast dense model with tied embeddings."""
     yield from serve(request.param, request, run, checkpoints)
 
 
@@ -116,11 +124,11 @@ def serve(kind: str, request: pytest.FixtureRequest, run: Callable, checkpoints:
     checkpoint = checkpoints["dense" if kind == "fake" else kind.split("-")[-1]]
     if kind == "fake":
         engine = new_fake(checkpoint)
-    elif kind in NATIVE:
+    elif "-" in kind:
         engine = request.getfixturevalue("native_engines")(kind)
     else:
         engine = request.getfixturevalue("hf_engines")[kind]
-    sizes = dict(max_context=NATIVE_MAX_CONTEXT, long=NATIVE_LONG.get(kind, 500)) if kind in NATIVE else {}
+    sizes = dict(max_context=NATIVE_MAX_CONTEXT, long=NATIVE_LONG.get(kind, 500)) if "-" in kind else {}
     served = Served(engine=engine, tensors=checkpoint.tensors, **sizes)
 
     async def begin() -> None:

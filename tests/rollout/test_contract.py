@@ -1,10 +1,20 @@
 """What moerl.rollout.server.contract promises, for every engine."""
 
 import asyncio
+import re
+from contextlib import nullcontext
 
+import family_servers
+import numpy as np
 import pytest
-from tiny_servers import until
+import torch
+from tiny_servers import SERVED, until
+from transformers import AutoModelForCausalLM
 
+from moerl.config.derive.model_shape import read_config, shape_of_config
+from moerl.models.transformers_config import read_transformers_config
+from moerl.rollout.engines.hf.forward import RouteRecorder
+from moerl.rollout.engines.hf.hf_model import checkpoint_views
 from moerl.types.completion import SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Piece
@@ -12,6 +22,10 @@ from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.verify.digest import tensor_digest
 
 PROMPT = (5, 17, 3, 3, 42, 8, 11, 60, 1, 2, 29)
+
+
+OF_EVERY_FAMILY = pytest.mark.parametrize("served", [*SERVED, *family_servers.PARAMS], indirect=True)
+"""Of what a model could change; the rest is the engine's, whatever it serves."""
 
 
 def ask(served, name, *, max_tokens=12, seed=7, prompt=PROMPT, **sampling):
@@ -33,6 +47,7 @@ def assert_prefix(part, whole):
     assert part.logprobs == pytest.approx(whole.logprobs[:count], abs=1e-4)
 
 
+@OF_EVERY_FAMILY
 def test_a_completion_has_a_logprob_and_a_version_for_every_token(run, served):
     async def scenario():
         return await ask(served, "a")
@@ -44,6 +59,7 @@ def test_a_completion_has_a_logprob_and_a_version_for_every_token(run, served):
     assert all(logprob <= 0 for logprob in completion.logprobs)
 
 
+@OF_EVERY_FAMILY
 def test_a_completion_is_a_function_of_prompt_and_seed(run, served):
     async def scenario():
         tasks = [ask(served, "a"), ask(served, "b"), ask(served, "c", seed=8), ask(served, "d", prompt=PROMPT[:4])]
@@ -70,6 +86,7 @@ def test_greedy_completions_do_not_depend_on_the_seed(run, served):
     assert a.token_ids == b.token_ids
 
 
+@OF_EVERY_FAMILY
 def test_a_stop_token_ends_the_completion_and_belongs_to_it(run, served):
     async def scenario():
         whole = await ask(served, "a")
@@ -196,6 +213,7 @@ def test_pause_abort_ends_running_requests_and_keeps_waiting_ones(run, served):
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@OF_EVERY_FAMILY
 def test_a_request_held_over_a_push_has_a_span_for_each_version(run, served, transport):
     async def scenario():
         whole = await ask(served, "whole", max_tokens=served.long)
@@ -250,6 +268,7 @@ def manifest_of(served, *, version, leave_out=""):
     return Manifest(version=version, tensors=specs, pieces=pieces)
 
 
+@OF_EVERY_FAMILY
 def test_a_manifest_of_another_model_is_refused_and_leaves_the_server_stale(run, served):
     async def scenario():
         with pytest.raises(WeightError, match="1 missing: model.norm.weight"):
@@ -265,6 +284,7 @@ def test_a_manifest_of_another_model_is_refused_and_leaves_the_server_stale(run,
     assert completion.spans == spans_of((3, 12))
 
 
+@OF_EVERY_FAMILY
 def test_a_wrong_digest_makes_the_server_stale_and_ends_what_was_running(run, served):
     async def scenario():
         task = ask(served, "held", max_tokens=served.long)
@@ -284,6 +304,7 @@ def test_a_wrong_digest_makes_the_server_stale_and_ends_what_was_running(run, se
     assert health.status == "stale" and health.version is None and health.num_running == 0
 
 
+@OF_EVERY_FAMILY
 def test_a_push_that_brings_only_some_tensors_cannot_finish(run, served):
     async def scenario():
         await served.engine.begin(manifest_of(served, version=2))
@@ -294,6 +315,7 @@ def test_a_push_that_brings_only_some_tensors_cannot_finish(run, served):
     assert run(scenario()).status == "stale"
 
 
+@OF_EVERY_FAMILY
 def test_a_sleeping_server_refuses_until_it_wakes(run, served):
     async def scenario():
         await served.engine.sleep()
@@ -351,3 +373,33 @@ def test_a_cancelled_request_frees_its_slot(run, served):
         return await ask(served, "gone")
 
     assert run(scenario()).finish_reason == "length"
+
+
+@pytest.mark.parametrize("served", family_servers.PARAMS, indirect=True)
+def test_log_probs_and_routes_of_every_other_family_follow_a_push(run, request, served, checkpoints):
+    """Also after one that was refused."""
+    engine, name = request.node.callspec.params["served"].split("-")
+    directory, damaged = checkpoints[name].directory, max(served.tensors)
+    shape = shape_of_config(read_config(directory)).routes if engine == "sglang" else None
+    prompts = (PROMPT, PROMPT[:4], (1,))
+
+    async def scenario():
+        with pytest.raises(WeightError, match=f"{re.escape(damaged)}.*digest"):
+            await served.push(2, scale=1.05, damaged=damaged)
+        await served.push(3, scale=1.05)
+        return [await ask(served, f"r{i}", prompt=each, returns_routes=shape is not None) for i, each in enumerate(prompts)]
+
+    completions = run(scenario())
+    model = AutoModelForCausalLM.from_pretrained(directory, config=read_transformers_config(directory), dtype=torch.float32).eval()
+    views = checkpoint_views(model)
+    for tensor_name, tensor in served.tensors.items():
+        views[tensor_name].copy_(tensor * 1.05)
+    recorder = None if shape is None else RouteRecorder(model, shape)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([[*prompt, *completion.token_ids]])
+        with torch.no_grad(), nullcontext() if recorder is None else recorder.recording() as chosen:
+            logits = model(tokens[:, :-1]).logits[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+        if recorder is not None:
+            assert np.array_equal(np.sort(completion.routes, axis=-1), np.sort(recorder.table(chosen, 1)[0], axis=-1))

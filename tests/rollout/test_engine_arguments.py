@@ -123,7 +123,7 @@ def test_a_missing_environment_gets_the_command_that_builds_it(monkeypatch, tmp_
     assert f"make engines ENGINES={engine}" in found.fix
 
 
-@pytest.mark.parametrize(("engine", "model_type"), [("sglang", "gpt_oss"), ("vllm", "gpt_oss")])
+@pytest.mark.parametrize(("engine", "model_type"), [("sglang", "gpt_oss"), ("vllm", "of_tomorrow")])
 def test_models_and_settings_that_an_engine_is_not_tested_with_are_refused(monkeypatch, tmp_path, engine, model_type):
     monkeypatch.setattr(engine_rules, "_CHECKOUT", tmp_path)
     found = rules(dataclasses.replace(SHAPE, model_type=model_type), engine=engine, deterministic=True)

@@ -36,6 +36,20 @@ def test_a_rank_that_takes_a_slice_reads_the_slice_back():
     assert torch.equal(installed, expected)
 
 
+def test_a_tensor_that_was_transposed_on_its_way_is_read_back_as_it_was_sent():
+    experts, tensor = torch.zeros(2, 4, 6), sent(2, 6, 4)
+
+    def load(weights):
+        for _, weight in weights:
+            for expert, part in enumerate(weight):
+                experts[expert].copy_(part.t().contiguous())
+        experts[1, 3, 5] = -1.0  # what a faulty loader would do
+
+    expected = tensor.clone()
+    expected[1, 5, 3] = -1.0
+    assert torch.equal(InstalledBytes(load)("experts", tensor), expected)
+
+
 def test_assignment_counts_as_a_copy():
     table, tensor = torch.zeros(8, 4), sent(5, 4)
 

@@ -1,10 +1,12 @@
 """How servers of other engines refuse to start, before they load a model."""
 
 import asyncio
+import re
 import socket
 
 import pytest
 import torch
+from family_servers import REFUSED
 from tiny_servers import native_engine
 
 from moerl.rollout.engines.vllm.vllm_core import VLLMCore
@@ -27,6 +29,16 @@ def test_a_model_and_arguments_that_vllm_cannot_take_are_refused_together(run, c
     engine = native_engine("vllm-moe", checkpoints["moe"], tmp_path, engine_args={"max_num_seq": 4})
     with pytest.raises(EngineError, match=r"(?s)rollout\.engine_args\.max_num_seq = 4.*head_dim = 16"):
         run(engine.start())
+
+
+@pytest.mark.engine
+@pytest.mark.matrix
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is the build for CPU that has not all of them")
+@pytest.mark.parametrize(("engine", "family"), REFUSED)
+def test_a_family_that_an_engine_does_not_serve_on_cpu_is_refused_in_its_own_words(run, checkpoints, tmp_path, engine, family):
+    server = native_engine(f"{engine}-{family}", checkpoints[family], tmp_path)
+    with pytest.raises(EngineError, match=re.escape(REFUSED[engine, family])):
+        run(server.start())
 
 
 class RecordingVLLM:

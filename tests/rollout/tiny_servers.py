@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from canned_server import Letters
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qw
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.algorithm_settings import algorithm
+from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.schema.data_config import RewardConfig, RewardTerm, TinyData
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig
@@ -90,7 +92,10 @@ ROUTES = {
 
 NATIVE = ("sglang-dense", "sglang-moe", "sglang-latent", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
-NATIVE_LONG = {"sglang-latent": 300, "vllm-latent512": 200}
+NATIVE_PARAMS = [pytest.param(kind, marks=pytest.mark.engine) for kind in NATIVE]
+SERVED = ["fake", "moe", "dense", *NATIVE_PARAMS]
+"""Each engine in turn: the fake, a deterministic mixture of experts, a fast dense model with tied embeddings."""
+NATIVE_LONG = {"sglang-latent": 300, "vllm-latent512": 200, "sglang-kimi_k2": 200, "vllm-kimi_k2": 200}
 """`Served.long` of those that take the longest for a token; of the others 500."""
 
 
@@ -193,7 +198,8 @@ def native_engine(kind: str, checkpoint: Checkpoint, log_dir: Path, **rollout: A
 
 def native_config(kind: str, checkpoint: Checkpoint, **rollout: Any) -> RunConfig:
     """`kind`: "sglang-moe" and so on."""
-    name, model = kind.split("-")
+    name, _, _ = kind.partition("-")
+    replays = name == "sglang" and shape_of_config(read_config(checkpoint.directory)).routes is not None
     return RunConfig(
         name="run",
         num_steps=1,
@@ -204,7 +210,9 @@ def native_config(kind: str, checkpoint: Checkpoint, **rollout: Any) -> RunConfi
         reward=RewardConfig(terms={"exact": RewardTerm(kind="exact")}),
         algorithm=algorithm("grpo"),
         train=TrainConfig(
-            optimizer=OptimizerConfig(lr=1e-3), dtype="float32", router_replay="rollout" if name == "sglang" and model in ROUTES else "off"
+            optimizer=OptimizerConfig(lr=1e-3),
+            dtype="float32",
+            router_replay="rollout" if replays else "off",
         ),
         rollout=RolloutConfig(engine=name, max_response_tokens=16, max_running=MAX_RUNNING, prefill_chunk=128, **rollout),
     )

@@ -1,13 +1,22 @@
 """Whole runs whose samples come from SGLang or vLLM, in their own environments: verified pushes, replayed routes, killed servers."""
 
+import json
 import signal
+import sys
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 from whole_runs import DIGIT, SMALL, SYNC, assert_all_end, left_in_shared_memory, rows, shared_memory
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+
+import family_servers
+
 from moerl import run
 from moerl.check import load_checked
+from moerl.config.derive.scratch_config import TOKEN_IDS, VOCAB_SIZE
+from moerl.scratch_model import character_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_ray")]
 
@@ -23,6 +32,8 @@ ENGINES = {
 """vLLM returns no routes on CPU."""
 FILES = {"sglang": "sgl", "vllm": "psm_"}
 """How the names of their files in /dev/shm begin; vLLM's are Python's."""
+DENSE = ("llama", "qwen2", "qwen3")
+OF_FAMILY = dict.fromkeys(DENSE, ("train.layout.ep=1", "train.router_replay=off")) | {"glm4_moe": ("train.mtp_loss=0.1",)}
 BFLOAT16 = ("train.dtype=bfloat16", "weights.mismatch_limit=0.2", "groups_per_step=16", "model.scratch.num_layers=4")
 
 
@@ -61,6 +72,19 @@ def test_after_every_push_the_engine_has_the_trainers_logprobs(undisturbed, engi
 
 def test_sglangs_routes_are_the_trainers(undisturbed):
     assert all(row["routing/overlap"] == 1.0 and row["routing/replayed"] > 0.8 for row in undisturbed("sglang"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", family_servers.TRAINED)
+def test_a_checkpoint_of_every_family_trains_with_the_engine(kind, tmp_path):
+    engine, name = kind.split("-")
+    directory = family_servers.write_family(name, tmp_path, vocab_size=VOCAB_SIZE).directory
+    character_tokenizer(64).save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": TOKEN_IDS["<eos>"]}))
+    model = (f"model.path={directory}", "model.scratch=null", "model.max_context=64")
+    found = train_alone(tmp_path / "out", engine, *model, *OF_FAMILY.get(name, ()))
+    assert all(row["mismatch/mean"] < 2e-6 and row["train/grad_norm"] > 0 for row in found)
+    assert all(row["routing/overlap"] == 1.0 for row in found if engine == "sglang" and name not in DENSE)
 
 
 @pytest.mark.matrix

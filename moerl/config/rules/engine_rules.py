@@ -21,7 +21,8 @@ from moerl.config.schema.rollout_config import RolloutConfig, TLSConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.types.errors import Problem, can_be, problem
 
-FAMILIES = {"sglang": ("qwen3", "qwen3_moe", "deepseek_v3"), "vllm": ("qwen3", "qwen3_moe", "deepseek_v3")}
+_SERVED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe")
+FAMILIES = {"sglang": _SERVED, "vllm": (*_SERVED, "gpt_oss")}
 """Families of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
 
 CHECK_SECONDS = 120.0

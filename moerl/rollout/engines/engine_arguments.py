@@ -24,7 +24,8 @@ PATH = "rollout.engine_args"
 FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """quantization_config of a checkpoint in DeepSeek-V3's format."""
 
-_LEFT_OUT = {"deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+_OF_DEEPSEEK = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_LEFT_OUT = {"deepseek_v3": _OF_DEEPSEEK, "kimi_k2": _OF_DEEPSEEK}
 """Settings by model_type that transformers takes for granted and leaves out of the config.json it writes, where engines take others for
 granted. Without the last two an engine takes a softmax router without a bias."""
 

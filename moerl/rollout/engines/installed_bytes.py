@@ -73,15 +73,25 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 class CopyLog(TorchFunctionMode):
-    """Every `target.copy_(source)` and `target[...] = source` of this thread while it is entered."""
+    """Every `target.copy_(source)` and `target[...] = source` of this thread while it is entered. The source of what was made contiguous,
+    a transposed tensor say, is the tensor that it was made of."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: Copies = []
+        self._contiguous: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """What was made contiguous, by the address of its memory, and of what. Kept, so that no other tensor gets that address."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor):
-            self.copies.append((args[0].detach(), args[1].detach()))
+            self.copies.append((args[0].detach(), self._origin(args[1])))
         elif func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
-            self.copies.append((args[0].detach()[args[1]], args[2].detach()))
-        return func(*args, **(kwargs or {}))
+            self.copies.append((args[0].detach()[args[1]], self._origin(args[2])))
+        found = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.contiguous and memory_of(found) != memory_of(args[0]):
+            self._contiguous[memory_of(found)] = (found, args[0].detach())
+        return found
+
+    def _origin(self, source: torch.Tensor) -> torch.Tensor:
+        made, origin = self._contiguous.get(memory_of(source), (None, source))
+        return origin.detach() if made is None or made.shape == source.shape else source.detach()

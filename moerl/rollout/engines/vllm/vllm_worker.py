@@ -22,6 +22,7 @@ from moerl.rollout.engines.installed_bytes import memory_of
 from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
+from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
@@ -71,7 +72,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
         super().__init__(config, vllm_config, device, model)
         self._on_cpu = device.type == "cpu"
-        self._installed = LayerwiseBytes(model.load_weights)
+        self._installed = LayerwiseBytes(through_loaders(model))
         expected = specs_of(vllm_config.model_config, vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
         self._session = WeightSession(expected, self._load, needs=needs, device=device)
