@@ -9,6 +9,7 @@ import yaml
 
 from moerl.config.rules.checkpoint_files import TOKENIZERS
 from moerl.convert.hf.hf_writing import carried_files
+from moerl.convert.sharded.megatron_folder import megatron_folder, model_folder
 from moerl.convert.sharded.sharded_source import is_sharded
 from moerl.types.errors import Problem, problem
 
@@ -35,6 +36,8 @@ def origin_of(source: Path, files_from: Path | None) -> ModelOrigin:
     """`files_from` where it is given; else `source` itself or, of a run's checkpoint, the model that the run started from."""
     if files_from is not None:
         return ModelOrigin(directory=files_from, absence=f"{files_from} holds no such file")
+    if (folder := megatron_folder(source)) is not None:
+        return ModelOrigin(directory=model_folder(folder, None), absence=f"{folder.parent / 'huggingface'} holds no such file")
     if not is_sharded(source):
         return ModelOrigin(directory=source)
     run_dir = source.resolve().parent.parent

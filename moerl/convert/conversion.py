@@ -18,6 +18,7 @@ from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
+from moerl.convert.sharded.megatron_folder import identity_of, megatron_folder, open_megatron
 from moerl.convert.sharded.parameters import family_of
 from moerl.convert.sharded.sharded_plan import entries_of, parts_of
 from moerl.convert.sharded.sharded_source import ShardedSource, complete_sharded, is_sharded, sharded_jobs
@@ -108,11 +109,16 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
         problems.append(problem("SRC", str(conversion.source), "is no directory", "nothing to read", "its path"))
     if problems:
         raise ConvertError(problems)
-    if not is_sharded(conversion.source):
+    folder = megatron_folder(conversion.source)
+    if folder is None and not is_sharded(conversion.source):
         write = {"hf": _hf_to_hf, "moerl": _hf_to_sharded, "moe": _hf_to_moe}[conversion.to]
         return write(conversion, dry_run=dry_run)
     if conversion.to == "hf":
-        return _sharded_to_hf(conversion, dry_run=dry_run)
+        return _sharded_to_hf(conversion, folder, dry_run=dry_run)
+    if folder is not None:
+        reason = "what others trained is read for its weights, which a Hugging Face folder holds"
+        fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
+        raise ConvertError([problem("SRC", str(conversion.source), f"must be a Hugging Face folder with --to {conversion.to}", reason, fix)])
     if conversion.to == "moe":
         reason = "experts are copied from a Hugging Face folder, whose tensors are read in pieces"
         fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
@@ -140,8 +146,9 @@ def _hf_to_moe(conversion: Conversion, *, dry_run: bool) -> str:
     return _write_hf(conversion, entries, config, source.identity(), dry_run=dry_run)
 
 
-def _sharded_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
-    source = ShardedSource.open(conversion.source)
+def _sharded_to_hf(conversion: Conversion, folder: Path | None, *, dry_run: bool) -> str:
+    """`folder`: that of a checkpoint that others wrote; None: a run's."""
+    source = ShardedSource.open(conversion.source) if folder is None else open_megatron(folder, conversion.files_from)
     if conversion.dtype == "fp8":
         reason = "blocks are quantized from a folder, whose tensors are read in rows"
         fix = "--dtype bfloat16 first, then moerl convert of that folder with --dtype fp8"
@@ -151,7 +158,7 @@ def _sharded_to_hf(conversion: Conversion, *, dry_run: bool) -> str:
     # As it is stored, the dtype of config.json is the one the run trained in, which may differ from the model's.
     named = conversion.dtype if dtype is not None else str(entries[0].dtype).removeprefix("torch.")
     config = hf_plan.config_for(source.config, cast(hf_plan.Dtype, named), conversion.scales, [])
-    identity = {"manifest": (conversion.source / MANIFEST).read_text()}
+    identity = {"manifest": (conversion.source / MANIFEST).read_text()} if folder is None else identity_of(folder)
     return _write_hf(conversion, entries, config, identity, dry_run=dry_run, config_is_final=True)
 
 

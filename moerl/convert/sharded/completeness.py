@@ -8,12 +8,13 @@ from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.joined_stacks import in_parts
 from moerl.convert.hf.mxfp4 import is_packed
 from moerl.convert.sharded.expected_tensors import ExpectedTensor, expected_tensors, parameter_shapes
-from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts
+from moerl.convert.sharded.parameters import Parameter, computes_it, described_family, num_experts, parameters_of_names
 from moerl.convert.sharded.sharded_source import ShardedSource
 from moerl.models.families.family import Family, is_tied
 from moerl.models.families.family_table import has_family
 from moerl.types.errors import Problem, problem
 
+_STACKED = re.compile(r"^(decoder\.layers\.)[0-9]+\.")
 _FETCH = "fetch the checkpoint again; its config.json must be of the same model"
 
 
@@ -81,8 +82,8 @@ def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[
     """Problems of a run's checkpoint, whose vocabulary may be padded: keys of another shape than the model of its config.json has."""
     shapes = parameter_shapes(family, source.config)
     weights = source.weights()
-    for parameter in {each.key: each for each in parameters}.values():
-        found = tuple(weights[parameter.key].size)[0 if parameter.expert is None else 1 :]
+    for parameter in {(each.key, each.rule): each for each in parameters}.values():
+        found = tuple(weights[parameter.key].size)[len(parameter.place) :]
         expected = shapes.get(parameter.rule)
         if expected is None:
             reason = "its config.json describes a model without this parameter"
@@ -92,3 +93,19 @@ def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[
             continue
         fix = "another checkpoint: this one's weights and config.json are of different models"
         yield problem("SRC", f"{source.directory}: {parameter.key}", "does not fit its model", reason, fix)
+
+
+def absent_problems(
+    source: ShardedSource, family: Family, parameters: Sequence[Parameter], refused: Iterable[str]
+) -> Iterator[Problem]:
+    """Problems of parameters that the checkpoint lacks, by the key that a layer of its own would have; nothing of what `refused` keys,
+    which have a problem of their own, would hold. Layers of multi-token prediction may be absent as a whole."""
+    names, said = {name for each in parameters for name in each.hf}, set(refused)
+    has_mtp = any(each.rule.is_mtp for each in parameters)
+    expected = expected_tensors(family, source.config)
+    wanted = parameters_of_names(family, expected.shapes, num_layers=source.config["num_hidden_layers"])
+    absent = dict.fromkeys(each.key for each in wanted if each.hf[0] not in names and (has_mtp or not each.rule.is_mtp))
+    for key in absent:
+        if said.isdisjoint((key, _STACKED.sub(r"\1", key))):
+            fix = "another checkpoint, or the config.json of the model that this one holds"
+            yield problem("SRC", f"{source.directory}: {key}", "is missing", "the model of its config.json has it", fix)

@@ -1,21 +1,24 @@
 """The parameters of a sharded checkpoint and their Hugging Face tensors, from a family's rules alone: no model is built.
 
 Stored keys are Megatron's names, except that the experts of a layer are one tensor with a leading axis (Megatron-Core 0.16 and 0.19,
-transformer/moe/experts.py, sharded_state_dict).
+transformer/moe/experts.py, sharded_state_dict). In what others train, layers that are all alike may be one tensor as well, with an axis
+before that of experts and no number in its key (transformer/transformer_block.py, non_homogeneous_layers).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from moerl.models.families.config_fields import broken_fields
 from moerl.models.families.family import Family, Rule, Sizes
 from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.unknown import explain_unknown
-from moerl.types.errors import ConvertError, problem
+from moerl.types.errors import ConvertError, Problem, problem
 
 _EXPERT_KEY = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
+_STACKED_KEY = re.compile(r"decoder\.layers\.(?![0-9])(.*)")
 _MEGATRON_019 = "mtp_model_layer"
 
 
@@ -23,8 +26,8 @@ _MEGATRON_019 = "mtp_model_layer"
 class Parameter:
     key: str
     """In the checkpoint."""
-    expert: int | None
-    """Its place on the leading axis of that key."""
+    place: tuple[int, ...]
+    """On the leading axes of that key: of layers, if they are stacked, then of experts."""
     rule: Rule
     hf: tuple[str, ...]
 
@@ -114,22 +117,36 @@ def _applies(megatron: str, candidates: Mapping[str, Any]) -> bool:
     return True
 
 
-def parameters_of_keys(family: Family, shapes: Mapping[str, tuple[int, ...]], *, num_layers: int) -> Iterator[Parameter]:
-    """Parameters of a checkpoint's keys of weights, with their shapes. Raises ConvertError with every key that no rule maps."""
-    unknown = []
+def parameters_of_keys(
+    family: Family, shapes: Mapping[str, tuple[int, ...]], *, num_layers: int, num_experts: int
+) -> tuple[list[Parameter], list[Problem]]:
+    """Parameters of a checkpoint's keys of weights, with their shapes; a problem for each key that no rule maps, and for each stack of
+    another number of layers or experts than the model has."""
+    parameters, problems = [], []
     for key, shape in shapes.items():
-        match = _EXPERT_KEY.fullmatch(key)
-        stem = (f"{match[1]}{match[2]}" if match else key).replace(f".{_MEGATRON_019}.", ".transformer_layer.")
-        for expert in range(shape[0]) if match and shape else [None]:
-            try:
-                rule, numbers = family.find(stem if expert is None else f"{stem}{expert}")
-            except KeyError:
-                unknown.append(key)
-                break
-            yield Parameter(key=key, expert=expert, rule=rule, hf=_hf_names(rule, numbers, num_layers))
-    if unknown:
-        reason = "no rule of its family in moerl/models maps it"
-        raise ConvertError([problem("SRC", key, "is no parameter of this model", reason, "a checkpoint of this model") for key in unknown])
+        stacks = ([num_layers] if _STACKED_KEY.fullmatch(key) else []) + ([num_experts] if _EXPERT_KEY.fullmatch(key) else [])
+        if shape[: len(stacks)] != tuple(stacks):
+            rule = f"must have leading axes of {' and '.join(map(str, stacks))}"
+            reason = f"found {shape}; they are those of the model's layers or experts"
+            problems.append(problem("SRC", key, rule, reason, "a checkpoint of this model"))
+            continue
+        try:
+            parameters += [_stored(family, key, place, num_layers) for place in product(*map(range, stacks))]
+        except KeyError:
+            reason = "no rule of its family in moerl/models maps it"
+            problems.append(problem("SRC", key, "is no parameter of this model", reason, "a checkpoint of this model"))
+    return parameters, problems
+
+
+def _stored(family: Family, key: str, place: tuple[int, ...], num_layers: int) -> Parameter:
+    """Raises KeyError if no rule maps it."""
+    name, expert = key.replace(f".{_MEGATRON_019}.", ".transformer_layer."), ""
+    if match := _EXPERT_KEY.fullmatch(name):
+        name, expert = match[1] + match[2], str(place[-1])
+    if match := _STACKED_KEY.fullmatch(name):
+        name = f"decoder.layers.{place[0]}.{match[1]}"
+    rule, numbers = family.find(name + expert)
+    return Parameter(key=key, place=place, rule=rule, hf=_hf_names(rule, numbers, num_layers))
 
 
 def _parameter(megatron: str, rule: Rule, numbers: dict[str, int], num_layers: int) -> Parameter:
@@ -137,7 +154,7 @@ def _parameter(megatron: str, rule: Rule, numbers: dict[str, int], num_layers: i
     key = megatron
     if expert is not None:
         key = megatron.removesuffix(str(expert)).replace(".mlp.experts.", ".mlp.experts.experts.")
-    return Parameter(key=key, expert=expert, rule=rule, hf=_hf_names(rule, numbers, num_layers))
+    return Parameter(key=key, place=() if expert is None else (expert,), rule=rule, hf=_hf_names(rule, numbers, num_layers))
 
 
 def _hf_names(rule: Rule, numbers: dict[str, int], num_layers: int) -> tuple[str, ...]:

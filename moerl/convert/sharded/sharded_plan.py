@@ -7,11 +7,12 @@ from threading import Lock
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.joined_stacks import in_parts, joined
-from moerl.convert.sharded.completeness import stored_problems, tensor_problems
+from moerl.convert.sharded.completeness import absent_problems, stored_problems, tensor_problems
 from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded.sharded_source import ShardedSource, ShardPart
 from moerl.convert.tensors.entry import Entry, computed, read_whole
@@ -31,14 +32,10 @@ def parts_of(source: HFSource, dtype: torch.dtype) -> list[ShardPart]:
         raise ConvertError(problems)
     names = [name for name in source.tensors if not hf_plan.is_scale(source, name)]
     parameters = parameters_of_names(family, names, num_layers=sizes.num_layers)
-    experts: dict[str, int] = {}
-    for each in parameters:
-        if each.expert is not None:
-            experts[each.key] = max(experts.get(each.key, 0), each.expert + 1)
-    return [_part(source, each, sizes, dtype, experts.get(each.key)) for each in parameters]
+    return [_part(source, each, sizes, dtype, num_experts(family, source.config)) for each in parameters]
 
 
-def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype, count: int | None) -> ShardPart:
+def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype, count: int) -> ShardPart:
     kept = torch.float32 if parameter.rule.is_float32 else dtype
     split_whole = partial(split, parameter.rule, rank=0, num_ranks=1, sizes=sizes)
     shape = tuple(split_whole([torch.empty(source.tensors[name].shape, device="meta") for name in parameter.hf]).shape)
@@ -47,10 +44,8 @@ def _part(source: HFSource, parameter: Parameter, sizes: Sizes, dtype: torch.dty
         return split_whole([read_whole(hf_plan.plain_entry(source, name, kept)).to(kept) for name in parameter.hf])
 
     entry = computed(" + ".join(parameter.hf), kept, shape, make)
-    if parameter.expert is None:
-        return ShardPart(entry=entry, key=parameter.key, offset=(0,) * len(shape), global_shape=shape)
-    assert count is not None
-    return ShardPart(entry=entry, key=parameter.key, offset=(parameter.expert, *(0 for _ in shape)), global_shape=(count, *shape))
+    stacks = (count,) * len(parameter.place)
+    return ShardPart(entry=entry, key=parameter.key, offset=(*parameter.place, *(0 for _ in shape)), global_shape=(*stacks, *shape))
 
 
 # -- to a Hugging Face folder ----------------------------------------------------------------------------------
@@ -65,24 +60,28 @@ def entries_of(source: ShardedSource, origin: Path | None, dtype: torch.dtype | 
     sizes = sizes_of(family, source.config)
     weights = source.weights()
     shapes = {key: tuple(held.size) for key, held in weights.items()}
-    parameters = list(parameters_of_keys(family, shapes, num_layers=sizes.num_layers))
+    counts = {"num_layers": sizes.num_layers, "num_experts": num_experts(family, source.config)}
+    parameters, problems = parameters_of_keys(family, shapes, **counts)
     if is_tied(source.config):
         parameters = [each for each in parameters if each.key != "output_layer.weight"]
-    if problems := list(stored_problems(source, family, parameters)):
+    refused = [str(each.value) for each in problems]
+    problems += [*stored_problems(source, family, parameters), *absent_problems(source, family, parameters, refused)]
+    if problems:
         raise ConvertError(problems)
-    entries = joined([entry for each in parameters for entry in _entries(source, each, sizes, dtype)])
+    entries = joined([entry for each in parameters for entry in _entries(source, each, weights[each.key], sizes, dtype)])
     num_mtp = num_mtp_layers(source.config)
     if without_untrained and not any(each.rule.is_mtp for each in parameters):
         return entries
     return entries + _mtp_entries(source, parameters, entries, origin, range(sizes.num_layers, sizes.num_layers + num_mtp))
 
 
-def _entries(source: ShardedSource, parameter: Parameter, sizes: Sizes, dtype: torch.dtype | None) -> Iterator[Entry]:
-    held = source.weights()[parameter.key]
+def _entries(
+    source: ShardedSource, parameter: Parameter, held: TensorStorageMetadata, sizes: Sizes, dtype: torch.dtype | None
+) -> Iterator[Entry]:
     chosen = torch.float32 if parameter.rule.is_float32 else held.properties.dtype if dtype is None else dtype
-    shape = tuple(held.size) if parameter.expert is None else tuple(held.size)[1:]
+    shape = tuple(held.size)[len(parameter.place) :]
     merged = merge(parameter.rule, [torch.empty(shape, device="meta")], sizes=sizes)
-    shared = _Shared(lambda: merge(parameter.rule, [source.read(parameter.key, parameter.expert)], sizes=sizes))
+    shared = _Shared(lambda: merge(parameter.rule, [source.read(parameter.key, parameter.place)], sizes=sizes))
     for index, (name, tensor) in enumerate(zip(parameter.hf, merged, strict=True)):
         yield computed(name, chosen, tuple(tensor.shape), partial(shared.take, index, chosen))
 
@@ -129,5 +128,5 @@ def _mtp_entries(
 
 
 def _reread(source: ShardedSource, parameter: Parameter, like: Entry) -> Iterator[Tensor]:
-    tensor = source.read(parameter.key, parameter.expert)
+    tensor = source.read(parameter.key, parameter.place)
     yield tensor[: like.shape[0]].to(like.dtype)

@@ -4,8 +4,10 @@ What is written holds weights alone: no moments, no masters, no random streams. 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -30,12 +32,14 @@ from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, digest_files
 from moerl.train.checkpoint.checkpoint_pickles import load_tensor, read_index
 from moerl.types.errors import CheckpointError, ConvertError, can_be, problem
 
-_NOT_WEIGHTS = ("optimizer.", "rng/", "rng.")
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng/", "rng.")
+"""Begins of keys, with those of Megatron's chained optimizers."""
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
 def is_sharded(directory: Path) -> bool:
-    return can_be(directory) and ((directory / MANIFEST).exists() or (directory / ".metadata").exists())
+    """A run's checkpoint, whole or not. What others wrote has an index as well, but neither of these files."""
+    return can_be(directory) and ((directory / MANIFEST).exists() or (directory / STATE).exists())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,7 @@ class ShardedSource:
     config: Mapping[str, Any]
     """config.json of the model that was trained."""
     metadata: Metadata
+    _places: dict[str, Mapping[tuple[int, ...], list[ChunkStorageMetadata]]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, directory: Path, *, verify: bool = True) -> "ShardedSource":
@@ -65,20 +70,27 @@ class ShardedSource:
     def weights(self) -> dict[str, TensorStorageMetadata]:
         return {key: held for key, held in self.tensors().items() if not key.startswith(_NOT_WEIGHTS) and "_extra_state" not in key}
 
-    def read(self, key: str, expert: int | None = None) -> Tensor:
-        """Whole, or what it has for `expert` on its leading axis."""
-        held = self.tensors()[key]
-        shape = tuple(held.size) if expert is None else tuple(held.size)[1:]
-        result = torch.empty(shape, dtype=held.properties.dtype)
-        for chunk in held.chunks:
-            if expert is not None and not chunk.offsets[0] <= expert < chunk.offsets[0] + chunk.sizes[0]:
-                continue
-            stored = self._stored(key, chunk, held.properties.dtype)
-            offsets, part = tuple(chunk.offsets), stored
-            if expert is not None:
-                offsets, part = offsets[1:], stored[expert - chunk.offsets[0]]
+    def read(self, key: str, place: tuple[int, ...] = ()) -> Tensor:
+        """Whole, or what it has at `place` on its leading axes."""
+        held, leading = self.tensors()[key], len(place)
+        result = torch.empty(tuple(held.size)[leading:], dtype=held.properties.dtype)
+        for chunk in self._chunks_at(key, leading)[place]:
+            inside = tuple(at - begin for at, begin in zip(place, chunk.offsets, strict=False))
+            part = self._stored(key, chunk, held.properties.dtype)[inside]
+            offsets = tuple(chunk.offsets)[leading:]
             result[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))] = part
         return result
+
+    def _chunks_at(self, key: str, leading: int) -> Mapping[tuple[int, ...], list[ChunkStorageMetadata]]:
+        """Chunks of a key by each place on its `leading` axes. Kept: a stack has a place for every expert of every layer."""
+        if key not in self._places:
+            places = defaultdict(list)
+            for chunk in self.tensors()[key].chunks:
+                ranges = (range(at, at + size) for at, size in zip(chunk.offsets[:leading], chunk.sizes[:leading], strict=True))
+                for place in product(*ranges):
+                    places[place].append(chunk)
+            self._places[key] = places
+        return self._places[key]
 
     def _stored(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Raises ConvertError if its bytes are no tensor of the chunk's size and dtype."""

@@ -33,6 +33,8 @@ _INDEX_CLASSES = (
     dcp.Metadata, dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
     dcp.ChunkStorageMetadata, dcp.StorageMeta, dcp._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
 )  # fmt: skip
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")
+"""Classes of torch.distributed.checkpoint.planner that Megatron leaves in the index: how each rank wrote, which no reader asks for."""
 _BLOCK = 256
 """Chunks that are compared with all others at a time."""
 _PICKLE_BYTES = 4096
@@ -142,6 +144,8 @@ def _of_index(module: str, name: str) -> Any:
         return lambda name: torch.serialization._get_layout(name)  # one of its own: a pickle may set attributes of what it names
     if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "PurePosixPath"):
         return type("Folder", (pathlib.PurePosixPath,), {})  # it was written into, which nobody asks for
+    if module == "torch.distributed.checkpoint.planner" and name in _PLANS:
+        return type("Plan", (), {"__init__": lambda self, *values: None})
     return next((each for each in _INDEX_CLASSES if (each.__module__, each.__qualname__) == (module, name)), None)
 
 
