@@ -118,7 +118,9 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
     if folder is not None:
         reason = "what others trained is read for its weights, which a Hugging Face folder holds"
         fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
-        raise ConvertError([problem("SRC", str(conversion.source), f"must be a Hugging Face folder with --to {conversion.to}", reason, fix)])
+        raise ConvertError(
+            [problem("SRC", str(conversion.source), f"must be a Hugging Face folder with --to {conversion.to}", reason, fix)]
+        )
     if conversion.to == "moe":
         reason = "experts are copied from a Hugging Face folder, whose tensors are read in pieces"
         fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"

@@ -1,13 +1,16 @@
 """Contents of a checkpoint, as text; and whether its files are what was written."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.sharded.megatron_folder import megatron_folder, tensors_of_index
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.convert.tensors.writing import DIGESTS
 from moerl.train.checkpoint.checkpoint_dirs import digest_of
@@ -29,7 +32,11 @@ class Held:
 
 def inspection(path: Path, *, verify: bool) -> str:
     """A line for every tensor, then totals. `verify`: every byte is compared with its digest. Raises ConvertError with every fault."""
-    held = _held_by_run(path, verify=verify) if is_sharded(path) else _held_by_folder(path)
+    folder = megatron_folder(path)
+    if folder is not None:
+        held = _held_by_index(tensors_of_index(folder))
+    else:
+        held = _held_by_index(ShardedSource.open(path, verify=verify).tensors()) if is_sharded(path) else _held_by_folder(path)
     verified = verify_digests(path) if verify and not is_sharded(path) else 0
     width = max((len(each.name) for each in held), default=0)
     lines = [f"{each.name:{width}}  {_name(each.dtype):14} {list(each.shape)!s:22} {each.num_bytes:>14}  {each.place}" for each in held]
@@ -70,8 +77,7 @@ def _held_by_folder(path: Path) -> list[Held]:
     return [Held(name=n, dtype=t.dtype, shape=t.shape, place=t.file.name) for n, t in HFSource.open(path).tensors.items()]
 
 
-def _held_by_run(path: Path, *, verify: bool) -> list[Held]:
-    tensors = ShardedSource.open(path, verify=verify).tensors()
+def _held_by_index(tensors: Mapping[str, TensorStorageMetadata]) -> list[Held]:
     return [
         Held(name=key, dtype=held.properties.dtype, shape=tuple(held.size), place=f"{len(held.chunks)} pieces")
         for key, held in tensors.items()

@@ -79,13 +79,14 @@ def _unknown(source: HFSource, names: set[str]) -> Iterator[Problem]:
 
 
 def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[Parameter]) -> Iterator[Problem]:
-    """Problems of a run's checkpoint, whose vocabulary may be padded: keys of another shape than the model of its config.json has."""
-    shapes = parameter_shapes(family, source.config)
+    """Problems of a sharded checkpoint, whose vocabulary may be padded: keys that the model of its config.json has not, or in another
+    shape."""
+    shapes, names = parameter_shapes(family, source.config), expected_tensors(family, source.config).shapes
     weights = source.weights()
-    for parameter in {(each.key, each.rule): each for each in parameters}.values():
+    for parameter in {each.key: each for each in parameters}.values():
         found = tuple(weights[parameter.key].size)[len(parameter.place) :]
         expected = shapes.get(parameter.rule)
-        if expected is None:
+        if expected is None or parameter.hf[0] not in names:
             reason = "its config.json describes a model without this parameter"
         elif found != expected and not (parameter.rule.shard == "vocab" and found[0] >= expected[0] and found[1:] == expected[1:]):
             reason = f"found {found}, the model of its config.json has {expected}"
@@ -95,9 +96,7 @@ def stored_problems(source: ShardedSource, family: Family, parameters: Sequence[
         yield problem("SRC", f"{source.directory}: {parameter.key}", "does not fit its model", reason, fix)
 
 
-def absent_problems(
-    source: ShardedSource, family: Family, parameters: Sequence[Parameter], refused: Iterable[str]
-) -> Iterator[Problem]:
+def absent_problems(source: ShardedSource, family: Family, parameters: Sequence[Parameter], refused: Iterable[str]) -> Iterator[Problem]:
     """Problems of parameters that the checkpoint lacks, by the key that a layer of its own would have; nothing of what `refused` keys,
     which have a problem of their own, would hold. Layers of multi-token prediction may be absent as a whole."""
     names, said = {name for each in parameters for name in each.hf}, set(refused)

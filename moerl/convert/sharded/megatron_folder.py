@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.train.checkpoint.checkpoint_dirs import digest_of
 from moerl.train.checkpoint.checkpoint_pickles import read_index
@@ -61,6 +63,16 @@ def open_megatron(folder: Path, files_from: Path | None) -> ShardedSource:
     if problems or index is None:
         raise ConvertError(problems)
     return ShardedSource(directory=folder, config=config, metadata=index)
+
+
+def tensors_of_index(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Every tensor, those of optimizers too. Raises ConvertError."""
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        fix = "a checkpoint saved with ckpt_format=torch_dist"
+        raise ConvertError([problem("PATH", str(folder), "must be a whole checkpoint of Megatron", str(error), fix)]) from error
+    return ShardedSource(directory=folder, config={}, metadata=index).tensors()
 
 
 def identity_of(folder: Path) -> Mapping[str, Any]:
