@@ -17,6 +17,7 @@ from moerl.convert.carried import origin_of, origin_problems
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.hf.hf_writing import WriteOptions, hf_jobs, write_hf
+from moerl.convert.sharded.bridge_folder import bridge_problems, complete_bridge_folder, in_iteration
 from moerl.convert.sharded.completeness import copied_problems, tensor_problems
 from moerl.convert.sharded.megatron_folder import identity_of, megatron_folder, open_megatron
 from moerl.convert.sharded.parameters import family_of
@@ -30,7 +31,7 @@ from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST
 from moerl.types.errors import ConvertError, can_be, problem
 
-Target = Literal["hf", "moerl", "moe"]
+Target = Literal["hf", "moerl", "moe", "megatron_bridge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
         raise ConvertError(problems)
     folder = megatron_folder(conversion.source)
     if folder is None and not is_sharded(conversion.source):
-        write = {"hf": _hf_to_hf, "moerl": _hf_to_sharded, "moe": _hf_to_moe}[conversion.to]
+        write = {"hf": _hf_to_hf, "moerl": _hf_to_sharded, "moe": _hf_to_moe, "megatron_bridge": _hf_to_sharded}[conversion.to]
         return write(conversion, dry_run=dry_run)
     if conversion.to == "hf":
         return _sharded_to_hf(conversion, folder, dry_run=dry_run)
@@ -121,10 +122,11 @@ def convert(conversion: Conversion, *, dry_run: bool) -> str:
         raise ConvertError(
             [problem("SRC", str(conversion.source), f"must be a Hugging Face folder with --to {conversion.to}", reason, fix)]
         )
-    if conversion.to == "moe":
-        reason = "experts are copied from a Hugging Face folder, whose tensors are read in pieces"
-        fix = "moerl convert SRC FOLDER first, then FOLDER as SRC"
-        raise ConvertError([problem("SRC", str(conversion.source), "must be a Hugging Face folder with --to moe", reason, fix)])
+    if conversion.to != "moerl":
+        reason = "experts are copied from" if conversion.to == "moe" else "what others read is made of"
+        reason += " a Hugging Face folder, whose tensors are read in pieces"
+        rule, fix = f"must be a Hugging Face folder with --to {conversion.to}", "moerl convert SRC FOLDER first, then FOLDER as SRC"
+        raise ConvertError([problem("SRC", str(conversion.source), rule, reason, fix)])
     reason = "a checkpoint of a run loads into any layout and dtype as it is, with its optimizer's state"
     raise ConvertError([problem("--to", conversion.to, "has nothing to do", reason, "continue the run with another train.layout")])
 
@@ -194,18 +196,22 @@ def _write_hf(
 def _hf_to_sharded(conversion: Conversion, *, dry_run: bool) -> str:
     source = HFSource.open(conversion.source)
     if conversion.dtype not in ("bfloat16", "float32"):
-        reason = "runs train in bfloat16 or float32, and read either"
-        raise ConvertError(
-            [problem("--dtype", conversion.dtype, "must be bfloat16 or float32 with --to moerl", reason, "--dtype bfloat16")]
-        )
+        reason = "Megatron trains in bfloat16 or float32, and reads either"
+        rule = f"must be bfloat16 or float32 with --to {conversion.to}"
+        raise ConvertError([problem("--dtype", conversion.dtype, rule, reason, "--dtype bfloat16")])
+    is_bridge = conversion.to == "megatron_bridge"
+    if is_bridge and (problems := list(bridge_problems(source.config))):
+        raise ConvertError(problems)
     parts = parts_of(source, getattr(torch, conversion.dtype))
     options = conversion.options
     jobs = sharded_jobs(parts, shard_bytes=options.shard_bytes, nonfinite=options.nonfinite)
+    jobs = in_iteration(jobs) if is_bridge else jobs
     config = hf_plan.config_for(source.config, conversion.dtype, conversion.scales, [])
 
     def complete(directory: Path, finished: list[Finished]) -> None:
         report(finished, options.nonfinite)
-        complete_sharded(directory, parts, finished, config, conversion.dtype)
+        write_rest = complete_bridge_folder if is_bridge else complete_sharded
+        write_rest(directory, parts, finished, config, conversion.dtype)
 
     if not dry_run:
         plan = conversion.plan | {"files": source.identity()}

@@ -55,7 +55,7 @@ def verify_digests(path: Path) -> int:
     """The number of files that are what was written. Raises ConvertError with every other one, and without a file of digests."""
     try:
         entries = {name: (size, digest) for name, (size, digest) in read_object(path / DIGESTS).items()}
-        if not all(is_file_name(name) for name in entries):
+        if not all(is_file_name(part) for name in entries for part in name.split("/")):
             raise ValueError("it names files of other folders")
     except (OSError, ValueError, TypeError) as error:
         reason = f"{DIGESTS} cannot be read: {error}"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -34,7 +35,7 @@ from moerl.types.errors import CheckpointError, ConvertError, can_be, problem
 
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng/", "rng.")
 """Begins of keys, with those of Megatron's chained optimizers."""
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 
 
 def is_sharded(directory: Path) -> bool:
@@ -150,26 +151,31 @@ def _job(name: str, parts: Sequence[ShardPart], nonfinite: NonFinite) -> FileJob
     return FileJob(name=name, num_bytes=sum(part.entry.num_bytes for part in parts), contents=contents, write=write)
 
 
-def complete_sharded(
-    directory: Path, parts: Sequence[ShardPart], finished: Sequence[Finished], config: Mapping[str, Any], dtype: str
-) -> None:
-    """The files that make shards a checkpoint of version 0."""
-    tensors: dict[str, Any] = {}
-    results, waiting = [], iter(parts)
+def write_index(directory: Path, parts: Sequence[ShardPart], finished: Sequence[Finished], others: Sequence[WriteResult] = ()) -> None:
+    """The index of shards in `directory`, and of `others`: bytes that are no tensors."""
+    held: dict[str, Any] = {each.index.fqn: BytesStorageMetadata() for each in others}
+    results, waiting = list(others), iter(parts)
     for each in finished:
         for begin, length in each.notes["places"]:
             part = next(waiting)
             properties = TensorProperties(dtype=part.entry.dtype)
-            held = tensors.setdefault(part.key, TensorStorageMetadata(properties, torch.Size(part.global_shape), []))
-            held.chunks.append(ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size)))
-            place = _StorageInfo(each.name, begin, length)
+            tensor = held.setdefault(part.key, TensorStorageMetadata(properties, torch.Size(part.global_shape), []))
+            tensor.chunks.append(ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size)))
+            place = _StorageInfo(Path(each.name).name, begin, length)
             results.append(WriteResult(MetadataIndex(part.key, torch.Size(part.offset)), length, place))
     writer = FileSystemWriter(directory)
     writer.set_up_storage_writer(True)
-    writer.finish(Metadata(tensors), [results])
+    writer.finish(Metadata(held), [results])
+
+
+def complete_sharded(
+    directory: Path, parts: Sequence[ShardPart], finished: Sequence[Finished], config: Mapping[str, Any], dtype: str
+) -> None:
+    """The files that make shards a checkpoint of version 0."""
+    write_index(directory, parts, finished)
     common = {"optimizer_steps": 0, "weights_only": True, "content_metadata": {"layout": None, "dtype": dtype}}
     torch.save(common, directory / "common.pt")
-    (directory / "metadata.json").write_text(json.dumps(_FORMAT))
+    (directory / "metadata.json").write_text(json.dumps(FORMAT))
     (directory / STATE).write_text(json.dumps({"version": 0, "weights_only": True}))
     files = {each.name: (each.size, each.digest) for each in finished}
     files |= digest_files(directory, ["common.pt", "metadata.json", ".metadata", STATE])

@@ -64,6 +64,7 @@ class Output:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileJob:
     name: str
+    """May be in a folder of DST."""
     num_bytes: int
     """Bytes that it will have, for the disk and the progress; need not be exact."""
     contents: Any
@@ -245,6 +246,7 @@ def _explained(failures: list[BaseException], partial: Path) -> BaseException:
 
 def _write_one(job: FileJob, partial: Path, journal: Any, on_bytes: OnBytes) -> Finished:
     temporary = partial / f"{job.name}.tmp"
+    temporary.parent.mkdir(exist_ok=True)
     with temporary.open("wb") as file:
         output = Output(file, on_bytes)
         notes = job.write(output)
@@ -254,7 +256,7 @@ def _write_one(job: FileJob, partial: Path, journal: Any, on_bytes: OnBytes) -> 
         reason = "what was read back differs from what was written: disk or memory is faulty"
         raise ConvertError([problem("DST", str(temporary), "was not stored correctly", reason, "the same command on another disk")])
     os.rename(temporary, partial / job.name)
-    sync(partial)
+    sync(temporary.parent)
     finished = Finished(name=job.name, size=output.tell(), digest=output.digest(), notes=notes)
     journal.write(_line(finished))  # one call per line: threads do not mix theirs
     journal.flush()
@@ -264,11 +266,13 @@ def _write_one(job: FileJob, partial: Path, journal: Any, on_bytes: OnBytes) -> 
 
 def _make_visible(partial: Path, target: Path, finished: Sequence[Finished]) -> None:
     known = {each.name: [each.size, each.digest] for each in finished}
-    for path in sorted(partial.iterdir()):
-        if path.name in (_PLAN, _JOURNAL) or path.name in known or path.name == DIGESTS:
+    for path in sorted(partial.rglob("*")):
+        name = path.relative_to(partial).as_posix()
+        if name in (_PLAN, _JOURNAL, DIGESTS) or name in known:
             continue
         sync(path)
-        known[path.name] = [path.stat().st_size, digest_of(path)]
+        if path.is_file():
+            known[name] = [path.stat().st_size, digest_of(path)]
     (partial / DIGESTS).write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     sync(partial / DIGESTS)
     sync(partial)
