@@ -264,24 +264,18 @@ def report(
 
 @app.command()
 def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, RUN/checkpoints/step-N of a run, or torch_dist of others.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, RUN/checkpoints/step-N, or torch_dist of others.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist, or be empty.")],
     to: Annotated[
         str,
         typer.Option(
-            help="hf: a Hugging Face folder. moerl: a checkpoint that a run starts from. moe: a folder, dense made experts. "
-            "megatron_bridge: a checkpoint for it."
+            help="hf: a Hugging Face folder. moerl: where a run starts. moe: a folder, dense made experts. megatron_bridge: for it."
         ),
     ] = "hf",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16, float32, or fp8 (blocks of 128 x 128).")] = "keep",
     scales: Annotated[str, typer.Option(help="Of fp8: float32, or ue8m0 (powers of two).")] = "float32",
     files_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="The folder with tokenizer and settings (of others: config.json), if not SRC or its run's model.", show_default=False
-        ),
+        Path | None, typer.Option(help="The folder with config.json and tokenizer, if not SRC or its run's model.", show_default=False)
     ] = None,
     experts: Annotated[int | None, typer.Option(help="Of --to moe: copies of the MLP in a layer.", show_default=False)] = None,
     top_k: Annotated[int | None, typer.Option(help="Of --to moe: experts of a token.", show_default=False)] = None,
