@@ -267,10 +267,7 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A Hugging Face folder, RUN/checkpoints/step-N, or torch_dist of others.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Must not exist, or be empty.")],
     to: Annotated[
-        str,
-        typer.Option(
-            help="hf: a Hugging Face folder. moerl: where a run starts. moe: a folder, dense made experts. megatron_bridge: for it."
-        ),
+        str, typer.Option(help="hf: a Hugging Face folder. moerl: what a run loads. moe: dense made experts. megatron_bridge: for it.")
     ] = "hf",
     dtype: Annotated[str, typer.Option(help="keep, bfloat16, float16, float32, or fp8 (blocks of 128 x 128).")] = "keep",
     scales: Annotated[str, typer.Option(help="Of fp8: float32, or ue8m0 (powers of two).")] = "float32",
