@@ -38,6 +38,7 @@ from moerl.train.loss.value_loss import ValueLoss
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
 from moerl.train.rank_store import join_store, open_store
+from moerl.types.errors import ConfigError, problem
 from moerl.types.push import Transport
 from moerl.types.stats import StepStats
 from moerl.types.stored import InStore, keep
@@ -61,6 +62,7 @@ class TrainWorker:
     def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...]):
         """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self._gpus = gpus
         self._rank, self._num_ranks = rank, num_ranks
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
@@ -102,6 +104,10 @@ class TrainWorker:
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
         began = time.monotonic()
+        if self._gpus and not torch.cuda.is_available():
+            reason = f"PyTorch {torch.__version__} cannot use the GPU that this rank was given, and would train on CPU without a word"
+            fix = "make gpu, moerl doctor to see what is wrong with the node; placement.device=cpu trains on CPU"
+            raise ConfigError([problem("placement.device", "auto", "needs a PyTorch for these GPUs", reason, fix)])
         rank_imports.load(with_reference=settings.train.reference_te)
         from moerl.train.megatron.megatron_model import initialize_groups
         from moerl.train.megatron_engine import MegatronEngine

@@ -2,6 +2,8 @@
 they name: tests/wheels/test_locks.py."""
 
 import re
+import shutil
+import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -69,6 +71,27 @@ def test_a_server_has_everything_it_imports(engine):
     needed = {canonicalize_name(distributions.get(name, [name])[0]) for name in names - {*sys.stdlib_module_names, "moerl"}}
     assert {"torch", "transformers", "xxhash"} <= needed
     assert sorted(needed - LOCKS[engine].keys()) == []
+
+
+def test_an_environment_for_gpus_without_transformer_engine_is_an_error(tmp_path):
+    """It is there, made from the same lock, and its interpreter is this one, which has none."""
+    files = ["scripts/gpu.sh", "scripts/from_lock.sh", "locks/trainer-sglang.txt", "pyproject.toml"]
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    tools = {"nvidia-smi": "", "nvcc": "", "python3.12": 'test "$1" != -V || echo Python 3.12.0', "python": f'exec {sys.executable} "$@"'}
+    for name, does in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv-gpu" / "bin").mkdir(parents=True)
+    (tmp_path / "python").rename(tmp_path / ".venv-gpu" / "bin" / "python")
+    made_from = "".join((tmp_path / file).read_text() for file in (files[2], files[3], files[0], files[1]))
+    (tmp_path / ".venv-gpu" / ".installed").write_text(f"{tmp_path}\nPython 3.12.0\n{made_from}")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(["bash", tmp_path / "scripts" / "gpu.sh"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert "No module named 'transformer_engine'" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("gpu: Transformer Engine cannot be used (above)")
 
 
 def file_of(name: str) -> Path:

@@ -1,9 +1,11 @@
-"""What `moerl check` and `moerl train` refuse to continue before anything is started: another model, a damaged checkpoint."""
+"""What `moerl check` and `moerl train` refuse to continue before anything is started: another model, a damaged checkpoint. And what a rank
+refuses before it joins the others: a GPU that its PyTorch cannot use."""
 
 import json
 import sys
 
 import pytest
+import torch
 import yaml
 
 from moerl.__main__ import main
@@ -11,6 +13,7 @@ from moerl.check import load_checked
 from moerl.config.load import to_plain
 from moerl.scratch_model import write_scratch_model
 from moerl.train.checkpoint import checkpoint_dirs
+from moerl.train.train_worker import TrainWorker
 from moerl.types.errors import CheckpointError, ConfigError
 
 RECIPE = "grpo-tiny-moe-1n2g-sync"
@@ -98,3 +101,10 @@ def test_a_damaged_manifest_does_not_hide_what_else_is_wrong(run_dir):
         checked(run_dir, "seed=1")
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
         checked(run_dir)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its PyTorch can use a GPU")
+def test_a_rank_that_has_a_gpu_does_not_train_on_cpu_by_a_pytorch_without_cuda(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="placement.device = 'auto': needs a PyTorch for these GPUs"):
+        TrainWorker(0, 1, ("6",)).start(None, 1, "", 0, 1.0)
