@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.models import fp8_blocks
+from moerl.models.fp8_names import is_quantized_when_published
 
 E4M3 = torch.float8_e4m3fn
 
@@ -111,4 +112,4 @@ def test_nothing_overflows_at_the_ends_of_the_range():
     ],
 )
 def test_the_published_tensors_are_quantized(name, is_quantized):
-    assert fp8_blocks.is_quantized_when_published(name, (256, 256)) == is_quantized
+    assert is_quantized_when_published(name, (256, 256)) == is_quantized

@@ -103,7 +103,7 @@ def check_random_weights_of_a_start_leave_scales_of_caches():
     layer = torch.nn.Linear(4, 4)
     BaseKVCacheMethod(None).create_weights(layer)
     before = layer.weight.clone()
-    loader.initialize_dummy_weights(layer)
+    loader.initialize_dummy_weights(torch.nn.Sequential(layer))
     assert not layer.weight.equal(before)
     assert (float(layer.k_scale), float(layer.v_scale)) == (-1.0, -1.0)
     BaseKVCacheMethod(None).process_weights_after_loading(layer)

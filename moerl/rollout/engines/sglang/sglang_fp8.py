@@ -55,9 +55,12 @@ def _repack_in_place() -> None:
         if (read := getattr(scales, _KERNELS, None)) is None:
             first_time(weight, scales, block)
             return
-        values, packed = fp8_utils.requant_weight_ue8m0(weight, scales, block)
-        weight.data.copy_(values)
-        read.copy_(packed)
+        # Expert by expert: a server's memory is full of keys and values when a push comes.
+        stack = (weight.data, scales.data, read)
+        for values, found, kernels in [stack] if weight.dim() == 2 else zip(*stack, strict=True):
+            new_values, packed = fp8_utils.requant_weight_ue8m0(values, found, block)
+            values.copy_(new_values)
+            kernels.copy_(packed)
         scales.data = read
         delattr(scales, _KERNELS)
 

@@ -32,17 +32,18 @@ def _linear(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def _experts(
-    self: Any, output: torch.Tensor, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor,
-    *_: Any, **__: Any,
+    self: Any, *, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Fills `output` [T, hidden]; in place of CPUExpertsFp8.apply. `w13` [E, 2 * inner, hidden], `w2` [E, hidden, inner]; `weights` and
-    numbers of the `chosen` experts [T, top_k]."""
+    """Fills `output` [T, hidden]; in place of CPUExpertsFp8.apply. `w1`, gate over up: [E, 2 * inner, hidden], `w2` [E, hidden, inner]; of
+    each token [T, top_k] experts and their weights."""
+    x = hidden_states
     output.zero_()
-    for expert in chosen.unique().tolist():
-        rows, places = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[rows], _widened(w13[expert], self.w1_scale[expert], x.dtype)).chunk(2, dim=-1)
+    for expert in topk_ids.unique().tolist():
+        rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[rows], _widened(w1[expert], self.w1_scale[expert], x.dtype)).chunk(2, dim=-1)
         down = F.linear(F.silu(gate) * up, _widened(w2[expert], self.w2_scale[expert], x.dtype))
-        output.index_add_(0, rows, (down * weights[rows, places, None]).to(output.dtype))
+        output.index_add_(0, rows, (down * topk_weights[rows, places, None]).to(output.dtype))
 
 
 def _widened(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
