@@ -209,6 +209,19 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     assert "of vLLM over several nodes have been in no run" in found[0].reason
 
 
+def test_a_server_of_vllm_is_one_gpu_for_experts_with_biases():
+    config = load_checked([f"recipe={QWEN}"])
+    facts = facts_of(config.model)
+    biased = replace(facts, shape=replace(facts.shape, has_biased_experts=True))
+
+    def refused(gpus):
+        return list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm", layout=ServerLayout(gpus=gpus))), biased))
+
+    (found,) = refused(2)
+    assert found.path == "rollout.layout.gpus" and "zeros" in found.reason
+    assert refused(1) == []
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_tensor_parallel_server_over_several_nodes_can_be_started_with_both_engines(engine):
     config = load_checked([f"recipe={QWEN}"])

@@ -170,6 +170,10 @@ def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         return
     if layout.nodes > 1 and config.rollout.engine == "vllm":
         yield from _vllm_nodes_problems(layout)
+    if layout.gpus > 1 and config.rollout.engine == "vllm" and facts.shape is not None and facts.shape.has_biased_experts:
+        reason = "of experts' biases vLLM gives every process but the first zeros, which no digest of what was sent can show"
+        fix = "gpus=1, and as many more rollout.num_servers"
+        yield _problem("gpus", layout.gpus, "must be 1 for vllm and a model whose experts have biases", reason, fix)
     if layout.redundant_experts is not None:
         reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
         yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
