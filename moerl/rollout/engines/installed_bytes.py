@@ -80,7 +80,7 @@ class CopyLog(TorchFunctionMode):
         super().__init__()
         self.copies: Copies = []
         self._contiguous: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """What was made contiguous, by the address of its memory, and of what. Kept, so that no other tensor gets that address."""
+        """Contiguous tensors and what they were made of, by the address of their memory, which is kept from others thereby."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor):
@@ -93,5 +93,5 @@ class CopyLog(TorchFunctionMode):
         return found
 
     def _origin(self, source: torch.Tensor) -> torch.Tensor:
-        made, origin = self._contiguous.get(memory_of(source), (None, source))
-        return origin.detach() if made is None or made.shape == source.shape else source.detach()
+        made, origin = self._contiguous.get(memory_of(source), (source, source))
+        return (origin if made.shape == source.shape else source).detach()
