@@ -55,16 +55,19 @@ def environment(layout: ServerLayout) -> dict[str, str]:
 
 def after_import() -> None:
     """Once sglang is there. What its path for CPU without compiled kernels lacks: host memory that is not registered with a device; a
-    length for places that data-parallel groups with shorter batches leave empty; experts that other processes hold."""
+    length for places that data-parallel groups with shorter batches leave empty; experts that other processes hold; the gate of
+    Qwen2's shared experts."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.models import qwen2_moe
     from sglang.srt.models.deepseek_common import attention_backend_handler
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1  # as its other backends for CPU
     fused_moe_native.moe_forward_native = _without_others(fused_moe_native.moe_forward_native)
+    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
     factory.get_rope_cpu = _unscaled_too(factory.get_rope_cpu, factory.get_rope)
     # Its other way, for prompts, takes keys and values for those of heads, and this attention reads them from a cache of latent ones.
     attention_backend_handler.AttentionBackendRegistry.register("torch_native", attention_backend_handler._dispatch_mla_subtype)
@@ -97,6 +100,11 @@ def _without_others(forward: Callable[..., torch.Tensor]) -> Callable[..., torch
         return forward(layer, x.repeat_interleave(top_k, dim=0), apart, config).view(len(x), top_k, -1).sum(dim=1)
 
     return moe_forward_native
+
+
+def _add_gated(hidden_TH: torch.Tensor, gate_H: torch.Tensor, shared_TH: torch.Tensor, out_TH: torch.Tensor) -> None:
+    """As SGLang's Triton kernel (kernels/ops/elementwise/elementwise.py)."""
+    out_TH += (hidden_TH.float() @ gate_H.float()).sigmoid()[:, None] * shared_TH
 
 
 class _Kernels(types.ModuleType):
