@@ -9,10 +9,11 @@ from torch import Tensor
 
 from moerl.convert.hf import hf_plan
 from moerl.convert.hf.hf_source import HFSource
+from moerl.convert.sharded.megatron_folder import megatron_folder
 from moerl.convert.sharded.sharded_plan import entries_of
 from moerl.convert.sharded.sharded_source import ShardedSource, is_sharded
 from moerl.convert.tensors.entry import PIECE_BYTES, Entry, read_whole
-from moerl.types.errors import ConvertError
+from moerl.types.errors import ConvertError, problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,10 @@ def compared(left: Path, right: Path, *, tolerance: float) -> Comparison:
 
 
 def _entries(path: Path) -> list[Entry]:
+    if megatron_folder(path) is not None:
+        reason = "what others trained has no config.json, which says what its tensors are"
+        fix = f"moerl convert {path} FOLDER --files-from MODEL first, then FOLDER"
+        raise ConvertError([problem("PATH", str(path), "must be a Hugging Face folder or a run's checkpoint", reason, fix)])
     if is_sharded(path):
         return entries_of(ShardedSource.open(path), None, None, without_untrained=True)
     source = HFSource.open(path)

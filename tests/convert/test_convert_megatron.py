@@ -15,6 +15,7 @@ from megatron_jobs import DP_RESHARDABLE, FULLY_RESHARDABLE, save_all
 from safetensors.torch import load_file
 
 from moerl.config.schema.layout import Layout
+from moerl.convert.compare import compared
 from moerl.convert.conversion import Conversion, convert
 from moerl.models.families.family import num_mtp_layers
 from moerl.models.hf_checkpoint import HFCheckpoint
@@ -140,8 +141,10 @@ def test_a_checkpoint_without_config_json_asks_for_the_model(saved, moerl, tmp_p
     assert "--files-from = None: must hold config.json" in ended.stderr and "Megatron's checkpoints have no config.json" in ended.stderr
 
 
-@pytest.mark.parametrize("to", ["moerl", "moe"])
-def test_what_others_train_becomes_a_folder_first(to, saved, tmp_path):
+@pytest.mark.parametrize("to", ["moerl", "moe", "megatron_bridge"])
+def test_what_others_train_becomes_a_folder_first(to, saved, tmp_path, models):
+    with pytest.raises(ConvertError, match="must be a Hugging Face folder or a run's checkpoint"):
+        compared(models["qwen3_moe"], saved["qwen3_moe"], tolerance=0.0)
     with pytest.raises(ConvertError, match=f"must be a Hugging Face folder with --to {to}"):
         convert(Conversion(source=saved["qwen3_moe"], target=tmp_path / "out", to=to, dtype="float32"), dry_run=False)
 

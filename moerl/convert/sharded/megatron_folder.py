@@ -2,7 +2,7 @@
 
     RUN/latest_checkpointed_iteration.txt    Megatron-LM, slime, Megatron-Bridge: a number, or "release"
     RUN/iter_0000100, RUN/release            .metadata, metadata.json, common.pt and shards
-    global_step_100/actor/model/dist_ckpt    verl 0.10, with model/huggingface: config.json and tokenizer
+    global_step_100/actor/model/dist_ckpt    verl 0.9, with model/huggingface: config.json and tokenizer
     global_step_100/actor/dist_ckpt          verl before, with huggingface/ beside it
 
 Only the index and the shards are read, and only weights: not common.pt, which holds Python objects of the trainer, nor the state of
