@@ -1,4 +1,4 @@
-"""Images of containers/, read: nothing here builds one. Whether their locks can be installed: tests/wheels/test_locks.py."""
+"""Images of containers/, read: nothing here builds one. Whether their locks can be installed: tests/wheels/test_lock_files.py."""
 
 import re
 import shutil

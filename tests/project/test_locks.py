@@ -1,5 +1,5 @@
 """Locks of GPU environments (locks/): trainer and engine fit each other, and a server has everything it imports. Whether the index has what
-they name: tests/wheels/test_locks.py."""
+they name: tests/wheels/test_lock_files.py."""
 
 import re
 import shutil

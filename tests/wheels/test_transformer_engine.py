@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from distributions import unpacked
 
 pytestmark = pytest.mark.wheels
 
-VERSION = "2.20.2"
+ROOT = Path(__file__).parents[2]
+VERSION = re.search(r"^transformer-engine==(.+)$", (ROOT / "locks" / "trainer-sglang.txt").read_text(), re.MULTILINE)[1]
 RECIPES = ["grpo-qwen3-235b-16n8g-sync", "grpo-kimi-k2-32n8g-sync", "grpo-glm-4.5-8n8g-sync"]
 
 

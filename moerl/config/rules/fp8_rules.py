@@ -175,7 +175,7 @@ def _kept_projections(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _server_sizes(hf: Mapping[str, Any], engine: str, layout: ServerLayout) -> Iterator[tuple[str, int]]:
-    """What a GPU holds of each side that engines cut, or join with others; sizes that do not divide break other rules."""
+    """Parts that a GPU holds of each side that engines cut, or join with others; sizes that do not divide break other rules."""
     megatron = FAMILIES[hf["model_type"]].transformer_config(hf)
     sglang_groups = engine == "sglang" and layout.dp > 1  # it then cuts neither dense layers nor, with an all-to-all, shared experts
     if megatron.get("multi_latent_attention"):

@@ -36,7 +36,7 @@ _PARTS = ("train", "valid", "test")
 
 
 def bridge_problems(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Of an architecture whose weights are not known to be those that Megatron-Bridge has."""
+    """Architecture whose weights are not known to be those that Megatron-Bridge has."""
     families, kind = BRIDGES["megatron_bridge"].families, config.get("model_type")
     if kind not in families:
         reason = "of no other is it held by a test that Megatron-Bridge's weights are these"

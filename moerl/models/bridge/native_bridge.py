@@ -169,7 +169,7 @@ class NativeBridge:
         return Shard(tensor=mine, start=tuple(start), group=group)
 
     def _read_own(self, checkpoint: HFCheckpoint, name: str, rule: Rule, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
-        """What this rank holds of a tensor of `shape`."""
+        """Part that this rank holds of a tensor of `shape`."""
         dim = cut_dim(rule)
         if dim is None or group.size() == 1:
             return checkpoint.read(name)

@@ -14,7 +14,7 @@ from moerl.models.fp8_blocks import SCALE_SUFFIX, scale_shape
 _IS_PACKED = "format_ue8m0"
 """SGLang's mark of scales that it has repacked."""
 _KERNELS = "moerl_kernels_scales"
-"""Of scales of which a push is under way: what kernels read."""
+"""Buffers of scales of which a push is under way: what kernels read."""
 _OF_CACHE = (".k_scale", ".v_scale")
 
 
