@@ -38,7 +38,7 @@ def written(models, tmp_path_factory):
 def exchanged(models, written, tmp_path_factory):
     """(tensors that Megatron-Bridge exports, folder that it saved) by model."""
     root = tmp_path_factory.mktemp("saved")
-    cases = [(models[name], written[name] / "iter_0000000", root / name) for name in MODELS]
+    cases = [(models[name], written[name], root / name) for name in MODELS]
     exported = run_ranks(load_export_save, 1, cases, imports="megatron.bridge.training.model_load_save", deadline_seconds=400)
     return {name: (tensors, root / name) for name, tensors in zip(MODELS, exported, strict=True)}
 
@@ -62,7 +62,7 @@ def test_megatron_bridge_loads_what_is_written_for_it(name, exchanged, models):
 
 @with_bridge
 @pytest.mark.parametrize("name", MODELS)
-def test_what_megatron_bridge_saves_becomes_a_folder(name, exchanged, models, tmp_path):
+def test_what_megatron_bridge_begins_from_and_saves_becomes_the_folder(name, exchanged, models, tmp_path):
     convert(Conversion(source=exchanged[name][1], target=tmp_path / "hf", files_from=models[name]), dry_run=False)
     assert_same(tmp_path / "hf", models[name])
 
