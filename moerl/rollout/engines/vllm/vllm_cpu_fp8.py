@@ -1,5 +1,5 @@
-"""Products that vLLM lacks to compute with weights in FP8 blocks on CPUs without AMX: its kernels there widen weights and multiply in the dtype
-of activations (W8A16), and so does this, by PyTorch. Weights and scales stay as they are loaded, where the others pack them."""
+"""Products that vLLM lacks to compute with weights in FP8 blocks on CPUs without AMX: its kernels there widen weights and multiply in the
+dtype of activations (W8A16), and so does this, by PyTorch. Weights and scales stay as they are loaded, where the others pack them."""
 
 from typing import Any
 
