@@ -22,12 +22,10 @@ from moerl.types.errors import CheckpointError
 from moerl.types.json_text import read_object
 
 INDEX = "model.safetensors.index.json"
+_EVERYTHING = slice(None)
 _WEIGHT_MAP = TypeAdapter(dict[str, str])
 _FP8 = "F8_E4M3"
 """Name of float8_e4m3fn in headers."""
-
-
-EVERYTHING = slice(None)
 
 
 class HFCheckpoint:
@@ -60,7 +58,7 @@ class HFCheckpoint:
         with self._explaining(stored_name(name)):
             if stack is not None:
                 return self._file(stack[0]).get_slice(stack[0])[(stack[1], *index)]
-            return self._file(name).get_tensor(name) if where == EVERYTHING else self._file(name).get_slice(name)[index]
+            return self._file(name).get_tensor(name) if where == _EVERYTHING else self._file(name).get_slice(name)[index]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """From the file's header; also of a part of a stack. Raises CheckpointError naming the tensor and its file."""

@@ -69,4 +69,7 @@ def test_what_a_package_would_carry_wrongly_is_refused(installed):
     assert rules({"model_type": "mixtral"}, "megatron_bridge") == ["must be native for this model"]
     for name in ("mbridge", "megatron_bridge"):
         assert rules(name=name, mtp_loss=0.1) == ["must be native while train.mtp_loss > 0"]
+    in_fp8 = QWEN3_MOE | {"quantization_config": {"quant_method": "fp8"}}
+    assert rules(in_fp8, layout=Layout(ranks=2, tp=2, ep=2)) == ["must be native for weights in FP8 (quantization_config)"]
+    assert rules(in_fp8, "megatron_bridge") == []
     assert rules(layout=Layout(ranks=2, tp=2)) == ["needs train.layout.etp=train.layout.tp when ep=1"]

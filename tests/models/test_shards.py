@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moerl.models.families.family import Rule, Sizes
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.shards import merge, split
+from moerl.models.shards import cut_dim, join, merge, own_range, split
 
 RANKS = st.sampled_from([1, 2, 4])
 SMALL = st.integers(1, 5)
@@ -27,9 +27,18 @@ def sizes(*, groups=1, head_dim=1, vocab=1, padded=1):
     return Sizes(num_layers=4, num_query_groups=groups, head_dim=head_dim, vocab_size=vocab, padded_vocab_size=padded)
 
 
+def own_part(one, tensor, rank, num_ranks, facts):
+    if (dim := cut_dim(one)) is None:
+        return tensor
+    return tensor.movedim(dim, 0)[own_range(one, tensor.shape[dim], rank=rank, num_ranks=num_ranks, sizes=facts)].movedim(0, dim)
+
+
 def shards_of(one, tensors, num_ranks, facts):
     shards = [split(one, tensors, rank=rank, num_ranks=num_ranks, sizes=facts) for rank in range(num_ranks)]
     assert len({shard.shape for shard in shards}) == 1
+    for rank, shard in enumerate(shards):
+        parts = [own_part(one, tensor, rank, num_ranks, facts) for tensor in tensors]
+        assert join(one, parts, num_ranks=num_ranks, sizes=facts).equal(shard)
     merged = merge(one, shards, sizes=facts)
     assert len(merged) == len(tensors) == len(one.hf)
     for tensor, original in zip(merged, tensors, strict=True):
