@@ -48,7 +48,7 @@ class HFCheckpoint:
         """Without those of scales."""
         return [name for name in self._files if not (name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._files)]
 
-    def read(self, name: str, where: slice = EVERYTHING, dim: int = 0) -> Tensor:
+    def read(self, name: str, where: slice = _EVERYTHING, dim: int = 0) -> Tensor:
         """Values at `where` along `dim`; also of a part of a stack. Of FP8 the values in float32, and no more of the file is read than the
         blocks around `where`. Raises CheckpointError naming the tensor and its file."""
         if self.is_fp8(name):
