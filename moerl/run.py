@@ -41,7 +41,7 @@ from moerl.evaluation.request import Evaluation
 from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.python_stacks import answer_stack_requests
-from moerl.hardware.network_settings import applied, find_settings
+from moerl.hardware.network_settings import Setting, applied, find_settings
 from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NUM_CANARY_PROMPTS = 4
+_NO_GPUS = (Setting(name="CUDA_VISIBLE_DEVICES", value="", reason="placement.device=cpu"),)
 
 
 def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
@@ -213,6 +214,7 @@ async def _assembled(
     """Ray, then rollout servers, verifiers and train ranks, started together; all of it ended in any case. `trained_on` None: the ranks
     only hold weights."""
     with (
+        applied(_NO_GPUS if config.placement.device == "cpu" else ()),
         local_ray(config.deadlines.start_seconds) as daemons,
         asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop,
     ):
