@@ -16,7 +16,7 @@ _TOGETHER = {
     "CUDA": "one driver must run both, and what was built for the one loads no library of the other",
     "NCCL": "it refuses a communicator of ranks with different versions, and weights.transport=nccl makes one",
 }
-"""Packages of which trainer and engine should have the same version, and why."""
+"""Packages of which trainer and engine should have the same version -> why."""
 
 
 def environment_checks(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
@@ -61,7 +61,7 @@ def _engine(engine: str, versions: Mapping[str, str] | Absent) -> Finding:
 
 
 def _beside(engine: str, versions: Mapping[str, str], facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
-    """Differences between the trainer and an engine, with the reason; NCCL fails where a push joins the two by it."""
+    """Differences between the trainer and an engine, each with its reason; NCCL fails where a push joins the two by it."""
     for name, reason in _TOGETHER.items():
         check, own, theirs = f"{name} of {engine}", facts.versions.get(name), versions.get(name)
         if own is None or theirs is None or isinstance(own, Absent):
