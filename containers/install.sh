@@ -5,8 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 name=$1 venv=$2
-APEX=6424da3b4faa6c8f062da4a48c424fff3f02d42d   # 2026-07-08
-DEEPEP=29d31c095796f3c8ece47ee9cdcc167051bbeed9 # 2026-01-19: the last with deep_ep.utils.EventOverlap, which Megatron-Core and vLLM import
+APEX=6424da3b4faa6c8f062da4a48c424fff3f02d42d # 2026-07-08
+# 2026-01-19, the last code before version 2. That has no deep_ep.utils.EventOverlap, which Megatron-Core imports, and asks for NCCL 2.30.4,
+# where vLLM's PyTorch brings 2.29.7.
+DEEPEP=29d31c095796f3c8ece47ee9cdcc167051bbeed9
 
 from_source() {
     "$venv/bin/python" -m pip install --no-cache-dir --no-build-isolation --no-deps "git+https://github.com/$1"
