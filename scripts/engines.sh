@@ -6,6 +6,7 @@
 # which; PYTHON is a Python 3.11 (the CPU build of the pinned PyTorch exists for no other), with a GPU 3.12; TORCH and TORCH_INDEX are as
 # in setup.sh, and have no effect with a GPU.
 set -euo pipefail
+shopt -s inherit_errexit # packages_of is called in a substitution, and what fails there is no environment
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 ENGINES=${ENGINES:-sglang vllm}
@@ -45,6 +46,8 @@ packages_of() {
         mkdir -p "$CACHE/engines"
         local partial
         partial=$(mktemp -d "$CACHE/engines/.$engine.XXXXXX")
+        # shellcheck disable=SC2064 # as it is now
+        trap "rm -rf '$partial'" EXIT
         "$python" -m venv "$partial"
         "install_for_$device" "$partial" "$engine" "$pins"
         # Somebody else may have been as fast: then theirs is used.

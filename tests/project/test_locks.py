@@ -1,6 +1,7 @@
 """Locks of GPU environments (locks/): trainer and engine fit each other, and a server has everything it imports. Whether the index has what
 they name: tests/wheels/test_lock_files.py."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -92,6 +93,20 @@ def test_an_environment_for_gpus_without_transformer_engine_is_an_error(tmp_path
     assert done.returncode == 1
     assert "No module named 'transformer_engine'" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("gpu: Transformer Engine cannot be used (above)")
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11) or shutil.which("nvidia-smi") is not None, reason="of an environment for CPU")
+def test_an_engine_whose_packages_could_not_be_installed_has_no_environment(tmp_path):
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PYTHON": sys.executable,
+        "ENGINES": "vllm",
+        "TORCH": str(tmp_path / "no.whl"),
+    }
+    done = subprocess.run(["bash", ROOT / "scripts" / "engines.sh"], capture_output=True, text=True, env=environment)
+    assert done.returncode != 0
+    assert "no.whl" in done.stderr and "done" not in done.stderr
+    assert list((tmp_path / "moerl" / "engines").iterdir()) == []
 
 
 def file_of(name: str) -> Path:
