@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.hf.forward import RouteRecorder
 from moerl.rollout.engines.hf.hf_model import checkpoint_views
@@ -24,8 +23,6 @@ from moerl.types.errors import WeightError
 PROMPTS = [(5, 17, 3, 3, 42, 8), (5, 17, 3, 9), (1,), (7, 7)]
 CASES = {
     "tp2-ep2": ("sglang-moe", ServerLayout(gpus=2, ep=2), "ipc"),
-    "tp2-ep2-glm": ("sglang-glm4_moe", ServerLayout(gpus=2, ep=2), "ipc"),
-    "tp2-ep2-kimi": ("sglang-kimi_k2", ServerLayout(gpus=2, ep=2), "ipc"),
     "dp2": ("sglang-moe", ServerLayout(gpus=2, dp=2), "ipc"),
     "two-nodes": ("sglang-moe", ServerLayout(gpus=2, gpus_per_node=1), "nccl"),
     "vllm-tp2-dense": ("vllm-dense32", ServerLayout(gpus=2), "ipc"),
@@ -85,8 +82,7 @@ def test_a_server_in_a_layout_samples_with_the_pushed_weights(run, checkpoints, 
 
     completions = run(scenario())
     assert left_in_memory(engine_name) <= before
-    config = read_transformers_config(checkpoint.directory)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory, config=config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.directory).eval()
     values = values_of(scaled)
     with torch.no_grad():
         for tensor_name, view in checkpoint_views(model).items():
