@@ -11,7 +11,6 @@ from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.types.errors import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
-    "minimax_m2": "it norms queries and keys over all heads at once; Megatron-Core (0.16 to 0.19) has norms of single heads",
     "qwen3_next": "three of four layers are gated delta nets; those of Megatron-Core 0.16 refuse packed sequences, of which all batches "
     "consist, and those of 0.19 run on GPUs alone (flash-linear-attention), so that nothing here could prove them",
 }

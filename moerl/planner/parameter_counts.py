@@ -169,7 +169,8 @@ def _attention(fields: Mapping[str, Any], layout: Layout) -> list[int]:
     rows, has_bias = (heads + 2 * groups) * channels // layout.tp, fields["add_bias_linear"]
     sizes = [hidden, rows * hidden, hidden * heads * channels // layout.tp]
     sizes += [rows] if has_bias or fields.get("add_qkv_bias") else []
-    sizes += [channels, channels] if fields.get("qk_layernorm") else []
+    if fields.get("qk_layernorm"):
+        sizes += [heads * channels, groups * channels] if fields.get("qk_norm_over_heads") else [channels, channels]
     sizes += [hidden] if has_bias else []
     return sizes + ([heads // layout.tp] if fields.get("softmax_type") == "learnable" else [])
 

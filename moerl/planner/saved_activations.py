@@ -151,7 +151,9 @@ def _attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernel
     heads, groups = fields["num_attention_heads"] // layout.tp, fields["num_query_groups"] / layout.tp
     yield kernels.norm("attention", tokens.hidden, hidden)
     yield Term("attention", kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden))
-    if fields.get("qk_layernorm"):
+    if fields.get("qk_norm_over_heads"):  # in moerl's own module, as Transformer Engine's
+        yield from (Term("attention", tokens.sequence * (number * channels * kernels.wide + 4)) for number in (heads, groups))
+    elif fields.get("qk_layernorm"):
         yield kernels.norm("attention", tokens.sequence * heads, channels)
         yield kernels.norm("attention", tokens.sequence * groups, channels)
     yield Term("attention", _rotary(tokens, round(channels * fields.get("rotary_percent", 1.0)), kernels))

@@ -6,7 +6,7 @@ import pytest
 
 from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
-from moerl.models.families.rope import rope_parameters
+from moerl.models.families.parts.rope import rope_parameters
 from moerl.types.errors import CheckpointError
 
 PUBLISHED = {

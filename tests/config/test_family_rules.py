@@ -60,8 +60,15 @@ PUBLISHED = {
         "layer_types": ["sliding_attention", "full_attention"] * 12, "num_local_experts": 32, "num_experts_per_tok": 4,
         "experts_per_token": 4, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": _GPT_OSS_ROPE, "vocab_size": 201088,
     },
+    "minimax_m2": {
+        "model_type": "minimax_m2", "hidden_size": 3072, "intermediate_size": 1536, "mlp_intermediate_size": 8192, "num_hidden_layers": 62,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64, "max_position_embeddings": 196608,
+        "num_local_experts": 256, "num_experts_per_tok": 8, "attn_type_list": [1] * 62, "qk_norm_type": "per_layer", "use_qk_norm": True,
+        "scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0, "router_jitter_noise": 0.0, "use_mtp": True,
+        "num_mtp_modules": 3, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "sliding_window": None, "vocab_size": 200064,
+    },
 }  # fmt: skip
-"""As published with Qwen2.5-7B, Llama-3.1-8B, Mixtral-8x7B, Kimi-K2 (without quantization_config), GLM-4.5 and gpt-oss-20b (likewise)."""
+"""As published with Qwen2.5-7B, Llama-3.1-8B, Mixtral-8x7B, GLM-4.5; without quantization_config Kimi-K2, gpt-oss-20b, MiniMax-M2."""
 PUBLISHED = {name: _DECODER | config for name, config in PUBLISHED.items()}
 
 BROKEN = [
@@ -84,6 +91,11 @@ BROKEN = [
     ("gpt_oss", "swiglu_alpha", 1.0, "quick_gelu"),
     ("gpt_oss", "rope_scaling", _GPT_OSS_ROPE | {"mscale": 1.0}, "must not have mscale"),
     ("gpt_oss", "rope_scaling", {"type": "linear", "factor": 4.0}, "needs rope_type yarn"),
+    ("minimax_m2", "qk_norm_type", "per_head", "of single heads they are another model"),
+    ("minimax_m2", "attn_type_list", [1, 0] * 31, "linear attention"),
+    ("minimax_m2", "shared_intermediate_size", 512, "no shared experts"),
+    ("minimax_m2", "num_experts_per_tok", 1, "does not normalise"),
+    ("minimax_m2", "quantization_config", {"quant_method": "fp8"}, "moerl convert SRC DST --dtype bfloat16"),
     ("glm4_moe", "norm_topk_prob", False, "normalises"),
     ("glm4_moe", "tie_word_embeddings", True, "cannot save"),
     ("glm4_moe", "first_k_dense_replace", 92, "must have experts"),

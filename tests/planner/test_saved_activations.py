@@ -42,12 +42,13 @@ def cases():
     """(name, layout, model, recompute)"""
     for recompute in RECOMPUTES:
         yield "one", "deepseek_v3", recompute
-    for family in ("qwen2", "qwen2_moe", "mixtral", "qwen3", "qwen3_moe", "glm4_moe", "llama-3.1"):
+    for family in ("qwen2", "qwen2_moe", "mixtral", "qwen3", "qwen3_moe", "glm4_moe", "llama-3.1", "minimax_m2"):
         yield "one", family, "off"
     for recompute in ("core_attn", "mlp", "full"):
         yield "one", "qwen3", recompute
     for layout in ("tp2", "cp2"):
         yield layout, "qwen3", "off"
+    yield "tp2", "minimax_m2", "off"
     for layout in ("tp2", "cp2", "ep2", "tp2-etp2", "tp2-ep2"):
         yield layout, "qwen3_moe", "off"
         yield layout, "deepseek_v3", "all of latent attention"

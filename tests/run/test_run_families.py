@@ -28,6 +28,7 @@ CASES = {
     "kimi_k2": (),
     "glm4_moe": ("train.mtp_loss=0.1",),
     "gpt_oss": ("train.router_replay=rollout",),
+    "minimax_m2": ("train.router_replay=rollout",),
 }
 
 

@@ -60,6 +60,10 @@ CASES: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "minimax_m2": {
+        "model_type": "minimax_m2", "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8,
+        "qk_norm_type": "per_layer", "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True,
+    },
     "glm4_moe": {"model_type": "glm4_moe", **_GLM, "use_qk_norm": True, "num_nextn_predict_layers": 2},
     "glm4_moe-air": {"model_type": "glm4_moe", **_GLM, "use_qk_norm": False, "n_group": 4, "topk_group": 2},
 }  # fmt: skip

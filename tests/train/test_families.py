@@ -1,5 +1,6 @@
 """Every family in Megatron: the logits of transformers under every layout, every bit of a checkpoint back; the hf engine serves it."""
 
+import asyncio
 import functools
 import json
 from collections import Counter
@@ -13,8 +14,11 @@ from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
 from family_cases import CASES, transformers_logits, write_case
 from family_jobs import prove
+from hf_trainer import HFTrainGroup
 from safetensors.torch import load_file
 
+from moerl.algorithms.algorithm import loss_of
+from moerl.config.algorithm_settings import algorithm
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.layout import Layout
 from moerl.convert.sharded.expected_tensors import expected_tensors
@@ -122,6 +126,7 @@ def test_logits_equal_those_of_transformers_at_every_position_padded_and_packed(
         ("gpt_oss", {"swiglu_limit": 7.0}),
         ("gpt_oss", {"rope_scaling": _GPT_OSS_ROPE | {"factor": 2.0}}),
         ("gpt_oss", {"rope_scaling": _GPT_OSS_ROPE | {"truncate": True}}),
+        ("minimax_m2", {"rotary_dim": 16}),
         ("glm4_moe", {"partial_rotary_factor": 1.0}),
         ("glm4_moe", {"use_qk_norm": False}),
         ("glm4_moe", {"attention_bias": False}),
@@ -143,7 +148,7 @@ def test_what_a_config_json_says_of_a_case_moves_its_logits_far_beyond_the_toler
         ("qwen2", "q_proj.bias"), ("qwen2", "v_proj.bias"), ("qwen2_moe", "shared_expert_gate.weight"), ("glm4_moe", "k_proj.bias"),
         ("gpt_oss", "self_attn.sinks"), ("gpt_oss", "router.bias"), ("gpt_oss", "gate_up_proj_bias"), ("gpt_oss", "down_proj_bias"),
         ("gpt_oss", "o_proj.bias"), ("glm4_moe", "e_score_correction_bias"), ("kimi_k2", "e_score_correction_bias"),
-        ("kimi_k2", "shared_experts.down_proj.weight"),
+        ("kimi_k2", "shared_experts.down_proj.weight"), ("minimax_m2", "e_score_correction_bias"),
     ],
 )  # fmt: skip
 def test_a_tensor_of_a_case_moves_its_logits_far_beyond_the_tolerance(name, tensor, directories, expected):
@@ -172,6 +177,23 @@ def test_an_update_equals_that_of_one_process_with_the_loss_of_multi_token_predi
     )
     assert (found.mtp_loss is not None) == (name in MTP)
     assert found.mtp_loss is None or found.mtp_loss == pytest.approx(wanted.mtp_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in MTP and FAMILIES[CASES[name]["model_type"]].served.computed_as is None]
+)
+def test_an_update_has_the_loss_and_the_gradient_of_transformers(name, directories, proofs):
+    """The norm over all gradients; families whose layers of multi-token prediction add a loss have other tests."""
+    oracle = HFTrainGroup(settings(directories[name], Layout()), checkpoint_dir=directories[name])
+
+    async def update():
+        await oracle.start()
+        return await oracle.update(BATCH, loss_of(algorithm("grpo")), lr=1e-3)
+
+    expected = asyncio.run(update())
+    found = proofs("one")[name].stats
+    assert (found.loss, found.entropy) == pytest.approx((expected.loss, expected.entropy), rel=1e-4, abs=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
 def test_layers_of_multi_token_prediction_that_are_not_trained_leave_as_they_came(directories):

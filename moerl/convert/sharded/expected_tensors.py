@@ -103,12 +103,13 @@ def _shapes(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Shape]:
 
 def _grouped_attention(fields: Mapping[str, Any]) -> dict[str, Shape]:
     hidden, head_dim, heads = fields["hidden_size"], fields["kv_channels"], fields["num_attention_heads"]
-    rows = (heads + 2 * fields["num_query_groups"]) * head_dim
+    groups, over_heads = fields["num_query_groups"], fields.get("qk_norm_over_heads")
+    rows, normed = (heads + 2 * groups) * head_dim, {"q": heads, "k": groups} if over_heads else {"q": 1, "k": 1}
     return {
         "linear_qkv.layer_norm_weight": (hidden,),
         "linear_qkv.weight": (rows, hidden),
         **({"linear_qkv.bias": (rows,)} if fields["add_qkv_bias"] else {}),
-        **({f"{which}_layernorm.weight": (head_dim,) for which in "qk"} if fields["qk_layernorm"] else {}),
+        **({f"{which}_layernorm.weight": (number * head_dim,) for which, number in normed.items()} if fields["qk_layernorm"] else {}),
         **({"core_attention.softmax_offset": (heads,)} if fields.get("softmax_type") == "learnable" else {}),
         "linear_proj.weight": (hidden, heads * head_dim),
         **({"linear_proj.bias": (hidden,)} if fields["add_bias_linear"] else {}),
@@ -119,18 +120,32 @@ def _latent_attention(fields: Mapping[str, Any]) -> dict[str, Shape]:
     hidden, heads, queries, latent = (fields[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
     plain, turned, values = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
     rows = heads * (plain + turned)
-    compressed = {
-        "linear_q_down_proj.weight": (queries, hidden),
-        "linear_q_up_proj.layer_norm_weight": (queries,),
-        "linear_q_up_proj.weight": (rows, queries),
-    }
+    compressed = {"linear_q_down_proj.weight": (queries, hidden), "linear_q_up_proj.weight": (rows, queries)}
+    if is_indexed := fields.get("experimental_attention_variant") == "dsa":
+        norms = {"q_layernorm.weight": (queries,), "kv_layernorm.weight": (latent,)}
+    else:
+        norms = {"linear_kv_up_proj.layer_norm_weight": (latent,)}
+        norms |= {} if queries is None else {"linear_q_up_proj.layer_norm_weight": (queries,)}
     return {
         **({"linear_q_proj.weight": (rows, hidden)} if queries is None else compressed),
         "linear_kv_down_proj.weight": (latent + turned, hidden),
-        "linear_kv_up_proj.layer_norm_weight": (latent,),
         "linear_kv_up_proj.weight": (heads * (plain + values), latent),
         "linear_proj.weight": (hidden, heads * values),
+        **norms,
+        **(_indexer(fields) if is_indexed else {}),
     }
+
+
+def _indexer(fields: Mapping[str, Any]) -> dict[str, Shape]:
+    heads, channels = fields["dsa_indexer_n_heads"], fields["dsa_indexer_head_dim"]
+    shapes = {
+        "linear_wq_b.weight": (heads * channels, fields["q_lora_rank"]),
+        "linear_wk.weight": (channels, fields["hidden_size"]),
+        "k_norm.weight": (channels,),
+        "k_norm.bias": (channels,),
+        "linear_weights_proj.weight": (heads, fields["hidden_size"]),
+    }
+    return {f"core_attention.indexer.{name}": shape for name, shape in shapes.items()}
 
 
 def _experts(fields: Mapping[str, Any]) -> dict[str, Shape]:

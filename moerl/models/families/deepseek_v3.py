@@ -5,14 +5,18 @@ build: the published checkpoint, where layer num_hidden_layers + i is a decoder 
 """
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from packaging.version import Version
-
 from moerl.models.families.family import BrokenRule, Family, Rule
-from moerl.models.families.family_checks import Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
-from moerl.models.families.layers import (
+from moerl.models.families.parts.family_checks import (
+    Fixed,
+    fixed_values,
+    group_limit,
+    has_megatron,
+    last_layer_has_experts,
+    readable_weights,
+)
+from moerl.models.families.parts.layers import (
     HF_LAYER,
     HF_MTP,
     LAYER,
@@ -21,23 +25,26 @@ from moerl.models.families.layers import (
     decoder_fields,
     dense,
     ends,
+    grouped_router_fields,
     mtp_ends,
-    sigmoid_router_fields,
 )
-from moerl.models.families.rope import rope_parameters
+from moerl.models.families.parts.rope import rope_parameters
 
 
-def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
-    """A decoder layer, dense or with experts. The down-projections to the latents are whole on every tensor-parallel rank."""
+def latent_layer(megatron: str, hf: str, *, fuses_norms: bool = True) -> tuple[Rule, ...]:
+    """A decoder layer, dense or with experts. The down-projections to the latents are whole on every tensor-parallel rank.
+    `fuses_norms`: Megatron holds the latents' norms in the projections after them."""
     attention, theirs = f"{megatron}.self_attention", f"{hf}.self_attn"
+    norms = {"q": "linear_q_up_proj.layer_norm_weight", "kv": "linear_kv_up_proj.layer_norm_weight"}
+    if not fuses_norms:
+        norms = {"q": "q_layernorm.weight", "kv": "kv_layernorm.weight"}
     return (
         Rule(megatron=f"{megatron}.input_layernorm.weight", hf=(f"{hf}.input_layernorm.weight",)),
         Rule(megatron=f"{attention}.linear_q_proj.weight", hf=(f"{theirs}.q_proj.weight",), shard="column"),
         Rule(megatron=f"{attention}.linear_q_down_proj.weight", hf=(f"{theirs}.q_a_proj.weight",)),
-        Rule(megatron=f"{attention}.linear_q_up_proj.layer_norm_weight", hf=(f"{theirs}.q_a_layernorm.weight",)),
+        *(Rule(megatron=f"{attention}.{name}", hf=(f"{theirs}.{kind}_a_layernorm.weight",)) for kind, name in norms.items()),
         Rule(megatron=f"{attention}.linear_q_up_proj.weight", hf=(f"{theirs}.q_b_proj.weight",), shard="column"),
         Rule(megatron=f"{attention}.linear_kv_down_proj.weight", hf=(f"{theirs}.kv_a_proj_with_mqa.weight",)),
-        Rule(megatron=f"{attention}.linear_kv_up_proj.layer_norm_weight", hf=(f"{theirs}.kv_a_layernorm.weight",)),
         Rule(megatron=f"{attention}.linear_kv_up_proj.weight", hf=(f"{theirs}.kv_b_proj.weight",), shard="column"),
         Rule(megatron=f"{attention}.linear_proj.weight", hf=(f"{theirs}.o_proj.weight",), shard="row"),
         *dense(megatron, hf),
@@ -45,7 +52,7 @@ def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
+def latent_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "multi_latent_attention": True,
         "q_lora_rank": hf["q_lora_rank"],
@@ -55,7 +62,7 @@ def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
         "v_head_dim": hf["v_head_dim"],
         "qk_layernorm": True,
         **decoder_fields(hf),
-        **sigmoid_router_fields(hf),
+        **grouped_router_fields(hf),
         **_rope(rope_parameters(hf), hf["max_position_embeddings"]),
     }
 
@@ -78,13 +85,15 @@ def _rope(rope: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
     }
 
 
-def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
+def latent_rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's latent attention makes its own from the configuration; GPTModel builds none."""
     return {"position_embedding_type": "rope", "rotary_base": rope_parameters(hf)["rope_theta"]}
 
 
-_FIXED: Fixed = {
+_EPS: Fixed = {
     "rms_norm_eps": ((1e-6,), "transformers norms the compressed queries, keys and values with 1e-6, Megatron with rms_norm_eps"),
+}
+_FIXED: Fixed = {
     "norm_topk_prob": ((True,), "Megatron normalises the weights of the chosen experts whenever scores are sigmoids"),
     "attention_bias": ((False, None), "Megatron's latent attention has no biases"),
     "rope_interleave": ((True, None), "Megatron's latent attention turns neighbouring channels"),
@@ -97,6 +106,12 @@ _FIXED: Fixed = {
 
 
 def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    yield from fixed_values(hf, _EPS)
+    yield from latent_rules(hf)
+
+
+def latent_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Of latent attention with these experts, in every family that has both."""
     yield from fixed_values(hf, _FIXED)
     yield from group_limit(hf)
     yield from _rope_rules(hf)
@@ -107,17 +122,10 @@ def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         reason = "transformers turns head_dim channels, and the others are not rotary"
         yield BrokenRule(f"needs head_dim={hf['qk_rope_head_dim']}, qk_rope_head_dim, or none", reason, "correct config.json")
     yield from last_layer_has_experts(hf)
-    if hf["q_lora_rank"] is None and _norms_plain_queries():
+    if hf["q_lora_rank"] is None and has_megatron("0.19", otherwise=False):
         reason = "without compressed queries this version of Megatron norms their input a second time"
         yield BrokenRule("needs q_lora_rank with megatron-core 0.19", reason, "megatron-core 0.16.1")
     yield from readable_weights(hf)
-
-
-def _norms_plain_queries() -> bool:
-    try:
-        return Version(version("megatron-core")) >= Version("0.19")
-    except PackageNotFoundError:
-        return False
 
 
 def _rope_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
@@ -140,11 +148,11 @@ def _rope_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 DEEPSEEK_V3 = Family(
     rules=(
         *ends(repeated_by_mtp=True),
-        *_layer(LAYER, HF_LAYER),
-        *_layer(f"{MTP}.transformer_layer", HF_MTP),
+        *latent_layer(LAYER, HF_LAYER),
+        *latent_layer(f"{MTP}.transformer_layer", HF_MTP),
         *mtp_ends(),
     ),
-    transformer_config=_config,
+    transformer_config=latent_config,
     broken_rules=_broken_rules,
-    rotary=_rotary,
+    rotary=latent_rotary,
 )

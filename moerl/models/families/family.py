@@ -71,6 +71,8 @@ class Served:
     """Checkpoints hold the experts of a layer as transformers does, in stacks (stacks.py)."""
     has_windows: bool = False
     """Some layers see sliding_window positions only, by layer_types."""
+    has_index: bool = False
+    """Each layer chooses the index_topk positions that a query sees (DeepSeek-V3.2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

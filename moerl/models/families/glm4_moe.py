@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Rule
-from moerl.models.families.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
-from moerl.models.families.layers import (
+from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
+from moerl.models.families.parts.layers import (
     HF_LAYER,
     HF_MTP,
     LAYER,
@@ -20,10 +20,10 @@ from moerl.models.families.layers import (
     decoder_fields,
     dense,
     ends,
+    grouped_router_fields,
     mtp_ends,
-    sigmoid_router_fields,
 )
-from moerl.models.families.rope import rope_rules, rotary
+from moerl.models.families.parts.rope import rope_rules, rotary
 
 
 def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
@@ -32,7 +32,7 @@ def _layer(megatron: str, hf: str) -> tuple[Rule, ...]:
 
 def _config(hf: Mapping[str, Any]) -> dict[str, Any]:
     attends = attention_fields(hf, has_bias=hf.get("attention_bias", False), has_qk_norm=hf.get("use_qk_norm", False))
-    return decoder_fields(hf) | attends | sigmoid_router_fields(hf)
+    return decoder_fields(hf) | attends | grouped_router_fields(hf)
 
 
 def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Served
-from moerl.models.families.family_checks import SILU, fixed_values, readable_weights
-from moerl.models.families.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, experts, softmax_router_fields
-from moerl.models.families.rope import rope_rules, rotary
+from moerl.models.families.parts.family_checks import SILU, fixed_values, readable_weights
+from moerl.models.families.parts.layers import (
+    HF_LAYER,
+    LAYER,
+    attention,
+    attention_fields,
+    decoder_fields,
+    ends,
+    experts,
+    softmax_router_fields,
+)
+from moerl.models.families.parts.rope import rope_rules, rotary
 
 _SERVED = Served(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Rule
-from moerl.models.families.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, readable_weights
-from moerl.models.families.layers import (
+from moerl.models.families.parts.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, readable_weights
+from moerl.models.families.parts.layers import (
     HF_LAYER,
     LAYER,
     attention,
@@ -20,7 +20,7 @@ from moerl.models.families.layers import (
     gated_mlp,
     softmax_router_fields,
 )
-from moerl.models.families.rope import rope_rules, rotary
+from moerl.models.families.parts.rope import rope_rules, rotary
 
 _COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_bias=True))
 _SHARED = (

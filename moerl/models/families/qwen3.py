@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family
-from moerl.models.families.family_checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, readable_weights
-from moerl.models.families.layers import (
+from moerl.models.families.parts.family_checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, readable_weights
+from moerl.models.families.parts.layers import (
     HF_LAYER,
     LAYER,
     attention,
@@ -16,7 +16,7 @@ from moerl.models.families.layers import (
     experts,
     softmax_router_fields,
 )
-from moerl.models.families.rope import rope_rules, rotary
+from moerl.models.families.parts.rope import rope_rules, rotary
 
 _COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_qk_norm=True))
 

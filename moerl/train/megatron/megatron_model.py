@@ -16,7 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from moerl.models.families.family import Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.expert_routing import Routing
+from moerl.train.megatron.norm_over_heads import norm_over_heads
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routers import Routers
+from moerl.train.megatron.sparse_attention import decoder_layers, freeze_indexers
 from moerl.train.megatron.value_head import ValueHead
 
 
@@ -137,6 +139,7 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int,
             chunk.output_layer = ValueHead(config)
         _reduce_replicated_experts(chunk, train.layout)
         _count_in_norm(chunk)
+        freeze_indexers(chunk)
     described = Sizes(
         num_layers=config.num_layers,
         num_query_groups=config.num_query_groups,
@@ -151,7 +154,9 @@ def _chunk(
     config: TransformerConfig, family: Family, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int,
     tied: bool,
 ) -> GPTModel:  # fmt: skip
-    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    layers = decoder_layers(config, vp_stage)
+    if config.qk_norm_over_heads:
+        norm_over_heads(layers)
     has_mtp = config.mtp_num_layers is not None
     return (MTPModel if has_mtp else GPTModel)(
         config=config,
@@ -171,7 +176,8 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
     layout, dtype = train.layout, getattr(torch, train.dtype)
     described = family.checked_config(hf) | _router_dtype(dtype)
     # GPTModel reads what describes YaRN outside of latent attention from attributes that TransformerConfig has no fields for.
-    yarn = {name: described.pop(name) for name in list(described) if name.startswith("yarn_")}
+    beside = {name: described.pop(name) for name in list(described) if name.startswith("yarn_")}
+    beside["qk_norm_over_heads"] = described.pop("qk_norm_over_heads", False)
     chosen: dict[str, Any] = dict(
         activation_func=_ACTIVATIONS[described.pop("activation_func", "silu")],
         hidden_dropout=0.0,
@@ -208,7 +214,7 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
     config.finalize_model_grads_func = sum_gradients
-    for name, value in yarn.items():
+    for name, value in beside.items():
         setattr(config, name, value)
     return config
 

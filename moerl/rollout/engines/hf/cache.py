@@ -30,11 +30,13 @@ class Rows:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [num_slots, kv_heads, num_columns, head_dim] each, with a head_dim of its own each."""
+    """Keys and values of one layer, [num_slots, kv_heads, num_columns, head_dim] each, with a head_dim of its own each, and the keys
+    [num_slots, num_columns, index_dim] of its indexer, if it has one (else of no width)."""
 
-    def __init__(self, shape: tuple[int, int, int], head_dims: tuple[int, int], dtype: torch.dtype, cache: "SlotCache"):
+    def __init__(self, shape: tuple[int, int, int], head_dims: tuple[int, int], index_dim: int, dtype: torch.dtype, cache: "SlotCache"):
         super().__init__()
         self.keys, self.values = (torch.zeros((*shape, head_dim), dtype=dtype) for head_dim in head_dims)
+        self.index_keys = torch.zeros((shape[0], shape[2], index_dim), dtype=dtype)
         self.all_slots = torch.arange(shape[0])
         self.cache = cache
         self.is_initialized = True
@@ -48,6 +50,14 @@ class SlotLayer(CacheLayerMixin):
         self.values[slots[:, None], :, rows.write_at] = value_states.transpose(1, 2)
         keys, values = self.keys[:, :, : rows.kv_length], self.values[:, :, : rows.kv_length]
         return (keys, values) if rows.slots is None else (keys[rows.slots], values[rows.slots])
+
+    def update_indexer(self, index_keys: torch.Tensor) -> torch.Tensor:
+        """Store [B, C, index_dim] at the pass's rows; returns [B, kv_length, index_dim]."""
+        rows = self.cache.rows
+        assert rows is not None, "the pass has not named its rows"
+        slots = self.all_slots if rows.slots is None else rows.slots
+        self.index_keys[slots[:, None], rows.write_at] = index_keys
+        return self.index_keys[slots, : rows.kv_length]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise AssertionError("slots are allocated when the server starts")
@@ -71,19 +81,21 @@ class SlotCache(Cache):
         shape = (num_slots, kv_heads, self.scratch_column + 1)
         self.rows: Rows | None = None
         self.num_slots = num_slots
-        super().__init__(layers=[SlotLayer(shape, head_dims, dtype, self) for _ in range(config.num_hidden_layers)])
+        index_dim = getattr(config, "index_head_dim", 0)
+        super().__init__(layers=[SlotLayer(shape, head_dims, index_dim, dtype, self) for _ in range(config.num_hidden_layers)])
 
     def clear(self, slots: torch.Tensor) -> None:
         """Masked columns count with weight 0, and 0 times an old NaN would still be NaN."""
         for layer in self.layers:
-            layer.keys[slots] = 0
-            layer.values[slots] = 0
+            for held in (layer.keys, layer.values, layer.index_keys):
+                held[slots] = 0
 
     def copy(self, source: int, targets: torch.Tensor, length: int) -> None:
         """The first `length` positions of slot `source` into each of `targets`."""
         for layer in self.layers:
             layer.keys[targets, :, :length] = layer.keys[source, :, :length]
             layer.values[targets, :, :length] = layer.values[source, :, :length]
+            layer.index_keys[targets, :length] = layer.index_keys[source, :length]
 
 
 def _cached_heads(config: PretrainedConfig) -> tuple[int, tuple[int, int]]:
@@ -107,16 +119,21 @@ def attend(
     scaling: float,
     dropout: float = 0.0,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Grouped-query attention that reads keys and values where they lie.
 
     query [B, heads, C, D], key [B, kv_heads, S, D], value [B, kv_heads, S, D of its own], mask [B, 1, heads / kv_heads * C, S]: the
     query heads that share a key/value head are laid along the query axis, so that keys and values need no repetition. s_aux [heads]:
-    logits of sinks, which every query sees and which have no value.
+    logits of sinks, which every query sees and which have no value. indices [B, C, k], of as many key/value heads as heads: the keys
+    that a query may see.
     """
     batch, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
+    if indices is not None:
+        others = torch.ones_like(attention_mask[:, 0], dtype=torch.bool).scatter(-1, indices.long(), False)
+        attention_mask = attention_mask.masked_fill(others[:, None], -torch.inf)
     grouped = query.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
     if s_aux is None:
         out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)

@@ -73,6 +73,7 @@ class Forward:
         self._body, self._head = model.base_model, model.get_output_embeddings()
         self._dtype = model.dtype
         self._query_groups = config.num_attention_heads // config.num_key_value_heads
+        self._has_index = FAMILIES[config.model_type].served.has_index
         self._window: int | None = config.sliding_window if FAMILIES[config.model_type].served.has_windows else None
         self.routes = shape_of_config(config.to_dict()).routes
         self._recorder = RouteRecorder(model, self.routes)
@@ -138,8 +139,10 @@ class Forward:
         ).last_hidden_state
 
     def _masks(self, positions: torch.Tensor, kv_length: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Masks by type of layer, if some layers have windows (transformers, config.layer_types)."""
+        """Masks by type of layer, if some layers have windows or indexers (transformers, config.layer_types)."""
         full = self._mask(positions, kv_length, None)
+        if self._has_index:
+            return {"indexed_attention": full}
         if self._window is None:
             return full
         return {"full_attention": full, "sliding_attention": self._mask(positions, kv_length, self._window)}

@@ -44,6 +44,8 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, trust_remote_code=False, use_safetensors=True, **options)
     else:
         model = _random(config, **options)
+    if FAMILIES[config.model_type].served.has_index:
+        _as_trained(model)
     return model.eval().requires_grad_(False)
 
 
@@ -57,7 +59,7 @@ def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if ".mlp.experts." in name and not served.has_stacks:
             views |= _expert_views(name, tensor.data, served)
         else:
-            views[name.replace(".mlp.gate.", f".{served.block}.gate.")] = tensor.data
+            views[name.replace(".mlp.", f".{served.block}.")] = tensor.data
     return views
 
 
@@ -79,6 +81,16 @@ def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
         if name.endswith(_FLOAT32_BUFFER):
             buffer.data = buffer.data.float()
     return model
+
+
+def _as_trained(model: PreTrainedModel) -> None:
+    """transformers norms latents with an eps of 1e-6 whatever config.json says, where Megatron, SGLang and vLLM take rms_norm_eps, and
+    keeps a projection of each indexer in float32, which they have in the model's dtype."""
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
+        if name.endswith("indexer.weights_proj"):
+            module.to(model.dtype)
 
 
 def _expert_views(name: str, fused: torch.Tensor, served: Served) -> dict[str, torch.Tensor]:

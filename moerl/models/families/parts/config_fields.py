@@ -14,7 +14,7 @@ _SIZES: Mapping[str, tuple[int, int]] = {
     "n_routed_experts": (1, 2**16), "num_experts_per_tok": (1, 2**16), "moe_intermediate_size": (1, 2**22), "kv_lora_rank": (1, 2**20),
     "shared_expert_intermediate_size": (1, 2**22), "n_shared_experts": (0, 2**12), "first_k_dense_replace": (0, 10_000),
     "n_group": (1, 2**16), "topk_group": (1, 2**16), "qk_nope_head_dim": (1, 2**16), "qk_rope_head_dim": (1, 2**16),
-    "v_head_dim": (1, 2**16),
+    "v_head_dim": (1, 2**16), "index_n_heads": (1, 2**16), "index_head_dim": (1, 2**16), "index_topk": (1, 2**40),
 }  # fmt: skip
 _OPTIONAL_SIZES: Mapping[str, tuple[int, int]] = {
     "num_key_value_heads": (1, 2**16), "head_dim": (1, 2**16), "q_lora_rank": (1, 2**20), "num_nextn_predict_layers": (0, 1000),

@@ -1,7 +1,10 @@
 """Rules that several families share: what their config.json may say so that Megatron computes the same."""
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.version import Version
 
 from moerl.models.families.family import BrokenRule
 
@@ -36,12 +39,18 @@ def readable_weights(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         yield BrokenRule("must not be quantized (quantization_config)", reason, fix)
 
 
+def has_megatron(least: str, *, otherwise: bool) -> bool:
+    """Whether Megatron-Core is installed here in that version or a newer one; `otherwise`: if it is not installed at all."""
+    try:
+        return Version(version("megatron-core")) >= Version(least)
+    except PackageNotFoundError:
+        return otherwise
+
+
 def group_limit(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     """Rules of routers with n_group and topk_group: transformers' scores of groups must be Megatron's."""
     chosen, groups, kept = (hf[name] for name in ("num_experts_per_tok", "n_group", "topk_group"))
-    if chosen < 2:
-        reason = "with one expert Megatron does not normalise its weight, transformers does"
-        yield BrokenRule(f"needs num_experts_per_tok of at least 2, not {chosen}", reason, "another model of this type")
+    yield from several_experts(hf)
     if hf["n_routed_experts"] % groups:
         rule = f"needs n_group={groups} to divide n_routed_experts={hf['n_routed_experts']}"
         yield BrokenRule(rule, "groups are equal", "another model")
@@ -49,6 +58,13 @@ def group_limit(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
         reason = "transformers scores a group by its 2 best experts, Megatron by its num_experts_per_tok // topk_group best"
         fix = "a model where these agree, or where topk_group equals n_group"
         yield BrokenRule(f"needs num_experts_per_tok // topk_group = 2, not {chosen} // {kept}", reason, fix)
+
+
+def several_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
+    """Rule of routers whose scores are sigmoids."""
+    if (chosen := hf["num_experts_per_tok"]) < 2:
+        reason = "with one expert Megatron does not normalise its weight, transformers does"
+        yield BrokenRule(f"needs num_experts_per_tok of at least 2, not {chosen}", reason, "another model of this type")
 
 
 def last_layer_has_experts(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:

@@ -145,20 +145,30 @@ def softmax_router_fields(*, num_experts: int, top_k: int, ffn_size: int, normal
     }
 
 
-def sigmoid_router_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Experts from layer first_k_dense_replace on, as in DeepSeek-V3: chosen with a bias, within groups, beside shared experts."""
-    dense_layers, is_limited = hf["first_k_dense_replace"], hf["topk_group"] != hf["n_group"]
+def sigmoid_router_fields(*, num_experts: int, top_k: int, ffn_size: int) -> dict[str, Any]:
+    """Experts in every layer, chosen with a bias by scores of their own; the weights of the chosen ones add up to 1."""
     return {
-        "num_moe_experts": hf["n_routed_experts"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"],
-        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_num_groups": hf["n_group"] if is_limited else None,
-        "moe_router_group_topk": hf["topk_group"] if is_limited else None,
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
+        "num_moe_experts": num_experts,
+        "moe_router_topk": top_k,
+        "moe_ffn_hidden_size": ffn_size,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
-        "moe_layer_freq": [0] * dense_layers + [1] * (hf["num_hidden_layers"] - dense_layers),
+        "moe_layer_freq": 1,
         **_ROUTER,
+    }
+
+
+def grouped_router_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts from layer first_k_dense_replace on, as in DeepSeek-V3: sigmoid routers that choose within groups, beside shared experts."""
+    dense_layers, is_limited = hf["first_k_dense_replace"], hf["topk_group"] != hf["n_group"]
+    router = sigmoid_router_fields(
+        num_experts=hf["n_routed_experts"], top_k=hf["num_experts_per_tok"], ffn_size=hf["moe_intermediate_size"]
+    )
+    return router | {
+        "moe_shared_expert_intermediate_size": hf["moe_intermediate_size"] * hf["n_shared_experts"],
+        "moe_router_num_groups": hf["n_group"] if is_limited else None,
+        "moe_router_group_topk": hf["topk_group"] if is_limited else None,
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
+        "moe_layer_freq": [0] * dense_layers + [1] * (hf["num_hidden_layers"] - dense_layers),
     }
