@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moerl.models.families.family import Rule, Sizes
+from moerl.models.families.family import DeltaSizes, Rule, Sizes
 
 
 def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, sizes: Sizes) -> Tensor:
@@ -27,8 +27,11 @@ def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, s
         return _gate_up(tensors[0].T, rank, num_ranks)
     if rule.shard == "transposed_row":
         return tensors[0].T.chunk(num_ranks, dim=1)[rank]
-    if rule.shard == "qkv":
-        return _interleave(tensors, sizes.num_query_groups).chunk(num_ranks)[rank]
+    if rule.shard in ("qkv", "gated_qkv"):
+        parts = _gates_apart(tensors, sizes) if rule.shard == "gated_qkv" else tensors
+        return _interleave(parts, sizes.num_query_groups).chunk(num_ranks)[rank]
+    if rule.shard == "delta_inputs":
+        return _delta_inputs(tensors, sizes.delta)
     whole = tensors[0] if rule.shard == "column" else _pad_rows(tensors[0], sizes.padded_vocab_size)
     return whole.chunk(num_ranks)[rank]
 
@@ -50,6 +53,10 @@ def merge(rule: Rule, shards: Sequence[Tensor], *, sizes: Sizes) -> list[Tensor]
     whole = _joined(shards)
     if rule.shard == "qkv":
         return _separate(whole, sizes.num_query_groups, sizes.head_dim)
+    if rule.shard == "gated_qkv":
+        return _with_gates(_separate(whole, sizes.num_query_groups, sizes.head_dim), sizes)
+    if rule.shard == "delta_inputs":
+        return _by_key_head(whole, sizes.delta)
     return [whole[: sizes.vocab_size] if rule.shard == "vocab" else whole]
 
 
@@ -106,3 +113,39 @@ def _alternate(shards: Sequence[Tensor]) -> Tensor:
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
+def _gates_apart(tensors: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    """q of [heads * (d queries, d gates), in] -> [groups * (all queries, all gates), in]; k and v as they are."""
+    q, k, v = tensors
+    by_group = q.reshape(sizes.num_query_groups, -1, 2, sizes.head_dim, *q.shape[1:])
+    return [by_group.transpose(1, 2).reshape(q.shape), k, v]
+
+
+def _with_gates(tensors: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    q, k, v = tensors
+    by_group = q.reshape(sizes.num_query_groups, 2, -1, sizes.head_dim, *q.shape[1:])
+    return [by_group.transpose(1, 2).reshape(q.shape), k, v]
+
+
+def _delta_inputs(tensors: Sequence[Tensor], heads: DeltaSizes | None) -> Tensor:
+    assert heads is not None
+    parts = []
+    for tensor, widths in zip(tensors, _widths_of_key_head(heads), strict=True):
+        by_head = tensor.reshape(heads.keys, -1, *tensor.shape[1:])
+        parts += [part.flatten(0, 1) for part in by_head.split(widths, dim=1)]
+    return torch.cat(parts)
+
+
+def _by_key_head(whole: Tensor, heads: DeltaSizes | None) -> list[Tensor]:
+    assert heads is not None
+    widths = _widths_of_key_head(heads)
+    parts = iter(whole.split([heads.keys * width for each in widths for width in each]))
+    joined = [torch.cat([next(parts).reshape(heads.keys, width, *whole.shape[1:]) for width in each], dim=1) for each in widths]
+    return [tensor.flatten(0, 1) for tensor in joined]
+
+
+def _widths_of_key_head(heads: DeltaSizes) -> tuple[list[int], list[int]]:
+    """Rows of a key head in either tensor: query, key, values, output gates; strengths, decays."""
+    shared = heads.values // heads.keys
+    return [heads.key_dim, heads.key_dim, shared * heads.value_dim, shared * heads.value_dim], [shared, shared]

@@ -11,8 +11,7 @@ from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.types.errors import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {
-    "qwen3_next": "three of four layers are gated delta nets; those of Megatron-Core 0.16 refuse packed sequences, of which all batches "
-    "consist, and those of 0.19 run on GPUs alone (flash-linear-attention), so that nothing here could prove them",
+    "qwen3_5_moe": "its config.json and weights are those of a model of images too, and moerl reads and sends texts' alone",
 }
 """model_type -> what Megatron cannot compute."""
 

@@ -26,6 +26,8 @@ class ChunkParameters:
     dense: tuple[int, ...]
     experts: tuple[int, ...]
     """Those whose gradients are summed over expert-data-parallel ranks alone."""
+    frozen: tuple[int, ...]
+    """Those that are not trained, and lie in no buffer."""
     shared: int | None
     """Elements of the embedding, one of `dense`, that two pipeline stages hold: it lies in a bucket of its own."""
     dense_shards: int
@@ -35,7 +37,7 @@ class ChunkParameters:
 
     @property
     def count(self) -> int:
-        return sum(self.dense) + sum(self.experts)
+        return sum(self.dense) + sum(self.experts) + sum(self.frozen)
 
     @property
     def buffer(self) -> int:
@@ -89,7 +91,8 @@ def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[Chun
                 dense, experts = [*dense, *experts], []
             found[stage].append(
                 ChunkParameters(
-                    dense=tuple(dense), experts=tuple(experts), shared=shared, dense_shards=layout.dp * layout.cp,
+                    dense=tuple(dense), experts=tuple(experts), frozen=tuple(_indexer(fields) * len(parts)),
+                    shared=shared, dense_shards=layout.dp * layout.cp,
                     expert_shards=layout.edp,
                     layers={each: sum(dense_sizes) + sum(expert_sizes) for each, (dense_sizes, expert_sizes) in parts.items()},
                 )
@@ -114,8 +117,13 @@ def server_parameters(hf: Mapping[str, Any], *, tp: int, dense_tp: int, shared_t
     for layer in numbers:
         is_sparse = is_sparse_layer(fields, layer)
         with_mlp, routed = _layer(fields, layouts[shared_tp if is_sparse else dense_tp], layer)
-        attention = attention_parameters(fields, layouts[tp])
-        others += sum(attention) + sum(with_mlp) - sum(attention_parameters(fields, layouts[shared_tp if is_sparse else dense_tp]))
+        attention = attention_parameters(fields, layouts[tp], layer)
+        others += (
+            sum(_indexer(fields))
+            + sum(attention)
+            + sum(with_mlp)
+            - sum(attention_parameters(fields, layouts[shared_tp if is_sparse else dense_tp], layer))
+        )
         experts += sum(routed)
     return others, experts
 
@@ -123,7 +131,7 @@ def server_parameters(hf: Mapping[str, Any], *, tp: int, dense_tp: int, shared_t
 def mtp_parameters(hf: Mapping[str, Any]) -> int:
     """Parameters of the model's layers of multi-token prediction."""
     fields = FAMILIES[hf["model_type"]].transformer_config(hf)
-    return num_mtp_layers(hf) * sum(sum(sizes) for sizes in _mtp_layer(fields, Layout()))
+    return num_mtp_layers(hf) * sum(sum(sizes) for sizes in (*_mtp_layer(fields, Layout()), _indexer(fields)))
 
 
 def _ends(
@@ -140,7 +148,7 @@ def _ends(
 
 def _layer(fields: Mapping[str, Any], layout: Layout, layer: int) -> tuple[list[int], list[int]]:
     """Elements of each parameter of a decoder layer: of what every data-parallel rank holds, and of this rank's experts."""
-    attention = attention_parameters(fields, layout)
+    attention = attention_parameters(fields, layout, layer)
     if not is_sparse_layer(fields, layer):
         return [*attention, fields["hidden_size"], *_mlp(fields, fields["ffn_hidden_size"], layout.tp)], []
     dense, experts = _experts(fields, layout)
@@ -153,7 +161,14 @@ def is_sparse_layer(fields: Mapping[str, Any], layer: int) -> bool:
     return fields.get("num_moe_experts") is not None and (not isinstance(frequency, list) or frequency[layer] == 1)
 
 
-def attention_parameters(fields: Mapping[str, Any], layout: Layout) -> list[int]:
+def is_delta_net(fields: Mapping[str, Any], layer: int) -> bool:
+    """Whether it has a gated delta net in the place of attention."""
+    return "linear_attention_freq" in fields and fields["linear_attention_freq"][layer] == 1
+
+
+def attention_parameters(fields: Mapping[str, Any], layout: Layout, layer: int) -> list[int]:
+    if is_delta_net(fields, layer):
+        return _delta_net(fields, layout)
     return _latent_attention(fields, layout) if fields.get("multi_latent_attention") else _attention(fields, layout)
 
 
@@ -166,7 +181,8 @@ def _mtp_layer(fields: Mapping[str, Any], layout: Layout) -> tuple[list[int], li
 
 def _attention(fields: Mapping[str, Any], layout: Layout) -> list[int]:
     hidden, heads, groups, channels = (fields[name] for name in ("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"))
-    rows, has_bias = (heads + 2 * groups) * channels // layout.tp, fields["add_bias_linear"]
+    gates = heads if fields.get("attention_output_gate") else 0
+    rows, has_bias = (heads + gates + 2 * groups) * channels // layout.tp, fields["add_bias_linear"]
     sizes = [hidden, rows * hidden, hidden * heads * channels // layout.tp]
     sizes += [rows] if has_bias or fields.get("add_qkv_bias") else []
     if fields.get("qk_layernorm"):
@@ -182,6 +198,29 @@ def _latent_attention(fields: Mapping[str, Any], layout: Layout) -> list[int]:
     queries = [query_rows * hidden] if rank is None else [rank * hidden, rank, query_rows * rank]
     keys = [(latent + rotary) * hidden, latent, heads * (plain + value) // layout.tp * latent]
     return [hidden, *queries, *keys, hidden * heads * value // layout.tp]
+
+
+def _delta_net(fields: Mapping[str, Any], layout: Layout) -> list[int]:
+    """Norm, projections in and out, convolution, biases and decays of heads, norm of the output. `layout`: of a server, which cuts all
+    but norms; in training tensor parallelism is 1."""
+    hidden, keys, values = fields["hidden_size"], fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    key, value = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
+    cut = [
+        (2 * key + 2 * value + 2 * values) * hidden,
+        (2 * key + value) * fields["linear_conv_kernel_dim"],
+        values,
+        values,
+        hidden * value,
+    ]
+    return [hidden, fields["linear_value_head_dim"], *(size // layout.tp for size in cut)]
+
+
+def _indexer(fields: Mapping[str, Any]) -> list[int]:
+    """Of a layer's sparse attention, if it has one; whole on every rank."""
+    if fields.get("experimental_attention_variant") != "dsa":
+        return []
+    heads, channels, hidden = (fields[name] for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "hidden_size"))
+    return [heads * channels * fields["q_lora_rank"], channels * hidden, channels, channels, heads * hidden]
 
 
 def _mlp(fields: Mapping[str, Any], ffn: int, ranks: int) -> list[int]:

@@ -90,7 +90,7 @@ class _Static:
         train, wide = config.train, WIDTHS[config.train.dtype]
         buffer, shard, self.parameters = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
         self.kinds: dict[str, int] = {
-            "parameters": buffer * wide,
+            "parameters": (buffer + sum(sum(chunk.frozen) for chunk in chunks)) * wide,
             "gradients": buffer * gradient_bytes(train) if trains else 0,
             "optimizer": round(shard * optimizer_bytes(train)) if trains else 0,
             "reference": self.parameters * wide if uses_reference else 0,

@@ -15,7 +15,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.models.families.family import num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
-from moerl.planner.parameter_counts import is_sparse_layer
+from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
 from moerl.planner.saved_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
 
 
@@ -93,8 +93,8 @@ class StageModel:
 
     def _kind(self, layer: int) -> int:
         """The first layer that is like it."""
-        frequency = self._fields.get("moe_layer_freq", 1)
-        return frequency.index(frequency[layer]) if isinstance(frequency, list) else 0
+        alike = (is_sparse_layer(self._fields, layer), is_delta_net(self._fields, layer))
+        return next(each for each in range(layer + 1) if (is_sparse_layer(self._fields, each), is_delta_net(self._fields, each)) == alike)
 
     def _terms_of_kind(self, layer: int) -> tuple[Term, ...]:
         return tuple(layer_terms(self._fields, self._layout, layer, self._tokens, self._kernels))

@@ -9,7 +9,7 @@ import torch
 from convert_jobs import load_all
 from engine_cases import random_batch, settings
 from engine_ranks import run_ranks
-from family_cases import CASES, write_case
+from family_cases import BUILT, CASES, write_case
 from safetensors.torch import load_file, save_file
 
 from moerl.config.schema.layout import Layout
@@ -32,9 +32,9 @@ def directories(tmp_path_factory):
 def converted(directories, tmp_path_factory):
     """Checkpoints by case."""
     root = tmp_path_factory.mktemp("converted")
-    for name, directory in directories.items():
-        convert(Conversion(source=directory, target=root / name, to="moerl", dtype="float32"), dry_run=False)
-    return {name: root / name for name in directories}
+    for name in BUILT:
+        convert(Conversion(source=directories[name], target=root / name, to="moerl", dtype="float32"), dry_run=False)
+    return {name: root / name for name in BUILT}
 
 
 def assert_same(directory, expected):
@@ -44,7 +44,7 @@ def assert_same(directory, expected):
             assert held.read(name).equal(tensor), name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BUILT)
 def test_a_checkpoint_converts_back_to_the_same_bits(name, directories, converted, tmp_path):
     convert(Conversion(source=converted[name], target=tmp_path / "back"), dry_run=False)
     assert_same(tmp_path / "back", load_file(directories[name] / "model.safetensors"))
@@ -58,13 +58,13 @@ def chosen_settings(directory, layout):
 
 def test_ranks_load_the_checkpoints_of_every_family(directories, converted, tmp_path):
     cases = []
-    for name, directory in directories.items():
+    for name in BUILT:
         # The layouts that the family has, for sinks both; weights other than the checkpoint's to begin with.
         layouts = [TP2] if "num_experts_per_tok" not in CASES[name] else [TP2, EP2] if name == "gpt_oss" else [EP2]
         for layout in layouts:
             exported = tmp_path / f"{name}-tp{layout.tp}"
             exported.mkdir()
-            cases.append((chosen_settings(directory, layout), converted[name], exported))
+            cases.append((chosen_settings(directories[name], layout), converted[name], exported))
     for layout in (TP2, EP2):
         run_ranks(load_all, 2, [case for case in cases if case[0].train.layout == layout], random_batch())
     for chosen, _, exported in cases:

@@ -3,7 +3,7 @@
 import engine_cases
 import pytest
 from engine_ranks import run_ranks
-from family_cases import _DECODER, CASES
+from family_cases import _DECODER, BUILT, CASES
 from planned_jobs import built_sizes
 
 from moerl.config.derive.model_configs import published_config
@@ -20,8 +20,8 @@ RECIPES = ("grpo-deepseek-v3-32n8g-sync", "grpo-qwen3-235b-16n8g-sync", "grpo-ki
 
 
 def cases_of_families():
-    for name, case in CASES.items():
-        hf = _DECODER | case
+    for name in BUILT:
+        hf = _DECODER | CASES[name]
         fields = FAMILIES[hf["model_type"]].transformer_config(hf)
         for layout_name, layout in LAYOUTS.items():
             if layout.ep > 1 and fields.get("num_moe_experts") is None:
@@ -43,7 +43,7 @@ def cases_of_recipes():
 def counted(hf, train, stages):
     planned = rank_parameters(hf, train)
     return {
-        (stage, number): (sorted(chunk.dense + chunk.experts), chunk.buffer, chunk.shard)
+        (stage, number): (sorted(chunk.dense + chunk.experts + chunk.frozen), chunk.buffer, chunk.shard)
         for stage in stages
         for number, chunk in enumerate(planned[stage])
     }

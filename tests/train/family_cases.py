@@ -32,6 +32,7 @@ _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
+_INDEX = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 6}
 _GLM = {**_SIGMOID_ROUTER, "head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -40,6 +41,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"model_type": "qwen2_moe", **_QWEN_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 20},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3_moe": {"model_type": "qwen3_moe", **_QWEN_EXPERTS, "norm_topk_prob": False, "head_dim": 16},
+    "qwen3_next": {
+        "model_type": "qwen3_next", **_QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 16, "shared_expert_intermediate_size": 20,
+        "partial_rotary_factor": 0.25, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 4},
     "llama-3.1": {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": _LLAMA3},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
@@ -47,6 +54,11 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v3", **_SIGMOID_ROUTER, **_LATENT, "n_group": 4, "topk_group": 2, "rope_scaling": _YARN,
         "num_nextn_predict_layers": 1,
     },
+    "deepseek_v32": {
+        "model_type": "deepseek_v32", **_SIGMOID_ROUTER, **_LATENT, **_INDEX, "n_group": 4, "topk_group": 2, "rope_scaling": _YARN,
+        "num_nextn_predict_layers": 1,
+    },
+    "glm_moe_dsa": {"model_type": "glm_moe_dsa", **_SIGMOID_ROUTER, **_LATENT, **_INDEX, "indexer_rope_interleave": True},
     "kimi_k2": {
         "model_type": "kimi_k2", **_SIGMOID_ROUTER, **_LATENT, "routed_scaling_factor": 2.827, "first_k_dense_replace": 2,
         "rope_scaling": _YARN | {"beta_fast": 1.0, "beta_slow": 1.0},
@@ -68,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
     "glm4_moe-air": {"model_type": "glm4_moe", **_GLM, "use_qk_norm": False, "n_group": 4, "topk_group": 2},
 }  # fmt: skip
 """Name -> what config.json says beside the sizes above."""
+BUILT = [name for name, case in CASES.items() if not list(FAMILIES[case["model_type"]].broken_rules(_DECODER | case))]
+"""Those that the installed version of Megatron has the layers of."""
 
 
 def write_case(name: str, root: Path, **changes: Any) -> Path:

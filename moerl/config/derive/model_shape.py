@@ -34,6 +34,10 @@ class ModelShape:
     """The projections of its experts have biases."""
     has_sinks: bool = False
     """Its attention has a learned sink for each head."""
+    has_index: bool = False
+    """Each layer chooses the positions that a query attends to."""
+    delta_heads: int | None = None
+    """Key heads of gated delta nets; None: it has none."""
 
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
@@ -55,6 +59,8 @@ def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
         has_shared_experts=megatron.get("moe_shared_expert_intermediate_size") is not None,
         has_biased_experts=num_experts is not None and megatron["add_bias_linear"],
         has_sinks=megatron.get("softmax_type") == "learnable",
+        has_index=megatron.get("experimental_attention_variant") == "dsa",
+        delta_heads=megatron.get("linear_num_key_heads"),
     )
 
 

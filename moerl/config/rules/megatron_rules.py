@@ -266,6 +266,17 @@ _MODEL = dict.fromkeys(
     ),
     "leave it out: it follows from the model's config.json (model.path, model.scratch)",
 )  # fmt: skip
+_INDEX = {
+    **dict.fromkeys(("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"), "leave it out: indexers are not trained"),
+    **dict.fromkeys(
+        (
+            "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq",
+            "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu",
+            "dsa_indexer_k_norm_epsilon",
+        ),
+        "leave it out: it follows from the model's config.json (model.path)",
+    ),
+}  # fmt: skip
 _RUN = {
     "deterministic_mode": "set deterministic instead",
     "hidden_dropout": "leave it out: log-probs of two passes must agree, so there is no dropout",
@@ -275,7 +286,7 @@ _RUN = {
     "mtp_loss_scaling_factor": "set train.mtp_loss instead",
     "moe_enable_routing_replay": "set train.router_replay instead",
 }
-OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_RUN}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_INDEX, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
 
 

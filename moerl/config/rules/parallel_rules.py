@@ -19,6 +19,9 @@ def train_layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
         rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
         yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)
+    if shape is not None and shape.has_index and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "allgather":
+        rule, fix = "needs train.megatron.cp_comm_type=allgather for sparse attention", "+train.megatron.cp_comm_type=allgather, or cp=1"
+        yield problem("train.layout.cp", layout.cp, rule, "Megatron's sparse attention gathers all keys before it chooses", fix)
     if context < layout.sequence_multiple:
         rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"
         reason = "context parallelism cuts every sequence into 2 * cp chunks of at least one token; shorter sequences would be padding"
@@ -46,6 +49,8 @@ def _model_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     yield from _uneven(layout, "tp", heads, f"the model's {heads} attention heads", "each rank owns whole heads")
     yield from _uneven(layout, "tp", kv_heads, f"the model's {kv_heads} key/value heads", "moerl does not replicate key/value heads")
+    if shape.delta_heads is not None:
+        yield from _delta_problems(layout, shape.delta_heads)
     yield from pipeline_problems(layout, shape.num_layers)
     if shape.num_experts is None:
         for name in ("ep", "etp"):
@@ -58,6 +63,13 @@ def _model_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
     if shape.has_biased_experts and layout.etp > 1:
         reason = "each rank that holds a part of an expert would add its bias (Megatron-Core, TransformerConfig.__post_init__)"
         yield _problem("etp", layout.etp, "must be 1 for experts with biases", reason, "etp=1 and a larger ep")
+
+
+def _delta_problems(layout: Layout, heads: int) -> Iterator[Problem]:
+    if layout.tp > 1:
+        reason = "each rank would hold parts of queries, keys and values that lie apart in the checkpoint's tensors, and pushes send ranges"
+        yield _problem("tp", layout.tp, "must be 1 for gated delta nets", reason, "tp=1; ep, pp and cp cut the model")
+    yield from _uneven(layout, "cp", heads, f"the {heads} key heads of gated delta nets", "context parallelism gives each rank whole heads")
 
 
 def _uneven(layout: Layout, name: str, count: int, what: str, reason: str) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moerl.convert.sharded.parameters import fields_of, num_experts, sizes_of
-from moerl.models.families.family import Family, Rule, Sizes, is_tied, num_mtp_layers
+from moerl.models.families.family import DeltaSizes, Family, Rule, Sizes, is_tied, num_mtp_layers
 from moerl.models.shards import merge
 
 Shape = tuple[int, ...]
@@ -18,6 +18,7 @@ Shape = tuple[int, ...]
 _PREFIXES = ("decoder.layers.{layer}.", "mtp.layers.{mtp}.transformer_layer.", "mtp.layers.{mtp}.")
 _OF_EXPERTS = ("mlp.router.", "mlp.experts.", "mlp.shared_experts.", "pre_mlp_layernorm.")
 _OF_DENSE = ("mlp.linear_fc",)
+_OF_DELTA_NETS = tuple(f"self_attention.{name}" for name in ("in_proj.", "conv1d.", "dt_bias", "A_log", "out_norm.", "out_proj."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,8 @@ def _places(rule: Rule, fields: Mapping[str, Any], *, num_layers: int, num_mtp: 
         has_experts = _has_experts(fields, min(layer, num_layers - 1))
         if _kind(rule).startswith(_OF_DENSE if has_experts else _OF_EXPERTS):
             continue
+        if _kind(rule).startswith("self_attention.") and _kind(rule).startswith(_OF_DELTA_NETS) != _is_delta_net(fields, layer):
+            continue
         for expert in range(experts) if rule.is_expert else range(1):
             yield {"layer": layer, "mtp": layer, "expert": expert}
 
@@ -83,10 +86,16 @@ def _has_experts(fields: Mapping[str, Any], layer: int) -> bool:
     return bool(layers[layer]) if isinstance(layers, list) else True
 
 
+def _is_delta_net(fields: Mapping[str, Any], layer: int) -> bool:
+    return "linear_attention_freq" in fields and fields["linear_attention_freq"][layer] == 1
+
+
 def _shapes(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Shape]:
     """By the name without the layer; only what the configuration has."""
     hidden, ffn = fields["hidden_size"], fields["ffn_hidden_size"]
     attention = _latent_attention(fields) if fields.get("multi_latent_attention") else _grouped_attention(fields)
+    if sizes.delta is not None:
+        attention |= _delta_net(fields, sizes.delta)
     return {
         "embedding.word_embeddings.weight": (sizes.vocab_size, hidden),
         "output_layer.weight": (sizes.vocab_size, hidden),
@@ -104,7 +113,8 @@ def _shapes(fields: Mapping[str, Any], sizes: Sizes) -> dict[str, Shape]:
 def _grouped_attention(fields: Mapping[str, Any]) -> dict[str, Shape]:
     hidden, head_dim, heads = fields["hidden_size"], fields["kv_channels"], fields["num_attention_heads"]
     groups, over_heads = fields["num_query_groups"], fields.get("qk_norm_over_heads")
-    rows, normed = (heads + 2 * groups) * head_dim, {"q": heads, "k": groups} if over_heads else {"q": 1, "k": 1}
+    gates = heads if fields.get("attention_output_gate") else 0
+    rows, normed = (heads + gates + 2 * groups) * head_dim, {"q": heads, "k": groups} if over_heads else {"q": 1, "k": 1}
     return {
         "linear_qkv.layer_norm_weight": (hidden,),
         "linear_qkv.weight": (rows, hidden),
@@ -146,6 +156,19 @@ def _indexer(fields: Mapping[str, Any]) -> dict[str, Shape]:
         "linear_weights_proj.weight": (heads, fields["hidden_size"]),
     }
     return {f"core_attention.indexer.{name}": shape for name, shape in shapes.items()}
+
+
+def _delta_net(fields: Mapping[str, Any], heads: DeltaSizes) -> dict[str, Shape]:
+    hidden, queries, values = fields["hidden_size"], heads.keys * heads.key_dim, heads.values * heads.value_dim
+    return {
+        "in_proj.layer_norm_weight": (hidden,),
+        "in_proj.weight": (2 * queries + 2 * values + 2 * heads.values, hidden),
+        "conv1d.weight": (2 * queries + values, 1, fields["linear_conv_kernel_dim"]),
+        "dt_bias": (heads.values,),
+        "A_log": (heads.values,),
+        "out_norm.weight": (heads.value_dim,),
+        "out_proj.weight": (hidden, values),
+    }
 
 
 def _experts(fields: Mapping[str, Any]) -> dict[str, Shape]:

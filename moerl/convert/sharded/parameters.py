@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moerl.models.families.family import Family, Rule, Sizes
+from moerl.models.families.family import DeltaSizes, Family, Rule, Sizes
 from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.families.parts.config_fields import broken_fields
 from moerl.models.unknown import explain_unknown
@@ -73,6 +73,7 @@ def sizes_of(family: Family, config: Mapping[str, Any]) -> Sizes:
         head_dim=described.get("kv_channels", described["hidden_size"] // heads),
         vocab_size=config["vocab_size"],
         padded_vocab_size=config["vocab_size"],
+        delta=DeltaSizes.of(described),
     )
 
 

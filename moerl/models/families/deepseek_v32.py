@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 (685B) and GLM-5 (744B-A40B): DeepSeek-V3's architecture, with an indexer that chooses what each query attends to.
 
 Names: transformers, models/deepseek_v32/modeling_deepseek_v32.py and models/glm_moe_dsa/modeling_glm_moe_dsa.py. Which positions are
-chosen has no gradient, so that the indexers are not trained (moerl/train/megatron/sparse_attention.py).
+chosen has no gradient, so that the indexers are not trained (moerl/train/megatron/attention_variants.py).
 """
 
 from collections.abc import Iterator, Mapping

@@ -13,13 +13,18 @@ from typing import Any, Literal, NamedTuple
 from moerl.types.errors import CheckpointError
 
 Shard = Literal[
-    "replicated", "column", "row", "vocab", "qkv", "gate_up", "alternating", "alternating_columns", "transposed_row"
+    "replicated", "column", "row", "vocab", "qkv", "gate_up", "alternating", "alternating_columns", "transposed_row",
+    "gated_qkv", "delta_inputs",
 ]  # fmt: skip
 """Over tensor parallel (expert tensor parallel for experts). column: rows of the [out, in] weight. row: its columns. vocab: column,
 after padding the vocabulary. qkv: column over query groups, each holding its queries, key and value. gate_up: both column.
 
 alternating: gate_up of one tensor whose rows alternate, gate, up, gate, up. alternating_columns: the same of a [in, out] weight.
-transposed_row: row of a [in, out] weight."""
+transposed_row: row of a [in, out] weight.
+
+gated_qkv: qkv where each head's queries are followed by as many gates in checkpoints, and a group's queries by its gates in Megatron.
+delta_inputs: of a gated delta net, on one rank: queries, keys, values, output gates, strengths and decays of all heads in Megatron; in
+checkpoints the first four by key head, and the last two likewise in a second tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,3 +133,25 @@ class Sizes:
     head_dim: int
     vocab_size: int
     padded_vocab_size: int
+    delta: "DeltaSizes | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSizes:
+    """Heads of a gated delta net, and their widths."""
+
+    keys: int
+    values: int
+    """A multiple of `keys`."""
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "DeltaSizes | None":
+        """`fields`: of Megatron's configuration. None: the model has no such layers."""
+        if fields.get("experimental_attention_variant") != "gated_delta_net":
+            return None
+        return cls(
+            keys=fields["linear_num_key_heads"], values=fields["linear_num_value_heads"], key_dim=fields["linear_key_head_dim"],
+            value_dim=fields["linear_value_head_dim"],
+        )  # fmt: skip

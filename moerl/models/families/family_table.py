@@ -16,6 +16,7 @@ from moerl.models.families.mixtral import MIXTRAL
 from moerl.models.families.parts.config_fields import broken_fields
 from moerl.models.families.qwen2 import QWEN2, QWEN2_MOE
 from moerl.models.families.qwen3 import QWEN3, QWEN3_MOE
+from moerl.models.families.qwen3_next import QWEN3_NEXT
 
 
 def _of_sound_fields(family: Family) -> Family:
@@ -33,6 +34,7 @@ _DECLARED: dict[str, Family] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "llama": LLAMA,
     "mixtral": MIXTRAL,
     "deepseek_v3": DEEPSEEK_V3,

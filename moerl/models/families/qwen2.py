@@ -6,7 +6,7 @@ Shared experts have a gate. Names: transformers, models/qwen2*/modeling_*.py.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule
+from moerl.models.families.family import BrokenRule, Family
 from moerl.models.families.parts.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,
@@ -17,16 +17,12 @@ from moerl.models.families.parts.layers import (
     dense,
     ends,
     experts,
-    gated_mlp,
+    gated_shared_expert,
     softmax_router_fields,
 )
 from moerl.models.families.parts.rope import rope_rules, rotary
 
 _COMMON = (*ends(), *attention(LAYER, HF_LAYER, has_bias=True))
-_SHARED = (
-    *gated_mlp(f"{LAYER}.mlp.shared_experts", f"{HF_LAYER}.mlp.shared_expert"),
-    Rule(megatron=f"{LAYER}.mlp.shared_experts.gate_weight", hf=(f"{HF_LAYER}.mlp.shared_expert_gate.weight",)),
-)
 
 
 def _dense_config(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,5 +53,8 @@ def _moe_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 
 QWEN2 = Family(rules=_COMMON + dense(LAYER, HF_LAYER), transformer_config=_dense_config, broken_rules=_dense_rules, rotary=rotary)
 QWEN2_MOE = Family(
-    rules=_COMMON + experts(LAYER, HF_LAYER) + _SHARED, transformer_config=_moe_config, broken_rules=_moe_rules, rotary=rotary
+    rules=_COMMON + experts(LAYER, HF_LAYER) + gated_shared_expert(LAYER, HF_LAYER),
+    transformer_config=_moe_config,
+    broken_rules=_moe_rules,
+    rotary=rotary,
 )

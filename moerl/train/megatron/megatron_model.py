@@ -25,15 +25,15 @@ from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
 from moerl.models.bridge.native_bridge import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
-from moerl.models.families.family import Family, Sizes, is_tied, num_mtp_layers
+from moerl.models.families.family import DeltaSizes, Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family
 from moerl.train.megatron import fp8_fields
+from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets
 from moerl.train.megatron.expert_routing import Routing
 from moerl.train.megatron.norm_over_heads import norm_over_heads
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routers import Routers
-from moerl.train.megatron.sparse_attention import decoder_layers, freeze_indexers
 from moerl.train.megatron.value_head import ValueHead
 
 
@@ -140,12 +140,14 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int,
         _reduce_replicated_experts(chunk, train.layout)
         _count_in_norm(chunk)
         freeze_indexers(chunk)
+        prepare_delta_nets(chunk)
     described = Sizes(
         num_layers=config.num_layers,
         num_query_groups=config.num_query_groups,
         head_dim=config.kv_channels,
         vocab_size=hf["vocab_size"],
         padded_vocab_size=padded_vocab_size,
+        delta=DeltaSizes.of(family.transformer_config(hf)),
     )
     return Built(family=family, config=config, chunks=chunks, sizes=described)
 

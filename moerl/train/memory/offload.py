@@ -25,8 +25,9 @@ class DeviceMemory:
         self._wrapped, self._optimizer = wrapped, optimizer
         buffers = [buffer for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
         assert not any(hasattr(buffer, "shared_buffer") for buffer in buffers), "MXFP8 parameters share their buffer with gradients"
+        frozen = [each.data for chunk in wrapped for each in chunk.parameters() if not each.requires_grad]  # in no buffer
         self._blocks: dict[Kind, list[Block]] = {
-            "parameters": _blocks((buffer.param_data for buffer in buffers), is_kept=True),
+            "parameters": _blocks((*(buffer.param_data for buffer in buffers), *frozen), is_kept=True),
             "gradients": _blocks((buffer.grad_data for buffer in buffers), is_kept=False),
             "optimizer": [],
             "reference": _blocks(reference if reference is not None else (), is_kept=True),

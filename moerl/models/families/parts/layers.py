@@ -86,6 +86,14 @@ def experts(
     )
 
 
+def gated_shared_expert(megatron: str, hf: str) -> tuple[Rule, ...]:
+    """An expert of every token, whose output a gate scales."""
+    return (
+        *gated_mlp(f"{megatron}.mlp.shared_experts", f"{hf}.mlp.shared_expert"),
+        Rule(megatron=f"{megatron}.mlp.shared_experts.gate_weight", hf=(f"{hf}.mlp.shared_expert_gate.weight",)),
+    )
+
+
 def biased_experts(megatron: str, hf: str) -> tuple[Rule, ...]:
     """Experts chosen with a correction bias, beside shared ones."""
     return (

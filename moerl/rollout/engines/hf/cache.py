@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from moerl.models.families.qwen3_next import LINEAR
+
 ATTENTION = "moerl_slots"
 """The name under which `attend` is registered with transformers."""
 
@@ -59,6 +61,15 @@ class SlotLayer(CacheLayerMixin):
         self.index_keys[slots[:, None], rows.write_at] = index_keys
         return self.index_keys[slots, : rows.kv_length]
 
+    def clear(self, slots: torch.Tensor) -> None:
+        for held in (self.keys, self.values, self.index_keys):
+            held[slots] = 0
+
+    def copy(self, source: int, targets: torch.Tensor, length: int) -> None:
+        self.keys[targets, :, :length] = self.keys[source, :, :length]
+        self.values[targets, :, :length] = self.values[source, :, :length]
+        self.index_keys[targets, :length] = self.index_keys[source, :length]
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         raise AssertionError("slots are allocated when the server starts")
 
@@ -72,6 +83,26 @@ class SlotLayer(CacheLayerMixin):
         return int(self.keys.shape[2])
 
 
+class DeltaLayer:
+    """Memory of a gated delta net (delta_net.py), whose size does not grow with positions."""
+
+    def __init__(self, config: PretrainedConfig, num_slots: int, dtype: torch.dtype, cache: "SlotCache"):
+        keys, values = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_value_heads
+        channels = 2 * keys + values * config.linear_value_head_dim
+        self.inputs = torch.zeros((num_slots, channels, config.linear_conv_kernel_dim - 1), dtype=dtype)
+        """The last ones of the convolution."""
+        self.state = torch.zeros((num_slots, values, config.linear_key_head_dim, config.linear_value_head_dim))
+        self.cache = cache
+
+    def clear(self, slots: torch.Tensor) -> None:
+        self.inputs[slots] = 0
+        self.state[slots] = 0
+
+    def copy(self, source: int, targets: torch.Tensor, length: int) -> None:
+        self.inputs[targets] = self.inputs[source]
+        self.state[targets] = self.state[source]
+
+
 class SlotCache(Cache):
     """Cache that transformers models write to and read from, as their `past_key_values`."""
 
@@ -81,21 +112,24 @@ class SlotCache(Cache):
         shape = (num_slots, kv_heads, self.scratch_column + 1)
         self.rows: Rows | None = None
         self.num_slots = num_slots
-        index_dim = getattr(config, "index_head_dim", 0)
-        super().__init__(layers=[SlotLayer(shape, head_dims, index_dim, dtype, self) for _ in range(config.num_hidden_layers)])
+        index_dim, kinds = getattr(config, "index_head_dim", 0), getattr(config, "layer_types", None) or ()
+        layers = [
+            DeltaLayer(config, num_slots, dtype, self)
+            if layer < len(kinds) and kinds[layer] == LINEAR
+            else SlotLayer(shape, head_dims, index_dim, dtype, self)
+            for layer in range(config.num_hidden_layers)
+        ]
+        super().__init__(layers=layers)
 
     def clear(self, slots: torch.Tensor) -> None:
         """Masked columns count with weight 0, and 0 times an old NaN would still be NaN."""
         for layer in self.layers:
-            for held in (layer.keys, layer.values, layer.index_keys):
-                held[slots] = 0
+            layer.clear(slots)
 
     def copy(self, source: int, targets: torch.Tensor, length: int) -> None:
-        """The first `length` positions of slot `source` into each of `targets`."""
+        """The first `length` positions of slot `source`, which has no others, into each of `targets`."""
         for layer in self.layers:
-            layer.keys[targets, :, :length] = layer.keys[source, :, :length]
-            layer.values[targets, :, :length] = layer.values[source, :, :length]
-            layer.index_keys[targets, :length] = layer.index_keys[source, :length]
+            layer.copy(source, targets, length)
 
 
 def _cached_heads(config: PretrainedConfig) -> tuple[int, tuple[int, int]]:

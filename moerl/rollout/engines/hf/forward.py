@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.qwen3_next import LINEAR
 from moerl.rollout.engines.hf.cache import Rows, SlotCache
 from moerl.types.routes import RouteShape
 
@@ -74,6 +75,7 @@ class Forward:
         self._dtype = model.dtype
         self._query_groups = config.num_attention_heads // config.num_key_value_heads
         self._has_index = FAMILIES[config.model_type].served.has_index
+        self._has_delta_nets = LINEAR in (getattr(config, "layer_types", None) or ())
         self._window: int | None = config.sliding_window if FAMILIES[config.model_type].served.has_windows else None
         self.routes = shape_of_config(config.to_dict()).routes
         self._recorder = RouteRecorder(model, self.routes)
@@ -143,6 +145,8 @@ class Forward:
         full = self._mask(positions, kv_length, None)
         if self._has_index:
             return {"indexed_attention": full}
+        if self._has_delta_nets:
+            return {"full_attention": full, LINEAR: full}
         if self._window is None:
             return full
         return {"full_attention": full, "sliding_attention": self._mask(positions, kv_length, self._window)}

@@ -18,6 +18,7 @@ from moerl.models.families.family import Served
 from moerl.models.families.family_table import FAMILIES
 from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.hf.cache import ATTENTION, attend
+from moerl.rollout.engines.hf.delta_net import run_over_slots
 from moerl.types.errors import EngineError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.tensor_specs import spec_of
@@ -46,6 +47,7 @@ def load_model(
         model = _random(config, **options)
     if FAMILIES[config.model_type].served.has_index:
         _as_trained(model)
+    run_over_slots(model)
     return model.eval().requires_grad_(False)
 
 
