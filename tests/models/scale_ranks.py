@@ -5,6 +5,7 @@ import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def survey(hf: Mapping[str, Any], train: TrainConfig, max_context: int, director
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     (directory / f"part-{part}").write_bytes(pickle.dumps(Survey(places=places, held=held, sizes=built.sizes, peak_bytes=peak_bytes)))
+
+
+def numbers_to_push(hf: Mapping[str, Any], train: TrainConfig) -> int:
+    """Of all tensors of a push. It replaces the process's default group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from moerl.train.megatron.on_meta import tensors_to_push
+
+    dist.destroy_process_group()
+    found = tensors_to_push(hf, train, max_context=32, dtype="bfloat16")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    return sum(prod(tensor.spec.shape) for tensor in found)
 
 
 def _list_groups_once() -> None:
