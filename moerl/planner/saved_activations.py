@@ -5,14 +5,14 @@ rest are PyTorch's own operations in Megatron-Core's Python (0.16.1 to 0.19.2, w
 reference modules in the place of `Kernels` and hold the sums against storages that autograd really kept.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import RecomputeModule, TrainConfig
-from moerl.planner.parameter_counts import is_sparse_layer
+from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value."""
@@ -77,6 +77,8 @@ class Kernels:
         """A linear module keeps an FP8 copy of its own, where another module keeps the same values in `dtype`."""
         self._keeps_original = train.fp8 is None or train.fp8.recipe != "delayed"
         self.megatron = megatron_release()
+        self.scores_sparsely = train.megatron.get("dsa_kernel_backend", "none") != "none"
+        """Sparse attention by a kernel that looks at the chosen keys alone."""
 
     def norm(self, part: Part, rows: float, width: int, modules: frozenset[RecomputeModule] = frozenset()) -> Term:
         """Input, which is kept for a recomputation too, and a float32 a row (module/layernorm_linear.py, ops/basic/rmsnorm.py)."""
@@ -106,7 +108,7 @@ class Kernels:
 
 def layer_terms(fields: Mapping[str, Any], layout: Layout, layer: int, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
     """Terms of decoder layer `layer`; `fields`: of Megatron's TransformerConfig."""
-    yield from (_latent_attention if fields.get("multi_latent_attention") else _attention)(fields, layout, tokens, kernels)
+    yield from _attention_of(fields, layer)(fields, layout, tokens, kernels)
     if is_sparse_layer(fields, layer):
         yield from _experts(fields, layout, tokens, kernels)
         return
@@ -115,6 +117,14 @@ def layer_terms(fields: Mapping[str, Any], layout: Layout, layer: int, tokens: T
     ffn = fields["ffn_hidden_size"] // layout.tp
     first_input = kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden)
     yield Term("mlp", first_input + _gated(fields, tokens.sequence * ffn, kernels), frozenset({"mlp"}))
+
+
+def _attention_of(fields: Mapping[str, Any], layer: int) -> Callable[[Mapping[str, Any], Layout, Tokens, Kernels], Iterator[Term]]:
+    if is_delta_net(fields, layer):
+        return _delta_net
+    if fields.get("experimental_attention_variant") == "dsa":
+        return _sparse_attention
+    return _latent_attention if fields.get("multi_latent_attention") else _attention
 
 
 def end_terms(fields: Mapping[str, Any], tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
@@ -158,7 +168,10 @@ def _attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernel
         yield kernels.norm("attention", tokens.sequence * groups, channels)
     yield Term("attention", _rotary(tokens, round(channels * fields.get("rotary_percent", 1.0)), kernels))
     yield from kernels.attention(tokens, heads, groups, channels, channels, frozenset())
-    yield Term("attention", kernels.attention_output(tokens.sequence * heads * channels))
+    output = tokens.sequence * heads * channels
+    if fields.get("attention_output_gate"):  # output, gate, and its sigmoid in float32 (attention.py, _apply_output_gate)
+        yield Term("attention", output * (2 * kernels.wide + 4))
+    yield Term("attention", kernels.attention_output(output))
 
 
 def _rotary(tokens: Tokens, channels: int, kernels: Kernels) -> float:
@@ -186,6 +199,45 @@ def _latent_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens,
     padding = max(plain + rotary - value, 0) if kernels.megatron >= (0, 18) else 0
     yield from kernels.attention(tokens, heads, heads, plain + rotary, value, up, padding=padding)
     yield Term("attention", kernels.attention_output(tokens.sequence * heads * value))
+
+
+def _sparse_attention(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """transformer/experimental_attention_variant: absorbed_mla.py, whose heads share one key of the width of the latent, and dsa.py. An
+    estimate by reading: indexers keep nothing, as they are not trained."""
+    hidden, heads, rank, latent = (fields[name] for name in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
+    plain, rotary, value = (fields[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"))
+    heads //= layout.tp
+    up = frozenset[RecomputeModule]({"mla_up_proj"})
+    yield kernels.norm("attention", tokens.hidden, hidden, frozenset({"layernorm"}))
+    yield _norm_output(fields, tokens, kernels)
+    for width in (rank, latent):
+        yield kernels.norm("attention", tokens.hidden, width)
+        yield Term("attention", tokens.hidden * width * kernels.wide)
+    yield Term("attention", _rotary(tokens, rotary, kernels) + tokens.sequence * heads * (plain + rotary) * kernels.wide, up)
+    yield Term("attention", tokens.sequence * (heads + 1) * (latent + rotary) * kernels.wide, up)
+    chosen = min(fields["dsa_indexer_topk"], tokens.sequence * layout.cp)
+    core = tokens.sequence * (heads * latent * kernels.wide + chosen * 8)
+    if kernels.scores_sparsely:
+        core += tokens.sequence * heads * 4
+    else:  # weights of every query for all keys, in float32 and as they are multiplied
+        core += heads * tokens.sequence * tokens.sequence * layout.cp * (4 + kernels.wide)
+    yield Term("attention", core, frozenset({"core_attn"}))
+    yield Term("attention", kernels.attention_output(tokens.sequence * heads * value))
+
+
+def _delta_net(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
+    """ssm/gated_delta_net (0.19) and the kernels of flash-linear-attention that it calls. An estimate by reading: projections, what the
+    convolution puts out, copies of queries and keys for each value head, of values and gates, 64 numbers a head for the chunk of a token,
+    the output before and behind its norm, and the gate's activation in float32."""
+    hidden, keys, values = fields["hidden_size"], fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    key, value = keys * fields["linear_key_head_dim"], values * fields["linear_value_head_dim"]
+    yield kernels.norm("attention", tokens.hidden, hidden)
+    yield Term("attention", kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden))
+    repeated = 2 * values * fields["linear_key_head_dim"]
+    inputs, mixed = 2 * key + 2 * value + 2 * values, 2 * key + value
+    kept = inputs + mixed + 2 * key + repeated + 2 * value + 64 * values + 2 * value
+    yield Term("attention", tokens.sequence * (kept * kernels.wide + value * 4 + values * 8))
+    yield Term("attention", kernels.attention_output(tokens.sequence * value))
 
 
 def _norm_output(fields: Mapping[str, Any], tokens: Tokens, kernels: Kernels) -> Term:

@@ -26,6 +26,8 @@ def cases_of_families():
         for layout_name, layout in LAYOUTS.items():
             if layout.ep > 1 and fields.get("num_moe_experts") is None:
                 continue
+            if layout.tp > 1 and "linear_attention_freq" in fields:
+                continue  # gated delta nets are not cut
             if layout.etp > 1 and fields["add_bias_linear"]:
                 continue  # Megatron has no biased experts that are cut
             mtp_loss = 0.1 if num_mtp_layers(hf) and layout.vpp == 1 else 0.0

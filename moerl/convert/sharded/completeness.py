@@ -27,7 +27,8 @@ def tensor_problems(source: HFSource, family: Family) -> list[Problem]:
     names = [name for name in source.tensors if not is_scale(source, name)]
     expected = expected_tensors(family, source.config)
     known = [name for name in names if name in expected.shapes or name in expected.copies]
-    return [*_missing(source, expected, set(names)), *_misshapen(source, expected, known), *_unknown(source, set(names) - set(known))]
+    unknown = _unknown(source, set(names) - set(known), family.left_out)
+    return [*_missing(source, expected, set(names)), *_misshapen(source, expected, known), *unknown]
 
 
 def copied_problems(source: HFSource) -> list[Problem]:
@@ -69,10 +70,10 @@ def _misshapen(source: HFSource, expected: ExpectedTensor, names: Iterable[str])
             yield problem("SRC", f"{stored.file}: {name}", rule, reason, "the unquantized checkpoint")
 
 
-def _unknown(source: HFSource, names: set[str]) -> Iterator[Problem]:
-    """Except rotary frequencies, and an output layer that is the embedding."""
+def _unknown(source: HFSource, names: set[str], left_out: tuple[str, ...]) -> Iterator[Problem]:
+    """Except what the family leaves out, rotary frequencies, and an output layer that is the embedding."""
     for name in sorted(names):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied(source.config)):
+        if name.startswith(left_out) or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and is_tied(source.config)):
             continue
         reason = "no parameter of its family is made of it, so that it would be lost"
         yield problem("SRC", f"{source.tensors[name].file}: {name}", "is no tensor of this model", reason, "the config.json of this model")

@@ -91,6 +91,8 @@ class Family:
     rotary: Callable[[Mapping[str, Any]], dict[str, Any]]
     """From config.json to the arguments of Megatron's GPTModel that describe its rotary embedding."""
     served: Served = field(default_factory=Served)
+    left_out: tuple[str, ...] = ()
+    """Beginnings of names in published checkpoints whose tensors no model is built with here."""
 
     def checked_config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """`transformer_config`. Raises CheckpointError naming every rule that config.json breaks."""

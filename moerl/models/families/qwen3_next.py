@@ -7,7 +7,7 @@ another form than DeepSeek's: they are neither built nor exported.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule, Served
+from moerl.models.families.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import SILU, Fixed, experts_in_every_layer, fixed_values, has_megatron, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,
@@ -107,5 +107,5 @@ QWEN3_NEXT = Family(
     transformer_config=_config,
     broken_rules=_rules,
     rotary=_rotary,
-    served=Served(),
+    left_out=("mtp.",),
 )
