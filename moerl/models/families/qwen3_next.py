@@ -5,6 +5,7 @@ another form than DeepSeek's: they are neither built nor exported.
 """
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from moerl.models.families.family import BrokenRule, Family, Rule
@@ -65,6 +66,9 @@ def _rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
     if not has_megatron("0.19", otherwise=True):
         reason = "gated delta nets of older versions refuse packed sequences, of which all batches consist"
         yield BrokenRule("needs megatron-core 0.19 or newer", reason, "Python 3.12 with the pins of constraints-py312.txt")
+    if find_spec("transformer_engine") is not None and find_spec("fla") is None:
+        reason = "Megatron's gated delta nets call its kernels; the reference on CPU stands in for both or none"
+        yield BrokenRule("needs flash-linear-attention beside Transformer Engine", reason, "pip install flash-linear-attention")
     if len(kinds := layer_types(hf)) != hf["num_hidden_layers"] or not {*kinds} <= {FULL, LINEAR}:
         rule = f"needs {FULL} or {LINEAR} in layer_types for each of its {hf['num_hidden_layers']} layers"
         yield BrokenRule(rule, f"found {kinds}", "another model of this type")

@@ -60,7 +60,7 @@ class _Norm(torch.autograd.Function):
         return (wide * scale * at_least_float32(weight)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         normed, wide = at_least_float32(x) * scale, at_least_float32(grad)
         of_normed = wide * at_least_float32(weight)
