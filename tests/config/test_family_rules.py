@@ -11,6 +11,7 @@ from moerl.config.load import load
 from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.config.rules.fp8_rules import linear_sizes
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.parts import family_checks
 from moerl.models.unknown import NOT_EXPRESSED, find_family
 from moerl.types.errors import CheckpointError, ConfigError, Problem
 from moerl.types.routes import RouteShape
@@ -53,6 +54,20 @@ BROKEN = [
     ("glm4_moe", "first_k_dense_replace", 92, "must have experts"),
     ("glm4_moe", "rope_scaling", {"type": "yarn", "factor": 4.0}, "no other"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def newest_megatron(monkeypatch):
+    """Rules are the same whichever version is installed, but for the one that asks for it."""
+    monkeypatch.setattr(family_checks, "version", lambda name: "0.19.2")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "qwen3_next"])
+def test_layers_that_an_older_megatron_has_not_are_refused_with_where_to_find_them(name, monkeypatch):
+    monkeypatch.setattr(family_checks, "version", lambda name: "0.16.1")
+    (broken,) = FAMILIES[name].broken_rules(PUBLISHED[name])
+    assert broken.rule == "needs megatron-core 0.19 or newer" and "packed sequences" in broken.reason
+    assert "constraints-py312.txt" in broken.fix
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -113,7 +128,7 @@ def test_what_sinks_and_biased_experts_do_not_allow_is_refused(overrides, path, 
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "llama"])
 def test_a_missing_base_of_the_rotary_embedding_is_named_before_anything_is_built(name, tmp_path):
-    config = {key: value for key, value in PUBLISHED[name].items() if key != "rope_theta"}
+    config = {key: value for key, value in PUBLISHED[name].items() if key not in ("rope_theta", "rope_parameters")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "needs 'rope_theta' in config.json" in [problem.rule for problem in checkpoint_problems(tmp_path)]
 

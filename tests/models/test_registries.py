@@ -54,9 +54,9 @@ def test_a_package_that_knows_the_architecture_is_named(only):
 
 
 def test_the_nearest_family_and_why_megatron_cannot_are_still_said(only):
-    only(megatron_bridge="@register_bridge(source='MiniMaxM2ForCausalLM')\nclass E: ...\n")
-    said = reason(model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"])
-    assert "norms queries and keys over all heads" in said
+    only(megatron_bridge="@register_bridge(source='Qwen3_5MoeForCausalLM')\nclass E: ...\n")
+    said = reason(model_type="qwen3_5_moe", architectures=["Qwen3_5MoeForCausalLM"])
+    assert "of a model of images too" in said
     assert "megatron-bridge 9.0 knows it" in said
     assert "the nearest is qwen3_moe" in reason(model_type="qwen4_moe")
 

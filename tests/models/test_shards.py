@@ -131,8 +131,10 @@ def test_every_rule_is_found_by_the_names_it_makes_and_by_no_others(family):
         found, numbers = FAMILIES[family].find(name)
         assert found is one
         assert numbers == {key: value for key, value in (("layer", 11), ("expert", 7), ("mtp", 1)) if f"{{{key}}}" in one.megatron}
-    # The norm before a dense MLP is part of its first matrix, the norm before experts is not; a layer has one of them.
-    names = [name for one in rules for name in (*one.hf, *one.copies) if not one.megatron.endswith("pre_mlp_layernorm.weight")]
+    # The norm before a dense MLP is part of its first matrix, the norm before experts is not; that before a delta net is part of it as that
+    # before attention: a layer has one of them.
+    others = ("pre_mlp_layernorm.weight", "in_proj.layer_norm_weight")
+    names = [name for one in rules for name in (*one.hf, *one.copies) if not one.megatron.endswith(others)]
     assert len(names) == len(set(names))
 
 

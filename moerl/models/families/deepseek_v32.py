@@ -54,7 +54,7 @@ def _rules(hf: Mapping[str, Any], *, turns_neighbours: bool) -> Iterator[BrokenR
         yield BrokenRule("needs q_lora_rank", "the indexers take the compressed queries", "a published model of this type")
     if hf.get("index_topk_freq", 1) != 1 or "S" in (hf.get("index_topk_pattern") or "") or "shared" in (hf.get("indexer_types") or ()):
         reason = "the family's table has an indexer in every layer; layers that share one are not verified"
-        yield BrokenRule("must not share indexers between layers", reason, "a model with index_topk_freq=1")
+        yield BrokenRule("must not share indexers between layers in config.json", reason, "a model with index_topk_freq=1")
     dense = hf["first_k_dense_replace"]
     types = ["dense"] * dense + ["sparse"] * (hf["num_hidden_layers"] - dense)
     if hf.get("mlp_layer_types") not in (None, types):
