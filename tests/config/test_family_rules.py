@@ -105,17 +105,21 @@ def test_validation_knows_the_shape_of_every_family():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "path", "fix"),
+    ("name", "overrides", "path", "fix"),
     [
-        (["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=a2a"),
-        (["train.layout.cp=2", "+train.megatron.cp_comm_type=a2a"], None, ""),
-        (["train.layout.ep=2", "train.layout.etp=2"], "train.layout.etp", "etp=1"),
+        ("gpt_oss", ["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=a2a"),
+        ("gpt_oss", ["train.layout.cp=2", "+train.megatron.cp_comm_type=a2a"], None, ""),
+        ("gpt_oss", ["train.layout.ep=2", "train.layout.etp=2"], "train.layout.etp", "etp=1"),
+        ("deepseek_v32", ["train.layout.cp=2"], "train.layout.cp", "cp_comm_type=all_gather"),
+        ("deepseek_v32", ["train.layout.cp=2", "+train.megatron.cp_comm_type=all_gather"], None, ""),
+        ("qwen3_next", ["train.layout.tp=2"], "train.layout.tp", "tp=1"),
+        ("qwen3_next", ["train.layout.cp=2"], None, ""),
     ],
 )
-def test_what_sinks_and_biased_experts_do_not_allow_is_refused(overrides, path, fix, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["gpt_oss"]))
-    for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).touch()
+def test_what_the_layers_of_a_family_do_not_allow_is_refused(name, overrides, path, fix, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    for file in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / file).touch()
     chosen = ["model.scratch=null", f"model.path={tmp_path}", "train.layout.ranks=4", *overrides]
     found: list[Problem] = []
     try:

@@ -31,7 +31,7 @@ def cases_of_families():
             if layout.etp > 1 and fields["add_bias_linear"]:
                 continue  # Megatron has no biased experts that are cut
             mtp_loss = 0.1 if num_mtp_layers(hf) and layout.vpp == 1 else 0.0
-            exchange = {"cp_comm_type": "allgather"} if fields.get("experimental_attention_variant") == "dsa" else {}
+            exchange = {"cp_comm_type": "all_gather"} if fields.get("experimental_attention_variant") == "dsa" else {}
             train = TrainConfig(optimizer=OptimizerConfig(lr=1e-3), layout=layout, mtp_loss=mtp_loss, megatron=exchange)
             yield f"{name} {layout_name}", (hf, train, tuple(range(layout.pp)))
 

@@ -81,7 +81,7 @@ def proofs(directories):
             replace(one, train=replace(one.train, mtp_loss=0.3)) if name in MTP else one for name, one in zip(names, chosen, strict=True)
         ]
         chosen = [
-            replace(one, train=replace(one.train, megatron={"cp_comm_type": "allgather"})) if name in INDEXED and "cp" in layout else one
+            replace(one, train=replace(one.train, megatron={"cp_comm_type": "all_gather"})) if name in INDEXED and "cp" in layout else one
             for name, one in zip(names, chosen, strict=True)
         ]
         return dict(zip(names, run_ranks(prove, LAYOUTS[layout].ranks, chosen, BATCH), strict=True))

@@ -40,9 +40,9 @@ def fp8_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("train.dtype", train.dtype, "must be bfloat16 with train.fp8", reason, "train.dtype=bfloat16, or train.fp8=null")
     if fp8.recipe == "delayed":
         yield from _delayed_problems(fp8, train)
-    if facts.shape is not None and facts.shape.has_index:
-        reason = "Megatron multiplies a weight of its sparse attention outside of any linear module: what FP8 does to it is not verified"
-        yield problem("train.fp8.recipe", fp8.recipe, "cannot be used with sparse attention", reason, "train.fp8=null")
+    if facts.shape is not None and (facts.shape.has_index or facts.shape.delta_heads is not None):
+        reason = "what FP8 does to their projections, some of which Megatron multiplies outside of any linear module, is not verified"
+        yield problem("train.fp8.recipe", fp8.recipe, "cannot be used with sparse attention or gated delta nets", reason, "train.fp8=null")
     if hf is not None:
         yield from _layer_problems(fp8, train, hf["num_hidden_layers"])
         yield from _size_problems(fp8, train, hf)

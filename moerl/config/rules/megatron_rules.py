@@ -266,13 +266,14 @@ _MODEL = dict.fromkeys(
     ),
     "leave it out: it follows from the model's config.json (model.path, model.scratch)",
 )  # fmt: skip
-_INDEX = {
+_VARIANTS = {
     **dict.fromkeys(("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"), "leave it out: indexers are not trained"),
     **dict.fromkeys(
         (
             "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq",
             "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu",
-            "dsa_indexer_k_norm_epsilon",
+            "dsa_indexer_k_norm_epsilon", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_num_key_heads", "linear_num_value_heads", "attention_output_gate", "layernorm_zero_centered_gamma",
         ),
         "leave it out: it follows from the model's config.json (model.path)",
     ),
@@ -286,7 +287,7 @@ _RUN = {
     "mtp_loss_scaling_factor": "set train.mtp_loss instead",
     "moe_enable_routing_replay": "set train.router_replay instead",
 }
-OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_INDEX, **_RUN}
+OWNED: Mapping[str, str] = {**_LAYOUT, **_MEMORY, **_DTYPE, **_FP8, **_MODEL, **_VARIANTS, **_RUN}
 """Fields moerl sets itself, and what to do instead of naming them."""
 
 

@@ -19,8 +19,8 @@ def train_layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if shape is not None and shape.has_sinks and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "a2a":
         rule, fix = "needs train.megatron.cp_comm_type=a2a for attention with sinks", "+train.megatron.cp_comm_type=a2a, or cp=1"
         yield problem("train.layout.cp", layout.cp, rule, "Transformer Engine cuts windows and sinks over ranks in no other way", fix)
-    if shape is not None and shape.has_index and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "allgather":
-        rule, fix = "needs train.megatron.cp_comm_type=allgather for sparse attention", "+train.megatron.cp_comm_type=allgather, or cp=1"
+    if shape is not None and shape.has_index and layout.cp > 1 and config.train.megatron.get("cp_comm_type") != "all_gather":
+        rule, fix = "needs train.megatron.cp_comm_type=all_gather for sparse attention", "+train.megatron.cp_comm_type=all_gather, or cp=1"
         yield problem("train.layout.cp", layout.cp, rule, "Megatron's sparse attention gathers all keys before it chooses", fix)
     if context < layout.sequence_multiple:
         rule = f"must be at most {max(context // 2, 1)} for model.max_context={context}"

@@ -9,7 +9,8 @@ def attention_tokens(config: TransformerConfig, vocab_size: int) -> float:
     A token takes 2 operations per weight it meets, and 2 * heads * (key width + value width) per token it attends to: on average
     half of its sequence.
     """
-    per_position = config.num_layers * config.num_attention_heads * sum(_head_widths(config)) / 2
+    delta_nets = sum(config.linear_attention_freq) if isinstance(config.linear_attention_freq, list) else 0
+    per_position = (config.num_layers - delta_nets) * config.num_attention_heads * sum(_head_widths(config)) / 2
     return (config.num_layers * _attention_weights(config) + _mlp_weights(config) + config.hidden_size * vocab_size) / per_position
 
 
