@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
-from moerl.models.families.family import Family
+from moerl.models.families.parts.family import Family
 
 _PART = re.compile(r"(.+)\[(\d+)\]")
 

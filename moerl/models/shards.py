@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moerl.models.families.family import DeltaSizes, Rule, Sizes
+from moerl.models.families.parts.family import DeltaSizes, Rule, Sizes
 
 
 def split(rule: Rule, tensors: Sequence[Tensor], *, rank: int, num_ranks: int, sizes: Sizes) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moerl.models.bridge_packages import explain_known
-from moerl.models.families.family import BrokenRule, Family
 from moerl.models.families.family_table import FAMILIES, has_family
+from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.types.errors import CheckpointError
 
 NOT_EXPRESSED: Mapping[str, str] = {

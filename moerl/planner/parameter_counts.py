@@ -12,8 +12,8 @@ from typing import Any
 from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import TrainConfig
-from moerl.models.families.family import is_tied, num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.parts.family import is_tied, num_mtp_layers
 
 _START, _END = 64, 128
 """Elements at whose multiples a parameter, and the end of a buffer, lie (megatron/core/distributed/param_and_grad_buffer.py)."""
@@ -216,7 +216,7 @@ def _delta_net(fields: Mapping[str, Any], layout: Layout) -> list[int]:
 
 
 def _indexer(fields: Mapping[str, Any]) -> list[int]:
-    """Of a layer's sparse attention, if it has one; whole on every rank."""
+    """Tensors of a layer's sparse attention, if it has one; whole on every rank."""
     if fields.get("experimental_attention_variant") != "dsa":
         return []
     heads, channels, hidden = (fields[name] for name in ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "hidden_size"))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.models.families.family import num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.parts.family import num_mtp_layers
 from moerl.types.routes import RouteShape
 
 

@@ -12,7 +12,7 @@ from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor
 from moerl.models.expert_stacks import stack_templates, stored_name
-from moerl.models.families.family import Family
+from moerl.models.families.parts.family import Family
 from moerl.types.errors import ConvertError, problem
 
 

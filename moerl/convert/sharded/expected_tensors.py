@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moerl.convert.sharded.parameters import fields_of, num_experts, sizes_of
-from moerl.models.families.family import DeltaSizes, Family, Rule, Sizes, is_tied, num_mtp_layers
+from moerl.models.families.parts.family import DeltaSizes, Family, Rule, Sizes, is_tied, num_mtp_layers
 from moerl.models.shards import merge
 
 Shape = tuple[int, ...]

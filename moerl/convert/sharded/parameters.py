@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moerl.models.families.family import DeltaSizes, Family, Rule, Sizes
 from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.families.parts.config_fields import broken_fields
+from moerl.models.families.parts.family import DeltaSizes, Family, Rule, Sizes
 from moerl.models.unknown import explain_unknown
 from moerl.types.errors import ConvertError, Problem, problem
 

@@ -16,7 +16,7 @@ from moerl.convert.sharded.completeness import absent_problems, stored_problems,
 from moerl.convert.sharded.parameters import Parameter, family_of, num_experts, parameters_of_keys, parameters_of_names, sizes_of
 from moerl.convert.sharded.sharded_source import ShardedSource, ShardPart
 from moerl.convert.tensors.entry import Entry, computed, read_whole
-from moerl.models.families.family import Sizes, is_tied, num_mtp_layers
+from moerl.models.families.parts.family import Sizes, is_tied, num_mtp_layers
 from moerl.models.shards import merge, split
 from moerl.types.errors import ConvertError, problem
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moerl.models.bridge.rank_parameters import hf_names, owned_by
 from moerl.models.expert_stacks import restack, stack_of, stored_names
-from moerl.models.families.family import Family, Rule, Sizes
+from moerl.models.families.parts.family import Family, Rule, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.models.shards import cut_dim, join, merge, own_range, pieces
 from moerl.types.errors import CheckpointError, WeightError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from moerl.models.families.family import Family, Rule
+from moerl.models.families.parts.family import Family, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

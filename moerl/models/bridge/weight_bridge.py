@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moerl.models.bridge.native_bridge import ExportPart, Groups, NativeBridge, Shard
-from moerl.models.families.family import Family, Sizes
+from moerl.models.families.parts.family import Family, Sizes
 from moerl.models.hf_checkpoint import HFCheckpoint
 
 

@@ -7,7 +7,7 @@ build: the published checkpoint, where layer num_hidden_layers + i is a decoder 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule
+from moerl.models.families.parts.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import (
     Fixed,
     fixed_values,
@@ -111,7 +111,7 @@ def _broken_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
 
 
 def latent_rules(hf: Mapping[str, Any]) -> Iterator[BrokenRule]:
-    """Of latent attention with these experts, in every family that has both."""
+    """Rules of latent attention with these experts, in every family that has both."""
     yield from fixed_values(hf, _FIXED)
     yield from group_limit(hf)
     yield from _rope_rules(hf)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from moerl.models.families.deepseek_v3 import latent_config, latent_layer, latent_rotary, latent_rules
-from moerl.models.families.family import BrokenRule, Family, Rule, Served
+from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import Fixed, fixed_values, has_megatron
 from moerl.models.families.parts.layers import HF_LAYER, HF_MTP, LAYER, MTP, ends, mtp_ends
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
 from moerl.models.families.deepseek_v32 import DEEPSEEK_V32, GLM_MOE_DSA
-from moerl.models.families.family import BrokenRule, Family
 from moerl.models.families.glm4_moe import GLM4_MOE
 from moerl.models.families.gpt_oss import GPT_OSS
 from moerl.models.families.kimi_k2 import KIMI_K2
@@ -14,6 +13,7 @@ from moerl.models.families.llama import LLAMA
 from moerl.models.families.minimax_m2 import MINIMAX_M2
 from moerl.models.families.mixtral import MIXTRAL
 from moerl.models.families.parts.config_fields import broken_fields
+from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.models.families.qwen2 import QWEN2, QWEN2_MOE
 from moerl.models.families.qwen3 import QWEN3, QWEN3_MOE
 from moerl.models.families.qwen3_next import QWEN3_NEXT

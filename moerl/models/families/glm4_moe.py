@@ -7,7 +7,7 @@ models/glm4_moe/modeling_glm4_moe.py; the layers of multi-token prediction are n
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule
+from moerl.models.families.parts.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, group_limit, last_layer_has_experts, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule, Served
+from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights
 from moerl.models.families.parts.layers import HF_LAYER, LAYER, attention, attention_fields, decoder_fields, ends, softmax_router_fields
 from moerl.models.families.parts.rope import rope_parameters

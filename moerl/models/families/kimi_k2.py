@@ -6,6 +6,6 @@ transformers has no class of this model_type; published checkpoints bring DeepSe
 from dataclasses import replace
 
 from moerl.models.families.deepseek_v3 import DEEPSEEK_V3
-from moerl.models.families.family import Served
+from moerl.models.families.parts.family import Served
 
 KIMI_K2 = replace(DEEPSEEK_V3, served=Served(computed_as="deepseek_v3"))

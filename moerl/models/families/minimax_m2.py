@@ -6,7 +6,7 @@ Names: transformers, models/minimax_m2/modeling_minimax_m2.py, and those of publ
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule, Served
+from moerl.models.families.parts.family import BrokenRule, Family, Rule, Served
 from moerl.models.families.parts.family_checks import SILU, Fixed, fixed_values, readable_weights, several_experts
 from moerl.models.families.parts.layers import (
     HF_LAYER,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Served
+from moerl.models.families.parts.family import BrokenRule, Family, Served
 from moerl.models.families.parts.family_checks import SILU, fixed_values, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,

@@ -6,7 +6,7 @@ Shared experts have a gate. Names: transformers, models/qwen2*/modeling_*.py.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family
+from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.models.families.parts.family_checks import FULL_ATTENTION, SILU, experts_in_every_layer, fixed_values, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family
+from moerl.models.families.parts.family import BrokenRule, Family
 from moerl.models.families.parts.family_checks import FULL_ATTENTION, NO_BIAS, SILU, experts_in_every_layer, fixed_values, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,

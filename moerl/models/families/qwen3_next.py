@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from moerl.models.families.family import BrokenRule, Family, Rule
+from moerl.models.families.parts.family import BrokenRule, Family, Rule
 from moerl.models.families.parts.family_checks import SILU, Fixed, experts_in_every_layer, fixed_values, has_megatron, readable_weights
 from moerl.models.families.parts.layers import (
     HF_LAYER,

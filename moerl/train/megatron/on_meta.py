@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import TrainConfig
 from moerl.models.bridge.rank_parameters import RankParameter, hf_names, owned_by
-from moerl.models.families.family import is_tied
+from moerl.models.families.parts.family import is_tied
 from moerl.models.shards import cut_dim, merge
 from moerl.train.megatron.megatron_model import Built, build_chunks, initialize_groups
 from moerl.types.push import TensorSpec

@@ -6,7 +6,7 @@ Bounds are far above every published model, and low enough that products of size
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from moerl.models.families.family import BrokenRule
+from moerl.models.families.parts.family import BrokenRule
 
 _SIZES: Mapping[str, tuple[int, int]] = {
     "num_hidden_layers": (1, 10_000), "hidden_size": (1, 2**20), "intermediate_size": (1, 2**22), "num_attention_heads": (1, 2**16),

@@ -6,7 +6,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from moerl.models.families.family import BrokenRule
+from moerl.models.families.parts.family import BrokenRule
 
 Fixed = Mapping[str, tuple[tuple[Any, ...], str]]
 """Name in config.json -> the values it may have (None: absent) and why."""

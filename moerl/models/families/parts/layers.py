@@ -7,7 +7,7 @@ Engine layers hold the norm before attention, and that before a dense MLP, in th
 from collections.abc import Mapping
 from typing import Any
 
-from moerl.models.families.family import Rule
+from moerl.models.families.parts.family import Rule
 
 LAYER, HF_LAYER = "decoder.layers.{layer}", "model.layers.{layer}"
 MTP, HF_MTP = "mtp.layers.{mtp}", "model.layers.{mtp}"

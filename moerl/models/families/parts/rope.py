@@ -6,7 +6,7 @@ transformers 5 moved rope_theta and the settings of rope_scaling into rope_param
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moerl.models.families.family import BrokenRule
+from moerl.models.families.parts.family import BrokenRule
 
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Written into Megatron's source (models/common/embeddings/rotary_pos_embedding.py, _apply_scaling)."""

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moerl.models.families.family import Served
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.parts.family import Served
 from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.rollout.engines.hf.delta_net import run_over_slots
