@@ -12,7 +12,7 @@ from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_pieces, read_tensor
 from moerl.models import fp8_blocks
-from moerl.models.families.family_checks import is_in_fp8_blocks
+from moerl.models.families.parts.family_checks import is_in_fp8_blocks
 from moerl.models.fp8_names import is_quantized_when_published
 from moerl.types.errors import ConvertError, Problem, problem
 

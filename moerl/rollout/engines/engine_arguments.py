@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from packaging.specifiers import SpecifierSet
 
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.models.families.family import num_mtp_layers
 from moerl.models.families.family_table import FAMILIES
+from moerl.models.families.parts.family import num_mtp_layers
 from moerl.types.errors import EngineError, Problem
 
 PATH = "rollout.engine_args"
