@@ -46,7 +46,7 @@ venv-py312: ## make or update .venv-py312: Python 3.12 with the newest megatron-
 test-py312: venv-py312 ## an eighth of the files of make test there (docs/testing.md; MOERL_SHARD=all for all)
 	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real and not wheels" $(ARGS)
 
-test-wheels: venv-py312 ## what the distributions for CUDA say, on CPU: Transformer Engine and the engines; downloads 0.8 GB, keeps their Python files
+test-wheels: venv-py312 ## what the distributions for CUDA say, on CPU: Transformer Engine and the engines; downloads 0.5 GB, keeps their Python files
 	.venv-py312/bin/python -m pytest -q -m wheels tests/wheels $(ARGS)
 
 test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB
