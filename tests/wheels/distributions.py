@@ -53,7 +53,8 @@ def module(folder: Path, path: str) -> griffe.Module:
 
 def find(folder: Path, path: str, name: str) -> griffe.Object:
     """What `from path import name` brings, wherever it is written. KeyError without."""
-    if folder.joinpath(*path.split("."), name).with_suffix(".py").exists():
+    below = folder.joinpath(*path.split("."), name)
+    if below.with_suffix(".py").exists() or (below / "__init__.py").exists():
         return module(folder, f"{path}.{name}")
     found = module(folder, path).members[name]
     if not found.is_alias:
