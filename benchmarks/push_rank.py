@@ -71,7 +71,7 @@ class Worker:
             self._bridges[name] = build_model(model, train, max_context=64).bridge
             with HFCheckpoint(model) as checkpoint:
                 self._bridges[name].load(checkpoint)
-        self.pushed = PushedTensors(self._bridges["native"], LAYOUT, torch.bfloat16, model, in_fp8=False)
+        self.pushed = PushedTensors(self._bridges["native"], LAYOUT, torch.bfloat16, model, fp8_scales=None)
         self._new_worker, self._workers = TrainWorker, dict[str, Any]()
         self._before = 0
 

@@ -13,6 +13,13 @@ from moerl.config.rules.megatron_rules import ALLOWED, OWNED, REFUSED, WITHOUT_R
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 
 
+NEWER = {
+    "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation",
+    "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon",
+}  # fmt: skip
+"""Fields that moerl sets with megatron-core 0.19, and that the pinned one has not."""
+
+
 def test_the_names_read_from_source_are_the_fields_of_the_dataclass():
     megatron_patches.activate()  # before the import, for tests of this process that need them
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +28,7 @@ def test_the_names_read_from_source_are_the_fields_of_the_dataclass():
 
 
 def test_every_owned_name_is_a_field_of_megatron():
-    assert set(OWNED) <= set(megatron_fields())
+    assert set(OWNED) <= set(megatron_fields()) | NEWER
 
 
 def test_an_owned_name_is_refused_with_what_to_do_instead():
@@ -48,7 +55,7 @@ def test_every_field_has_one_verdict():
 
 @pytest.mark.skipif(f"megatron-core=={version('megatron-core')}" not in PINS, reason="the lists are of the pinned version")
 def test_every_field_of_the_pinned_version_is_set_by_moerl_allowed_or_refused_with_a_reason():
-    assert written() <= {*OWNED, *ALLOWED, *REFUSED} <= set(megatron_fields())
+    assert written() <= {*OWNED, *ALLOWED, *REFUSED} <= set(megatron_fields()) | NEWER
 
 
 def test_a_field_that_only_another_version_has_is_refused(monkeypatch):

@@ -36,6 +36,8 @@ def _decoder(hf: dict[str, Any], num_layers: int) -> Iterator[tuple[str, tuple[i
         config = AutoConfig.for_model(**hf | {"model_type": kind, "num_hidden_layers": num_layers})
         model = AutoModelForCausalLM.from_config(config)
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and hf["tie_word_embeddings"]:
+            continue  # the embedding, which is in the file once
         stem, last = name.rsplit(".", 1)
         if last == "gate_up_proj":  # transformers 5 fuses experts, checkpoints do not
             experts, rows, columns = tensor.shape

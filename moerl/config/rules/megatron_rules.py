@@ -149,10 +149,7 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_loss_coeff",
-            "dsa_indexer_use_sparse_loss", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
-            "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "use_fused_weighted_squared_relu",
-            "fused_single_qkv_rope",
+            "use_fused_weighted_squared_relu", "fused_single_qkv_rope",
             "is_hybrid_model", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "use_mamba_mem_eff_path",
             "heterogeneous_block_specs", "hetereogenous_dist_checkpoint",
         ),
