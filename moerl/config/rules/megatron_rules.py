@@ -114,10 +114,8 @@ REFUSED: Mapping[str, str] = {
     "moe_per_layer_logging": "moerl counts the load of every expert itself (train.router_replay, metrics)",
     **dict.fromkeys(
         (
-            "softmax_scale", "softmax_type", "apply_residual_connection_post_layernorm", "layernorm_zero_centered_gamma",
-            "glu_linear_offset",
+            "softmax_scale", "softmax_type", "apply_residual_connection_post_layernorm", "glu_linear_offset",
             "activation_func_clamp_value", "rotary_interleaved", "window_size", "window_attn_skip_freq", "qk_l2_norm",
-            "attention_output_gate",
             "no_rope_freq", "apply_query_key_layer_scaling", "moe_shared_expert_gate", "moe_latent_size", "mrope_section",
         ),
         _OF_MODEL,
