@@ -93,7 +93,7 @@ class Worker:
         return self.pushed.outline(bucket_bytes)
 
     def listen(self, way: str, *arguments: Any) -> str:
-        worker = self._workers[way] = self._new_worker(self._rank, LAYOUT.ranks, None)
+        worker = self._workers[way] = self._new_worker(self._rank, LAYOUT.ranks, ())
         worker._engine = self  # type: ignore[assignment]
         return worker.listen(*arguments)
 

@@ -70,7 +70,7 @@ def case(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("survey")
     config = load([f"recipe={request.param}", f"output_dir={directory}"])
     hf = published_config(config.model.published)
-    run_ranks(survey, 2, hf, config.train, config.model.max_context, directory, deadline_seconds=300)
+    run_ranks(survey, min(2, config.train.layout.pp), hf, config.train, config.model.max_context, directory, deadline_seconds=300)
     found, shapes, holders = read_survey(directory), {}, {}
     for place, num_ranks in Counter(found.places.values()).items():
         for name, shape in found.held[place].items():
