@@ -80,7 +80,7 @@ def new_worker(settings: EngineSettings, kind: Any) -> Any:
     """`kind`: TrainWorker or a class of it; the engine runs in the present process group."""
     from engine_jobs import new_engine
 
-    worker = kind(dist.get_rank(), dist.get_world_size(), None)
+    worker = kind(dist.get_rank(), dist.get_world_size(), ())
     worker._engine = new_engine(settings)
     return worker
 
