@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from moerl.models.fp8_names import BLOCK
+
 SCALE_SUFFIX = "_scale_inv"
 MAX = torch.finfo(torch.float8_e4m3fn).max
 ScaleFormat = Literal["float32", "ue8m0"]

@@ -1,6 +1,10 @@
-"""Names of the tensors that published FP8 checkpoints quantize. Imports no torch, for those who check a configuration."""
+"""Names of the tensors that published FP8 checkpoints quantize, and the size of their blocks. Imports no torch, for those who check a
+configuration."""
 
 import re
+
+BLOCK = 128
+"""Rows, and columns, that share a scale."""
 
 _LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b|experts\.\d+\.w[123])\.weight")
 _HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")

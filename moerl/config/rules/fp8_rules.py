@@ -10,10 +10,9 @@ from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import FP8Config, TrainConfig
 from moerl.models.families.family_table import FAMILIES
-from moerl.models.fp8_names import is_quantized_when_published
+from moerl.models.fp8_names import BLOCK, is_quantized_when_published
 from moerl.types.errors import Problem, problem
 
-_BLOCK = 128
 _ENDS = ("first_layers_bf16", "last_layers_bf16")
 
 
@@ -164,10 +163,10 @@ def server_fp8_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         reason = f"config.json says that {kept[0]} and {len(kept) - 1} others stay as they are (modules_to_not_convert)"
         yield problem(path, "fp8", "would quantize what the model's makers did not", reason, "rollout.layout.weights=dtype")
     for name, size in dict.fromkeys(_server_sizes(hf, rollout.engine, rollout.layout)):
-        if size % _BLOCK:
-            reason = f"scales belong to blocks of {_BLOCK}, and a GPU of this layout would hold {size} of {name}"
+        if size % BLOCK:
+            reason = f"scales belong to blocks of {BLOCK}, and a GPU of this layout would hold {size} of {name}"
             fix = "a smaller rollout.layout.gpus, a larger dp or ep, or rollout.layout.weights=dtype"
-            yield problem(path, "fp8", f"needs parts of {name} that are multiples of {_BLOCK}", reason, fix)
+            yield problem(path, "fp8", f"needs parts of {name} that are multiples of {BLOCK}", reason, fix)
 
 
 def _kept_projections(hf: Mapping[str, Any]) -> list[str]:

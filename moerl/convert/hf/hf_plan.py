@@ -13,7 +13,7 @@ from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_pieces, read_tensor
 from moerl.models import fp8_blocks
 from moerl.models.families.parts.family_checks import is_in_fp8_blocks
-from moerl.models.fp8_names import is_quantized_when_published
+from moerl.models.fp8_names import BLOCK, is_quantized_when_published
 from moerl.types.errors import ConvertError, Problem, problem
 
 Dtype = Literal["keep", "bfloat16", "float16", "float32", "fp8"]
@@ -74,7 +74,7 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
         yield problem("SRC/config.json: quantization_config", config, "must be an object or null", reason, "fetch config.json again")
     elif config is not None and not is_in_fp8_blocks(source.config):
         found: object = {name: config.get(name) for name in ("quant_method", "weight_block_size")}
-        reason = f"moerl reads FP8 in blocks of {fp8_blocks.BLOCK} x {fp8_blocks.BLOCK}, and copies nothing it cannot check"
+        reason = f"moerl reads FP8 in blocks of {BLOCK} x {BLOCK}, and copies nothing it cannot check"
         fix = "moerl convert SRC DST --dtype bfloat16, then that folder" if mxfp4.is_packed(source.config) else "the unquantized checkpoint"
         yield problem("SRC/config.json: quantization_config", found, "must be fp8 in blocks", reason, fix)
     for name, stored in source.tensors.items():
@@ -117,7 +117,7 @@ def _quantized(name: str, stored: StoredTensor, scale_format: fp8_blocks.ScaleFo
 
     def weight() -> Iterator[Tensor]:
         scales = []
-        for rows in read_pieces(stored, row_multiple=fp8_blocks.BLOCK):
+        for rows in read_pieces(stored, row_multiple=BLOCK):
             values, part = fp8_blocks.quantized(rows, scale_format)
             scales.append(part)
             yield values
@@ -136,8 +136,8 @@ def _quantized(name: str, stored: StoredTensor, scale_format: fp8_blocks.ScaleFo
 
 def _dequantized(stored: StoredTensor, scales: StoredTensor, dtype: torch.dtype) -> Iterator[Tensor]:
     factors, row = read_tensor(scales).float(), 0
-    for rows in read_pieces(stored, row_multiple=fp8_blocks.BLOCK):
-        blocks = -(-len(rows) // fp8_blocks.BLOCK)
+    for rows in read_pieces(stored, row_multiple=BLOCK):
+        blocks = -(-len(rows) // BLOCK)
         yield from fp8_blocks.dequantized(rows, factors[row : row + blocks], dtype)
         row += blocks
 
@@ -159,7 +159,7 @@ def config_for(config: Mapping[str, Any], dtype: Dtype, scale_format: fp8_blocks
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
-        "weight_block_size": [fp8_blocks.BLOCK, fp8_blocks.BLOCK],
+        "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": kept,
     }
     return plain | {"quantization_config": quantization | ({"scale_fmt": "ue8m0"} if scale_format == "ue8m0" else {})}

@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 
 from moerl.config.schema.layout import Layout
-from moerl.models.fp8_blocks import BLOCK
+from moerl.models.fp8_names import BLOCK
 from moerl.weights.plan.tensor_specs import torch_dtype
 from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, RolloutLayout, TransferPlan, Transfers, holders, readers
 
