@@ -2,8 +2,10 @@
 
 import json
 import sys
+import tempfile
 import traceback
 import types
+from pathlib import Path
 
 import torch
 
@@ -12,12 +14,17 @@ from moerl.rollout.engines.sglang import sglang_cpu
 sglang_cpu.prepare()
 sglang_cpu.after_import()
 
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.model_loader import loader
+from sglang.srt.server_args import ServerArgs
 
+from moerl.config.derive.model_configs import published_config
+from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.fp8_blocks import dequantized, quantized
+from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
 from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8
 
 BLOCK = [128, 128]
@@ -108,6 +115,21 @@ def check_random_weights_of_a_start_leave_scales_of_caches():
     assert (float(layer.k_scale), float(layer.v_scale)) == (-1.0, -1.0)
     BaseKVCacheMethod(None).process_weights_after_loading(layer)
     assert (layer.k_scale_float, layer.v_scale_float) == (1.0, 1.0)
+
+
+def check_a_published_folder_in_fp8_serves_what_a_push_brings():
+    model = published_config("deepseek-v3") | {"quantization_config": FP8_BLOCKS}
+
+    def quantization(**changed):
+        arguments = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "device": "cpu"}
+        return ModelConfig.from_server_args(
+            ServerArgs(model_path=folder, json_model_override_args=json.dumps(changed), **arguments)
+        ).quantization
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        assert quantization() == quantization(**overrides(model, ServerLayout(weights="fp8"))) == "fp8"
+        assert quantization(**overrides(model, ServerLayout())) is None
 
 
 def widened(values, scales):

@@ -1,10 +1,13 @@
 """Run in vLLM's environment by test_vllm_parts: each check_... prints its name, and then what was wrong if it fails."""
 
 import json
+import tempfile
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader import dummy_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -12,6 +15,9 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+from moerl.config.derive.model_configs import published_config
+from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
 from moerl.rollout.engines.vllm.vllm_sampling import advance
@@ -111,6 +117,19 @@ def check_random_weights_of_a_start_leave_scales_of_caches():
     dummy_loader.initialize_single_dummy_weight(scale)
     dummy_loader.initialize_single_dummy_weight(other)
     assert (float(scale), bool(other.any())) == (-1.0, True)
+
+
+def check_a_published_folder_in_fp8_serves_what_a_push_brings():
+    model = published_config("deepseek-v3") | {"quantization_config": FP8_BLOCKS}
+
+    def quantization(**changed):
+        arguments = {"skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 256}
+        return AsyncEngineArgs(model=folder, hf_overrides=changed, **arguments).create_model_config().quantization
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        assert quantization() == quantization(**overrides(model, ServerLayout(weights="fp8"))) == "fp8"
+        assert quantization(**overrides(model, ServerLayout())) is None
 
 
 def outcome(check):
