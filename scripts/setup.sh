@@ -60,22 +60,19 @@ find_python() {
     return 1
 }
 
-# `pip install` from the environment itself, so that neither another environment nor a user directory is touched.
-pip_install() {
-    PIP_USER=0 "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off -qq "$@"
-}
+add() { bash scripts/install.sh "$VENV" "$@"; }
 
 install_torch() {
     say "installing $TORCH"
     if [ -n "${TORCH_INDEX:-}" ]; then
-        pip_install --index-url "$TORCH_INDEX" "$TORCH"
+        add --default-index "$TORCH_INDEX" "$TORCH"
         return
     fi
     if ! command -v nvidia-smi >/dev/null 2>&1; then
-        say "(no GPU here: a CPU build is enough. If pip knows none for this Python it fetches the CUDA build, several GB;"
+        say "(no GPU here: a CPU build is enough. Where the index has none for this Python, it is the CUDA build, several GB;"
         say " make TORCH_INDEX=... names the index to take PyTorch from)"
     fi
-    pip_install "$TORCH"
+    add "$TORCH"
 }
 
 # The pins without torch, and torch at the version just installed, so that nothing later replaces it.
@@ -89,7 +86,7 @@ main() {
     local python base wanted
     python=$(find_python)
     base=$(printf '%s\n' "$PWD" "$python" "$("$python" -V)" "$TORCH" "${TORCH_INDEX:-}")
-    wanted=$(printf '%s\n' "$base"; cat pyproject.toml constraints.txt "$PINS" scripts/setup.sh)
+    wanted=$(printf '%s\n' "$base"; cat pyproject.toml constraints.txt "$PINS" scripts/setup.sh scripts/install.sh)
     if [ -x "$VENV/bin/python" ] && [ "$wanted" = "$(cat "$STAMP" 2>/dev/null)" ]; then
         return
     fi
@@ -102,7 +99,7 @@ main() {
     fi
     say "installing moerl and its dependencies"
     write_constraints >"$VENV/constraints.txt"
-    pip_install --constraint "$VENV/constraints.txt" --editable '.[dev]'
+    add --constraint "$VENV/constraints.txt" --editable '.[dev]'
     printf '%s\n' "$wanted" >"$STAMP"
     say "done"
 }

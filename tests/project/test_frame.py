@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -73,3 +74,27 @@ def test_set_up_names_an_interpreter_without_venv(tmp_path):
     done = set_up_with(tmp_path / "python3.11", 'case "$2" in *python_version*) echo 3.11.2;; *) exit 1;; esac')
     assert done.returncode != 0
     assert "python3.11: Python 3.11.2, without the venv module" in done.stderr
+
+
+def test_packages_come_from_where_pips_configuration_says(tmp_path):
+    """scripts/install.sh hands it to uv, here one that prints what it was given."""
+    uv = tmp_path / "moerl" / f"uv-{pins()['uv']}" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text('#!/bin/sh\nenv | grep -E "^(UV_|SSL_)"\necho "$@"\n')
+    uv.chmod(0o755)
+    pip = tmp_path / "pip.conf"
+    pip.write_text(
+        "[global]\nindex-url = https://mirror.example/simple\nextra-index-url =\n    https://one.example\n    https://two.example\n"
+    )
+    venv = Path(sys.prefix)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_"))}
+    told = {"XDG_CACHE_HOME": str(tmp_path), "PIP_CONFIG_FILE": str(pip), "PIP_FIND_LINKS": "/wheels", "PIP_CERT": "/ca.pem"}
+    command = ["bash", str(ROOT / "scripts" / "install.sh"), str(venv), "numpy"]
+    done = subprocess.run(command, env={**environment, **told}, capture_output=True, text=True, check=True, timeout=60)
+    assert "UV_DEFAULT_INDEX=https://mirror.example/simple\n" in done.stdout
+    assert "UV_INDEX=https://one.example https://two.example\n" in done.stdout
+    assert "UV_FIND_LINKS=/wheels\n" in done.stdout
+    assert "SSL_CERT_FILE=/ca.pem\n" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith(f"--python {venv}/bin/python numpy")
+    own = subprocess.run(command, env={**environment, **told, "UV_INDEX": "mine"}, capture_output=True, text=True, check=True, timeout=60)
+    assert "UV_INDEX=mine\n" in own.stdout
