@@ -39,7 +39,12 @@ CASES = {
     "vllm-fp8-latent": ("vllm-latent576", ServerLayout(weights="fp8"), "ipc"),
 }
 """vLLM has no expert parallelism on CPU."""
-ALWAYS = {"tp2-ep2", "two-nodes", "vllm-two-nodes-moe", "fp8-tp2-ep2", "vllm-fp8-tp2"}
+TURN = {"two-nodes": 0, "vllm-fp8-tp2": 0, "vllm-two-nodes-moe": 1, "fp8-tp2-ep2": 1}
+"""Which every second change runs; of the others a change runs an eighth."""
+
+
+def marks(case: str) -> pytest.MarkDecorator:
+    return pytest.mark.matrix(turn=TURN[case]) if case in TURN else pytest.mark.matrix
 
 
 def left_in_memory(engine: str) -> set[str]:
@@ -52,7 +57,7 @@ def pids(engine):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("case", [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.matrix) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in CASES])
 def test_a_server_in_a_layout_samples_with_the_pushed_weights(run, checkpoints, tmp_path, case):
     kind, layout, transport = CASES[case]
     engine_name, name = kind.split("-")

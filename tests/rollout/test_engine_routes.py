@@ -5,15 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tiny_servers import ROUTES, push
+from tiny_servers import ROUTES, native_param, push
 from transformers import AutoModelForCausalLM
 
 from moerl.rollout.engines.hf.forward import RouteRecorder
 from moerl.types.completion import SamplingParams
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("kind", ["sglang-moe", "sglang-latent"])
+@pytest.mark.parametrize("kind", [native_param("sglang-moe"), native_param("sglang-latent")])
 def test_sglangs_routes_are_those_of_transformers(run, checkpoints, native_engines, kind):
     """Also where the first layer has no experts."""
     engine, name = native_engines(kind), kind.removeprefix("sglang-")

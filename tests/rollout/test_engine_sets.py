@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tiny_servers import push
+from tiny_servers import TURN, push
 from transformers import AutoModelForCausalLM
 
 from moerl.rollout.fleet.completion_check import check_completion
@@ -14,6 +14,7 @@ from moerl.types.errors import EngineError
 
 
 @pytest.mark.engine
+@pytest.mark.matrix(turn=TURN["sglang-moe"])
 def test_sglangs_log_probs_are_of_the_entries_that_it_says_were_left(run, checkpoints, native_engines):
     engine, checkpoint = native_engines("sglang-moe"), checkpoints["moe"]
     asked = [

@@ -7,14 +7,13 @@ import socket
 import pytest
 import torch
 from family_servers import REFUSED
-from tiny_servers import native_engine
+from tiny_servers import native_engine, native_param
 
 from moerl.rollout.engines.vllm.vllm_core import VLLMCore
 from moerl.types.errors import EngineError
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("kind", ["sglang-moe", "vllm-moe32"])
+@pytest.mark.parametrize("kind", [native_param("sglang-moe"), native_param("vllm-moe32")])
 def test_a_port_in_use_is_refused_with_what_to_do(run, checkpoints, tmp_path, kind):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -92,7 +92,17 @@ ROUTES = {
 
 NATIVE = ("sglang-dense", "sglang-moe", "sglang-latent", "vllm-dense32", "vllm-moe32", "vllm-latent512")
 """Engine and checkpoint."""
-NATIVE_PARAMS = [pytest.param(kind, marks=pytest.mark.engine) for kind in NATIVE]
+TURN = {"sglang-moe": 0, "vllm-latent512": 0, "sglang-dense": 0, "sglang-latent": 1, "vllm-moe32": 1, "vllm-dense32": 1}
+"""Which every second change starts of the servers, each of which takes the CPU of a whole run until it answers: both engines, experts
+and latent attention in every change, and all of them in two."""
+
+
+def native_param(kind: str) -> Any:
+    """One of NATIVE as a parameter of a test."""
+    return pytest.param(kind, marks=[pytest.mark.engine, pytest.mark.matrix(turn=TURN[kind])])
+
+
+NATIVE_PARAMS = [native_param(kind) for kind in NATIVE]
 SERVED = ["fake", "moe", "dense", *NATIVE_PARAMS]
 """Each engine in turn: the fake, a deterministic mixture of experts, a fast dense model with tied embeddings."""
 NATIVE_LONG = {"sglang-latent": 300, "vllm-latent512": 200, "sglang-kimi_k2": 200, "vllm-kimi_k2": 200}

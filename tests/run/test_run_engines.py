@@ -30,6 +30,8 @@ ENGINES = {
     "vllm": ("rollout.engine=vllm", *COMMON),
 }
 """vLLM returns no routes on CPU."""
+TURN = {engine: pytest.mark.matrix(turn=turn) for turn, engine in enumerate(ENGINES)}
+"""Whole runs of one engine with each change, which have the undisturbed one in common."""
 FILES = {"sglang": "sgl", "vllm": "psm_"}
 """How the names of their files in /dev/shm begin; vLLM's are Python's."""
 DENSE = ("llama", "qwen2", "qwen3")
@@ -63,13 +65,14 @@ def train_alone(output_dir, engine, *overrides):
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [pytest.param(engine, marks=turn) for engine, turn in TURN.items()])
 def test_after_every_push_the_engine_has_the_trainers_logprobs(undisturbed, engine):
     found = undisturbed(engine)
     assert all(row["mismatch/mean"] < 1e-6 and row["mismatch/max"] < 1e-5 for row in found)
     assert all(row["train/grad_norm"] > 0.1 for row in found)
 
 
+@TURN["sglang"]
 def test_sglangs_routes_are_the_trainers(undisturbed):
     assert all(row["routing/overlap"] == 1.0 and row["routing/replayed"] > 0.8 for row in undisturbed("sglang"))
 
@@ -99,9 +102,9 @@ def test_replay_narrows_the_mismatch_where_rounding_changes_routes(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "when", "transport"),
     [
-        ("sglang", "push", "nccl"),
+        pytest.param("sglang", "push", "nccl", marks=TURN["sglang"]),
         pytest.param("sglang", "generation", "ipc", marks=pytest.mark.matrix),
-        pytest.param("vllm", "generation", "ipc", marks=pytest.mark.matrix),
+        pytest.param("vllm", "generation", "ipc", marks=TURN["vllm"]),
         pytest.param("vllm", "push", "nccl", marks=pytest.mark.matrix),
     ],
 )

@@ -22,6 +22,7 @@ def test_a_step_with_a_task_on_each_node_examines_both(cluster: TwoNodes, tmp_pa
     assert reached == {"n0": "ok", "n1": "ok"}
 
 
+@pytest.mark.matrix(turn=1)
 def test_a_job_with_preflight_examines_its_nodes_through_its_own_ray_and_trains(jobs: Jobs):
     job = jobs.end(jobs.submit("slurm.preflight=true", "num_steps=1"), seconds=400)
     assert (job.state, job.exit_code) == ("COMPLETED", 0), job.log

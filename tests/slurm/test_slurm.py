@@ -108,6 +108,7 @@ def test_a_node_that_does_not_come_is_named(jobs: Jobs, tmp_path: Path):
     assert "n1 did not come within slurm.start_seconds = 5" in log.read_text()
 
 
+@pytest.mark.matrix(turn=0)
 def test_a_job_that_loses_a_node_is_queued_again_and_goes_on(jobs: Jobs):
     number = jobs.submit("num_steps=100")
     jobs.cluster.wait_for("a checkpoint", lambda: newest_step(jobs) > 0, 240)
@@ -156,6 +157,7 @@ def test_a_job_that_loses_a_node_goes_on_without_it_where_there_is_another(jobs:
         jobs.cluster.remove_spare()
 
 
+@pytest.mark.matrix(turn=0)
 def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs):
     number = jobs.submit("num_steps=100000", "save_every=0")
     jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)
@@ -166,6 +168,7 @@ def test_a_cancelled_job_saves_its_last_step_and_is_not_queued_again(jobs: Jobs)
     assert newest_step(jobs) == steps_of(jobs)[-1], job.log
 
 
+@pytest.mark.matrix(turn=1)
 def test_a_job_whose_time_is_up_saves_is_queued_again_and_goes_on(jobs: Jobs):
     number = jobs.submit("num_steps=60", "save_every=0")
     jobs.cluster.wait_for("a step", lambda: bool(steps_of(jobs)), 240)

@@ -19,6 +19,9 @@ def test_of_a_matrix(case): ...
 def test_of_shared_fixtures(case): ...
 
 def test_of_every_change(): ...
+
+@pytest.mark.parametrize("engine", [pytest.param(engine, marks=pytest.mark.matrix(turn=turn)) for turn, engine in enumerate(("a", "b"))])
+def test_of_every_second_change(engine): ...
 """
 
 
@@ -55,7 +58,7 @@ def test_the_groups_are_disjoint_and_together_the_matrix(tmp_path):
     groups = [names(tmp_path, f"{number}/8") for number in range(1, 9)]
     always = "test_cases.py::test_of_every_change"
     assert all(always in group for group in groups)
-    assert sum(len(group) - 1 for group in groups) == 100
+    assert sum(len([test for test in group if "every" not in test]) for group in groups) == 100
     assert set().union(*groups) == names(tmp_path, "all")
 
 
@@ -67,6 +70,12 @@ def test_cases_with_a_name_in_common_are_in_one_group(tmp_path):
     for parity in (0, 1):
         cases = {f"test_cases.py::test_of_shared_fixtures[{case}]" for case in range(parity, 20, 2)}
         assert any(cases <= group for group in found)
+
+
+def test_two_commits_in_a_row_run_both_turns(tmp_path):
+    turns = [{test for test in names(tmp_path, f"{number}/8") if "every_second" in test} for number in range(1, 9)]
+    assert set(map(len, turns)) == {1}
+    assert all(one | following == turns[0] | turns[1] for one, following in zip(turns, turns[1:] + turns[:1], strict=True))
 
 
 def test_a_part_has_files_whole_without_their_matrices(tmp_path):
