@@ -335,21 +335,33 @@ def doctor(
     ] = None,
     with_fixes: Annotated[bool, typer.Option("--fix", help="Print the commands that mend what is wrong; none is run.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure the bandwidth between nodes and GPUs.")] = True,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Then train a tiny model here with the recipe's engine: steps, pushes, sleep and wake; minutes.")
+    ] = False,
     deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for the nodes to answer, and again to measure.")] = 180.0,
 ) -> None:
     """Examine every node that a run would use; exit code 1 if one cannot carry it. With a recipe: by what that run needs.
 
     On this machine; on all nodes of a Ray cluster with RAY_ADDRESS; on all nodes of a job as `srun --ntasks-per-node=1 moerl doctor`.
     """
+    from dataclasses import replace
+
     from moerl.config.load import load
     from moerl.doctor.checks.expected import expected_of
     from moerl.doctor.preflight import examine_nodes
     from moerl.doctor.preflight import report as print_report
 
     config = load(overrides, config_dir) if overrides else None
+    if smoke and config is None:
+        raise typer.BadParameter("takes a recipe, whose engine and environments it tries", param_hint="--smoke")
     expected = expected_of(config, nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=run_dir)
     diagnosis = examine_nodes(expected, seconds=deadline, measures=measure)
     if diagnosis is not None:
+        if smoke and config is not None:
+            from moerl.doctor.smoke import smoke as tried
+
+            found = tuple(tried(config, num_gpus=max((node.torch_gpus for node in diagnosis.nodes), default=0)))
+            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *found))
         raise typer.Exit(print_report(diagnosis, json_file=json_file, with_fixes=with_fixes))
 
 

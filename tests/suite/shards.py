@@ -1,7 +1,8 @@
 """What part of the tests a change runs: of each matrix (marker `matrix`) one of eight groups, drawn by the number of the commit.
 
 `MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. Cases of a file that share what is dear have a name in common, as in
-`matrix("name")`, and so one group. `matrix(turn=0)` and `matrix(turn=1)` are what every second commit runs. With `--part`, files are dealt in the same way, and their matrices are left out.
+`matrix("name")`, and so one group. `matrix(turn=0)` and `matrix(turn=1)` are what every second commit runs. With `--part`, files are dealt
+in the same way, and their matrices are left out.
 """
 
 import os
