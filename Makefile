@@ -10,6 +10,8 @@ TORCH_INDEX ?=
 DEMO ?= grpo-tiny-moe-1n2g-sync
 # Which of the engines' environments (scripts/engines/); default: all.
 ENGINES ?=
+# Of make test-gpu: so many of the machine's; default: all, and what needs more is skipped.
+GPUS ?=
 # make test ARGS="tests/config -k layout"
 ARGS ?=
 # Of make test: processes side by side. A file's tests stay in one, which has their fixtures.
@@ -25,8 +27,10 @@ export PYTHON TORCH TORCH_INDEX ENGINES
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 BIN := .venv/bin
+COMMA := ,
+SPACE := $(subst ,, )
 
-.PHONY: help venv demo gpu locks test venv-py312 test-py312 test-wheels test-real test-bridges engines test-engines test-slurm learn lint docs format clean
+.PHONY: help venv demo gpu locks test venv-py312 test-py312 test-gpu test-wheels test-real test-bridges engines test-engines test-slurm learn lint docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +49,10 @@ venv-py312: ## make or update .venv-py312: Python 3.12 with the newest megatron-
 
 test-py312: venv-py312 ## an eighth of the files of make test there (docs/testing.md; MOERL_SHARD=all for all)
 	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real and not wheels" $(ARGS)
+
+test-gpu: gpu ## on a machine with GPUs: a step on Transformer Engine, memory, pushes, whole runs; GPUS=1, 2 or 8 uses as many
+	bash scripts/install.sh .venv-gpu --constraint constraints.txt hypothesis pytest pytest-timeout
+	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(subst $(SPACE),$(COMMA),$(wordlist 1,$(GPUS),0 1 2 3 4 5 6 7))) .venv-gpu/bin/python -m pytest -q -m gpu tests/gpu $(ARGS)
 
 test-wheels: venv-py312 ## what the distributions for CUDA say, on CPU: Transformer Engine and the engines; downloads 0.5 GB, keeps their Python files
 	.venv-py312/bin/python -m pytest -q -m wheels tests/wheels $(ARGS)

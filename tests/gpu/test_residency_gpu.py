@@ -8,9 +8,9 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from device_ranks import run
 from engine_cases import random_batch, settings
 from memory_jobs import with_train
-from residency_ranks import run
 
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.model_config import ScratchModel
@@ -33,14 +33,16 @@ def model_dir(tmp_path_factory):
     return directory
 
 
-def case(model_dir, num_ranks, **changes):
-    changes["reference_te"] = importlib.util.find_spec("transformer_engine") is None
-    return with_train(settings(model_dir, Layout(ranks=num_ranks, ep=num_ranks), dtype="bfloat16"), **changes)
+def reports(model_dir, num_ranks, *, sleeps, **changes):
+    """Of rank 0, one for each of three steps."""
+    has_real = importlib.util.find_spec("transformer_engine") is not None
+    chosen = with_train(settings(model_dir, Layout(ranks=num_ranks, ep=num_ranks), dtype="bfloat16"), **changes)
+    return run("residency_jobs:three_steps", num_ranks, chosen, random_batch(), sleeps, reference_te=not has_real)
 
 
 def test_memory_that_left_is_free_and_what_stays_is_what_the_accounting_says(model_dir):
     for offload in ("optimizer", "all"):
-        *_, report = run(case(model_dir, 1, offload=offload), random_batch(), num_ranks=1, sleeps=True)
+        *_, report = reports(model_dir, 1, offload=offload, sleeps=True)
         bytes_in = {state: sum(kinds.values()) for state, kinds in report["stats"].memory.device_bytes.items()}
         for first, second in (("training", "scoring"), ("training", "asleep")):
             dropped = report[first]["allocated"] - report[second]["allocated"]
@@ -50,8 +52,8 @@ def test_memory_that_left_is_free_and_what_stays_is_what_the_accounting_says(mod
 
 
 def test_sleeping_changes_no_number(model_dir):
-    stays = run(case(model_dir, 1), random_batch(), num_ranks=1, sleeps=False)
-    sleeps = run(case(model_dir, 1, offload="all", destroy_groups=True), random_batch(), num_ranks=1, sleeps=True)
+    stays = reports(model_dir, 1, sleeps=False)
+    sleeps = reports(model_dir, 1, offload="all", destroy_groups=True, sleeps=True)
     for one, other in zip(stays, sleeps, strict=True):
         np.testing.assert_allclose(one["before_T"], other["before_T"], atol=1e-2)
         assert one["stats"].grad_norm == pytest.approx(other["stats"].grad_norm, rel=1e-2)
@@ -60,7 +62,7 @@ def test_sleeping_changes_no_number(model_dir):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: a group of one rank has no communicator")
 def test_ended_communicators_give_their_memory_back(model_dir):
     """Free memory of the device, since NCCL's buffers are not the allocator's."""
-    kept = run(case(model_dir, 2, offload="all"), random_batch(), num_ranks=2, sleeps=True)[-1]
-    ended = run(case(model_dir, 2, offload="all", destroy_groups=True), random_batch(), num_ranks=2, sleeps=True)[-1]
+    kept = reports(model_dir, 2, offload="all", sleeps=True)[-1]
+    ended = reports(model_dir, 2, offload="all", destroy_groups=True, sleeps=True)[-1]
     assert ended["asleep"]["free"] > kept["asleep"]["free"]
     assert ended["stats"].grad_norm == pytest.approx(kept["stats"].grad_norm, rel=1e-2)

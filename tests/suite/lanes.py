@@ -14,8 +14,8 @@ class Lane:
     """pytest's -m; empty: every test of the paths."""
     paths: tuple[str, ...] = ("tests",)
     """Empty: the lane runs no tests."""
-    target: str | None
-    """Of the Makefile. None: started by hand."""
+    target: str
+    """Of the Makefile."""
     in_ci: bool
     """Whether .ci/run runs it."""
     is_part: bool = False
@@ -54,5 +54,5 @@ LANES = (
     Lane(name="engines", marker="engine", paths=("tests/rollout", "tests/run"), target="test-engines", in_ci=True),
     Lane(name="slurm", marker="slurm", paths=("tests/slurm",), target="test-slurm", in_ci=True),
     Lane(name="py312", marker=_PLAIN, target="test-py312", in_ci=True, is_part=True),
-    Lane(name="gpu", marker="gpu", paths=("tests/gpu",), target=None, in_ci=False),
+    Lane(name="gpu", marker="gpu", paths=("tests/gpu",), target="test-gpu", in_ci=False),
 )

@@ -130,4 +130,5 @@ def _parameters(engine: Any) -> list[torch.nn.Parameter]:
 
 def _exported(engine: Any) -> dict[str, np.ndarray]:
     """By the bridge itself: the engine does not export in the middle of an update."""
-    return {name: tensor.numpy().copy() for name, tensor in engine.model.bridge.export(dtype=engine.model.config.params_dtype)}
+    tensors = engine.model.bridge.export(dtype=engine.model.config.params_dtype)
+    return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy().copy() for name, tensor in tensors}
