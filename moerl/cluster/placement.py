@@ -71,6 +71,8 @@ def find_placement(config: RunConfig) -> RunPlacement:
 
 def _nodes(placement: PlacementConfig, alive: Sequence[Node], here: str) -> list[Node]:
     """Those of the run, in the order of the network. One node: the driver's, if it will do."""
+    if placement.gpu is not None and placement.device != "cpu" and not any(node.num_gpus for node in alive):
+        raise ConfigError([_no_gpus(placement.gpu.name, alive)])
     counts = placement.gpus_per_node is not None and placement.device != "cpu" and any(node.num_gpus for node in alive)
     wanted = placement.gpus_per_node if counts and placement.gpus_per_node is not None else 0
     usable = [node for node in alive if node.num_gpus >= wanted]
@@ -93,6 +95,13 @@ def _missing(placement: PlacementConfig, usable: Sequence[Node], alive: Sequence
     reason = f"the Ray cluster has {len(usable)} nodes{having}: {names}{also}"
     fix = "start Ray on the missing ones (RAY_ADDRESS names the cluster), or a layout for fewer nodes"
     return Problem(path="placement.nodes", value=placement.nodes, rule="must be there", reason=reason, fix=fix)
+
+
+def _no_gpus(name: str, alive: Sequence[Node]) -> Problem:
+    names = ", ".join(by_name(node.name for node in alive))
+    reason = f"the nodes of the Ray cluster have none ({names}): the run would compute on their CPUs, without a word"
+    fix = "start where the GPUs are (RAY_ADDRESS names a cluster), or placement.device=cpu for a run without GPUs"
+    return problem("placement.gpu", name, "must be there", reason, fix)
 
 
 def _too_few_gpus(node: Node, needed: int) -> Problem:

@@ -106,6 +106,16 @@ def test_one_node_is_the_drivers_if_it_has_the_gpus():
     assert [each.name for each in _nodes(placement, alive, "id-c")] == ["a"]
 
 
+def test_a_recipe_of_a_gpu_does_not_train_on_cpu_unasked(config):
+    alive = [node("head", num_gpus=0), node("other", num_gpus=0)]
+    named = load(["recipe=grpo-tiny-moe-1n2g-sync", "hardware=h100-80"]).placement
+    with pytest.raises(ConfigError, match=r"placement.gpu = 'h100-80': must be there.*\n.*have none \(head, other\)") as raised:
+        _nodes(named, alive, "id-head")
+    assert "placement.device=cpu" in str(raised.value)
+    assert _nodes(replace(named, device="cpu"), alive, "id-head") == alive[:1]
+    assert _nodes(config.placement, alive, "id-head") == alive[:1], "a recipe that names no GPU runs where it is"
+
+
 def test_missing_and_small_nodes_are_named():
     alive = [node("gpu1"), node("gpu2", num_gpus=7)]
     with pytest.raises(ConfigError, match=r"placement.nodes = 2: must be there.*\n.*1 nodes with 8 GPUs: gpu1; too small: gpu2 \(7 GPUs\)"):
