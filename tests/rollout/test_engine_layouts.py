@@ -104,7 +104,7 @@ def test_a_server_in_a_layout_samples_with_the_pushed_weights(run, checkpoints, 
         assert {span.version for span in completion.spans} == {5}
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix("second node")  # not in the group of the other one that starts vLLM three times, on two nodes
 @pytest.mark.engine
 def test_a_vllm_server_that_loses_a_process_of_its_second_node_ends_whole_and_comes_back(run, checkpoints, tmp_path):
     """First moerl's process, which vLLM's worker there does not outlive, then the worker, whose end moerl's process reports."""
