@@ -326,43 +326,32 @@ def doctor(
     nodes: Annotated[int | None, typer.Option(min=1, help="That there must be.", show_default=False)] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=0, help="That every node must have.", show_default=False)] = None,
     gb_per_second: Annotated[
-        float | None,
-        typer.Option(min=1e-3, help="Between two nodes, one way; the sum of InfiniBand rates if not given.", show_default=False),
+        float | None, typer.Option(min=1e-3, help="Between two nodes, one way; else the sum of InfiniBand rates.", show_default=False)
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Whose disk is looked at; the recipe's if not given.", show_default=False)] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="The findings, to write there.", show_default=False)
-    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Findings, to write there.", show_default=False)] = None,
     with_fixes: Annotated[bool, typer.Option("--fix", help="Print the commands that mend what is wrong; none is run.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure the bandwidth between nodes and GPUs.")] = True,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Then train a tiny model here with the recipe's engine: steps, pushes, sleep and wake; minutes.")
-    ] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Then train a tiny model with the recipe's engine, here; minutes.")] = False,
     deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for the nodes to answer, and again to measure.")] = 180.0,
 ) -> None:
     """Examine every node that a run would use; exit code 1 if one cannot carry it. With a recipe: by what that run needs.
 
     On this machine; on all nodes of a Ray cluster with RAY_ADDRESS; on all nodes of a job as `srun --ntasks-per-node=1 moerl doctor`.
     """
-    from dataclasses import replace
-
     from moerl.config.load import load
     from moerl.doctor.checks.expected import expected_of
-    from moerl.doctor.preflight import examine_nodes
-    from moerl.doctor.preflight import report as print_report
+    from moerl.doctor.preflight import examine_nodes, report
+    from moerl.doctor.smoke import with_smoke
 
     config = load(overrides, config_dir) if overrides else None
-    if smoke and config is None:
+    if smoke and not config:
         raise typer.BadParameter("takes a recipe, whose engine and environments it tries", param_hint="--smoke")
     expected = expected_of(config, nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=run_dir)
     diagnosis = examine_nodes(expected, seconds=deadline, measures=measure)
     if diagnosis is not None:
-        if smoke and config is not None:
-            from moerl.doctor.smoke import smoke as tried
-
-            found = tuple(tried(config, num_gpus=max((node.torch_gpus for node in diagnosis.nodes), default=0)))
-            diagnosis = replace(diagnosis, findings=(*diagnosis.findings, *found))
-        raise typer.Exit(print_report(diagnosis, json_file=json_file, with_fixes=with_fixes))
+        found = with_smoke(diagnosis, config) if smoke and config else diagnosis
+        raise typer.Exit(report(found, json_file=json_file, with_fixes=with_fixes))
 
 
 def main() -> None:

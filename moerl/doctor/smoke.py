@@ -10,12 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moerl.config.schema.run_config import RunConfig
 from moerl.doctor.checks.findings import Finding, fail, ok, skipped
+from moerl.doctor.head import Diagnosis
 
 _START_SECONDS = 1800
 """Engines compile kernels when they start for the first time."""
@@ -49,6 +50,12 @@ TRIALS = (
     ),
     Trial(check="smoke: a GPU each", shows="two steps, buckets by NCCL", gpus=2, overrides=("weights.transport=nccl",)),
 )
+
+
+def with_smoke(diagnosis: Diagnosis, config: RunConfig) -> Diagnosis:
+    """The same with what the runs of `config` found here."""
+    num_gpus = max((node.torch_gpus for node in diagnosis.nodes), default=0)
+    return replace(diagnosis, findings=(*diagnosis.findings, *smoke(config, num_gpus=num_gpus)))
 
 
 def smoke(config: RunConfig, *, num_gpus: int) -> Iterator[Finding]:
