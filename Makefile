@@ -52,7 +52,7 @@ test-py312: venv-py312 ## an eighth of the files of make test there (docs/testin
 
 test-gpu: gpu ## on a machine with GPUs: a step on Transformer Engine, memory, pushes, whole runs; GPUS=1, 2 or 8 uses as many
 	bash scripts/install.sh .venv-gpu --constraint constraints.txt hypothesis pytest pytest-timeout
-	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(subst $(SPACE),$(COMMA),$(wordlist 1,$(GPUS),0 1 2 3 4 5 6 7))) .venv-gpu/bin/python -m pytest -q -m gpu tests/gpu $(ARGS)
+	$(if $(GPUS),CUDA_VISIBLE_DEVICES=$(subst $(SPACE),$(COMMA),$(wordlist 1,$(GPUS),$(or $(subst $(COMMA),$(SPACE),$(CUDA_VISIBLE_DEVICES)),0 1 2 3 4 5 6 7)))) .venv-gpu/bin/python -m pytest -q -m gpu tests/gpu $(ARGS)
 
 test-wheels: venv-py312 ## what the distributions for CUDA say, on CPU: Transformer Engine and the engines; downloads 0.5 GB, keeps their Python files
 	.venv-py312/bin/python -m pytest -q -m wheels tests/wheels $(ARGS)

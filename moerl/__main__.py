@@ -350,8 +350,8 @@ def doctor(
     expected = expected_of(config, nodes=nodes, gpus_per_node=gpus_per_node, gb_per_second=gb_per_second, run_dir=run_dir)
     diagnosis = examine_nodes(expected, seconds=deadline, measures=measure)
     if diagnosis is not None:
-        found = with_smoke(diagnosis, config) if smoke and config else diagnosis
-        raise typer.Exit(report(found, json_file=json_file, with_fixes=with_fixes))
+        diagnosis = with_smoke(diagnosis, config) if smoke and config else diagnosis
+        raise typer.Exit(report(diagnosis, json_file=json_file, with_fixes=with_fixes))
 
 
 def main() -> None:

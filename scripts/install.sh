@@ -34,8 +34,11 @@ for of_pip, of_uv, between in (
         print(f"{of_uv}={between.join(value.split())}")
 END
 )
-mapfile -t settings <<<"$settings"
+# By the environment: an address may have a password, which every user of the machine reads in a command line.
+while IFS= read -r setting; do
+    [ -z "$setting" ] || declare -x "$setting"
+done <<<"$settings"
 
 # As pip does, the best version of all indices, not the first index that has one.
-env ${settings[0]:+"${settings[@]}"} UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}" \
-    "$uv/bin/uv" pip install --quiet --compile-bytecode --python "$python" "$@"
+export UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}"
+"$uv/bin/uv" pip install --quiet --compile-bytecode --python "$python" "$@"

@@ -71,9 +71,10 @@ def find_placement(config: RunConfig) -> RunPlacement:
 
 def _nodes(placement: PlacementConfig, alive: Sequence[Node], here: str) -> list[Node]:
     """Those of the run, in the order of the network. One node: the driver's, if it will do."""
-    if placement.gpu is not None and placement.device != "cpu" and not any(node.num_gpus for node in alive):
+    uses_gpus = placement.device != "cpu" and any(node.num_gpus for node in alive)
+    if placement.gpu is not None and placement.device != "cpu" and not uses_gpus:
         raise ConfigError([_no_gpus(placement.gpu.name, alive)])
-    counts = placement.gpus_per_node is not None and placement.device != "cpu" and any(node.num_gpus for node in alive)
+    counts = placement.gpus_per_node is not None and uses_gpus
     wanted = placement.gpus_per_node if counts and placement.gpus_per_node is not None else 0
     usable = [node for node in alive if node.num_gpus >= wanted]
     if len(usable) < placement.nodes:

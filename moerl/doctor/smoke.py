@@ -6,6 +6,7 @@ on says why. What they show is that the two environments work together; not that
 
 import json
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ _START_SECONDS = 1800
 """Engines compile kernels when they start for the first time."""
 _SECONDS = 2 * _START_SECONDS
 _LINES = 4
+"""Lines of what a run says when it ends, in a row of the table."""
 _RECIPE = "grpo-tiny-moe-1n2g-sync"
 _ALWAYS = (
     "num_steps=2", "save_every=0", "deterministic=false", "observe.terminal=false", "groups_per_step=4", "group_size=4",
@@ -54,7 +56,7 @@ TRIALS = (
 
 def with_smoke(diagnosis: Diagnosis, config: RunConfig) -> Diagnosis:
     """The same with what the runs of `config` found here."""
-    num_gpus = max((node.torch_gpus for node in diagnosis.nodes), default=0)
+    num_gpus = max((node.torch_gpus for node in diagnosis.nodes if node.hostname == socket.gethostname()), default=0)
     return replace(diagnosis, findings=(*diagnosis.findings, *smoke(config, num_gpus=num_gpus)))
 
 
@@ -67,7 +69,9 @@ def smoke(config: RunConfig, *, num_gpus: int) -> Iterator[Finding]:
         if 0 < num_gpus < trial.gpus and config.placement.device != "cpu":
             yield skipped(trial.check, f"takes {trial.gpus} GPUs, and here is {num_gpus}")
         else:
-            yield _tried(trial, config)
+            on_cpu = num_gpus == 0 or config.placement.device == "cpu"
+            found = _tried(trial, config)
+            yield replace(found, found=f"{'on CPU: ' if on_cpu else ''}{found.found}", node=socket.gethostname())
 
 
 def _tried(trial: Trial, config: RunConfig) -> Finding:

@@ -1,5 +1,6 @@
 """The doctor's smoke runs: real ones on CPU, what they say when they fail, and what one GPU cannot show."""
 
+import socket
 import sys
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ def test_trainer_and_server_that_have_a_machine_in_turn_train_push_and_sleep(mon
     monkeypatch.setattr(smoke, "TRIALS", (IN_TURN,))
     (finding,) = smoke.smoke(load([DEMO]), num_gpus=0)
     assert finding.verdict == "ok", finding.found
+    assert finding.found.startswith("on CPU: step ") and finding.node == socket.gethostname()
     assert finding.check == "smoke: trainer and server in turn" and "push of 8.0 MB" in finding.found
 
 

@@ -18,16 +18,8 @@ _WIDEN = 4
 
 def write_fp8_checkpoint(directory: Path, *, num_layers: int = 2) -> Path:
     """Qwen3-MoE with matrices wide enough for attention, routing and experts to matter."""
-    sizes = {
-        "hidden_size": 128,
-        "num_layers": num_layers,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "ffn_size": 128,
-        "num_experts": 4,
-    }
-    write_scratch_model(ScratchModel(family="qwen3_moe", **sizes), 32, directory, seed=0)
+    sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_size": 128, "num_experts": 4}
+    write_scratch_model(ScratchModel(family="qwen3_moe", num_layers=num_layers, **sizes), 32, directory, seed=0)
     file = directory / "model.safetensors"
     tensors = {name: tensor * _WIDEN if tensor.ndim > 1 else tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})
