@@ -5,6 +5,10 @@ after building its model. A patch module has: NAME, `needed()`, `apply()` (idemp
 code it was written for has changed) and `active()`.
 """
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 from megatron_patches import (
@@ -48,6 +52,22 @@ def activate(*, with_reference: bool = False) -> tuple[str, ...]:
         if patch.needed() and not patch.active():
             patch.apply()
     return active_names()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context for imports of Megatron in a process that has a terminal: what they say that this machine lacks is not the user's concern.
+
+    Besides warnings that is a message of PyTorch's, where a CUDA toolkit is installed and no GPU.
+    """
+    toolkit = logging.getLogger("torch.utils.cpp_extension")
+    level = toolkit.level
+    toolkit.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        toolkit.setLevel(level)
 
 
 def active_names() -> tuple[str, ...]:

@@ -6,6 +6,12 @@ import megatron_patches
 from moerl.train.rank_progress import watch_collectives
 
 
+def load_quietly() -> None:
+    """Imports as `load` has them, in a process whose terminal is the user's."""
+    with megatron_patches.quiet():
+        load()
+
+
 def load(*, with_reference: bool = False) -> None:
     """Where it has been called before, that is in a fork, it does nothing. `with_reference`: see `megatron_patches.activate`."""
     watch_collectives()

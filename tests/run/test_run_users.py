@@ -16,9 +16,11 @@ for folder in {shlex.quote(str(ROOT))} {shlex.quote(sys.prefix)}; do
     mount --bind "$folder" "$folder" && mount -o remount,ro,bind "$folder" || exit 99
 done
 umask 077
-cd / && exec unshare --user --map-user=1000 --map-group=1000 env -i PATH=/usr/bin:/bin HOME=/nonexistent OMP_NUM_THREADS=1 "$@"
+user="env -i PATH=/usr/bin:/bin HOME=/nonexistent CUDA_HOME=/usr OMP_NUM_THREADS=1"
+cd / && exec unshare --user --map-user=1000 --map-group=1000 $user "$@"
 """
-"""Mounts are gone with their namespace. In the second one the user has id 1000 and no capability."""
+"""Mounts are gone with their namespace. In the second one the user has id 1000 and no capability. A login node has CUDA's toolkit and
+no GPU."""
 
 
 def as_user(*words):

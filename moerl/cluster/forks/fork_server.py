@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -163,8 +162,7 @@ def preload_for_ranks() -> None:
     """Megatron, where no GPU is: with one it asks for it when it is imported, and a process that has opened a GPU cannot be forked."""
     if list(Path("/dev").glob("nvidia[0-9]*")):
         return
-    with warnings.catch_warnings(action="ignore"):  # they would be the terminal's
-        importlib.import_module(_RANK_IMPORTS).load()
+    importlib.import_module(_RANK_IMPORTS).load_quietly()
 
 
 def unfit() -> str | None:

@@ -1,7 +1,5 @@
 """The tensors of a run's pushes, for whoever plans them: builds the model on meta tensors, in a process where no Megatron runs yet."""
 
-import warnings
-
 import megatron_patches
 from moerl.config.derive.model_configs import model_config
 from moerl.config.schema.run_config import RunConfig
@@ -10,8 +8,7 @@ from moerl.weights.plan.transfer_plan import PlannedTensor, with_scales
 
 def push_tensors(config: RunConfig) -> list[PlannedTensor]:
     """See `moerl.train.megatron.on_meta.tensors_to_push`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron says what this machine lacks; a plan needs none of it
+    with megatron_patches.quiet():
         megatron_patches.activate(with_reference=True)  # meta tensors need no kernels, and planning no GPU
         from moerl.train.megatron.on_meta import tensors_to_push
 
