@@ -193,7 +193,8 @@ class _Server:
     def install(self, weights: Mapping[str, Any]) -> None:
         import torch
 
-        from moerl.models.fp8_blocks import dequantized, is_quantized_when_published, quantized
+        from moerl.models.fp8_blocks import dequantized, quantized
+        from moerl.models.fp8_names import is_quantized_when_published
 
         for name, view in self._views.items():
             tensor = weights[name]

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from moerl.types.completion import DraftCounts
 from moerl.types.groups import Group, Sample
 from moerl.types.push import PushStats
 from moerl.types.stats import MemoryStats, Move, RoutingStats, SavedCheckpoint, StepStats
@@ -67,6 +68,7 @@ METRICS = (
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
     Metric("fleet/retired", "servers", "zero", LAST, "ended for good: what they answered cannot be true, or is of other weights"),
     Metric("fleet/resumed", "completions", "none", LAST, "that went on from their tokens after a push (rollout.partial), since then"),
+    Metric("fleet/acceptance_length", "tokens", "up", MEAN, "of a pass that checks drafts: one, and those it accepts"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
     Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),
     Metric("train/lr", "rate", "none", LAST, "learning rate of the step"),
@@ -173,6 +175,7 @@ def step_metrics(
         "reward/errors": float(sum(len(group.errors) for group in groups)),
         **_length_metrics(samples),
         **_staleness_metrics(version - 1, samples),
+        **_draft_metrics(samples),
         **_group_metrics(groups, full_reward),
         **_train_metrics(stats),
         **({} if stats.memory is None else _memory_metrics(stats.memory)),
@@ -243,6 +246,11 @@ def _staleness_metrics(trained_version: int, samples: Sequence[Sample]) -> dict[
         return {}
     staleness = trained_version - np.array(oldest)
     return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())}
+
+
+def _draft_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    drafts = sum((segment.drafts for sample in samples for segment in sample.segments), DraftCounts())
+    return {"fleet/acceptance_length": 1 + drafts.accepted / drafts.checks} if drafts.checks else {}
 
 
 def _group_metrics(groups: Sequence[Group], full_reward: float) -> dict[str, float]:

@@ -57,6 +57,8 @@ def _native_options(config: RunConfig, index: int, *, node_rank: int, head: str)
         own += ["--node-rank", str(node_rank), "--head", head]
     if routes_to_replay(config) is not None:
         own.append("--returns-routes")
+    if config.pushes_mtp:
+        own.append("--pushes-mtp")
     return own
 
 
@@ -86,6 +88,7 @@ def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[
         prefill_chunk=config.rollout.prefill_chunk,
         returns_routes=routes_to_replay(config) is not None,
         shares_gpus=num_shared(config) > 0,
+        pushes_mtp=config.pushes_mtp,
         engine_args=config.rollout.engine_args,
         layout=layout if layout.port else replace(layout, port=_ANY_PORT),
         head=head,

@@ -22,6 +22,8 @@ class EngineSettings:
     """Dtype of the tensors that leave for the rollout servers."""
     push_fp8: Literal["float32", "ue8m0"] | None = None
     """Those that published checkpoints quantize leave in blocks of FP8 instead, with scales of this form."""
+    pushes_mtp: bool = False
+    """A push brings the layers of multi-token prediction too."""
     mismatch_limit: float = math.inf
     """Mean by which a server's log-probs may differ, in nats per token."""
     model: str = "policy"

@@ -46,7 +46,8 @@ class MegatronEngine:
             self.model.bridge.load(checkpoint)
             load_head(self.model.chunks, checkpoint)
         dtype = getattr(torch, settings.export_dtype)
-        self.pushed = PushedTensors(self.model.bridge, self._train.layout, dtype, settings.model_dir, fp8_scales=settings.push_fp8)
+        scales, layout, drafts = settings.push_fp8, self._train.layout, settings.pushes_mtp
+        self.pushed = PushedTensors(self.model.bridge, layout, dtype, settings.model_dir, fp8_scales=scales, with_mtp=drafts)
         self.optimizer: Any = build_optimizer(settings.train, self.model.wrapped) if settings.trains else NoOptimizer()
         self.optimizer.reload_model_params()
         self.step = TrainStep(self.model, self.optimizer, settings)

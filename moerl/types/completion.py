@@ -43,6 +43,19 @@ class VersionSpan:
     """Nonce of the push that brought them to the server that sampled; empty: none did. Another one in every run."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Work of an engine that drafts tokens, for one completion or several."""
+
+    checks: int = 0
+    """Passes of the model that checked drafts. Each gave a token, and those accepted."""
+    accepted: int = 0
+    """Drafted tokens that they took over."""
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(self.checks + other.checks, self.accepted + other.accepted)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Answer of an engine: `token_ids` and `logprobs` have the same length, and so have the spans in total.
@@ -60,3 +73,4 @@ class Completion:
     they were not asked for or nothing was sampled."""
     sets: SamplingSets | None = field(default=None, compare=False)
     """Vocabulary entries that top-k and top-p left for each token; None if they were not asked for or nothing was sampled."""
+    drafts: DraftCounts = field(default=DraftCounts(), compare=False)

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from moerl.types.completion import Completion, FinishReason, VersionSpan
+from moerl.types.completion import Completion, DraftCounts, FinishReason, VersionSpan
 from moerl.types.errors import StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.sampling_sets import SamplingSets
@@ -147,6 +147,7 @@ class StoredCompletion:
     """(first, number) of each run of response tokens that the policy did not produce."""
     streams: frozenset[Stream] = frozenset()
     """Components of the loss that its payload has weights for."""
+    drafts: DraftCounts = field(default=DraftCounts(), compare=False)
 
     @property
     def num_observed(self) -> int:
@@ -166,6 +167,7 @@ class StoredCompletion:
             routes_bytes=0 if payload.routes is None else payload.routes.nbytes,
             num_bytes=payload.num_bytes,
             payload=stored,
+            drafts=completion.drafts,
         )
 
     def whole(self, payload: Payload) -> Completion:
@@ -178,4 +180,5 @@ class StoredCompletion:
             finish_reason=self.finish_reason,
             routes=payload.routes,
             sets=payload.sets,
+            drafts=self.drafts,
         )

@@ -141,9 +141,10 @@ def test_a_layout_for_an_engine_of_one_process_is_refused():
 def test_routes_are_not_replayed_where_the_engine_may_report_others():
     config = loaded(GLM)
     layout = ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1, redundant_experts=32)
-    changed = replace(config, rollout=replace(config.rollout, layout=layout), train=replace(config.train, router_replay="rollout"))
+    rollout = replace(config.rollout, layout=layout, max_running=1024, prefill_chunk=511)
+    changed = replace(config, rollout=rollout, train=replace(config.train, router_replay="rollout"))
     assert [each.path for each in layout_problems(changed, Facts(hf=None, shape=None))] == [
-        "rollout.layout.mtp_tokens",
+        "rollout.prefill_chunk",
         "rollout.layout.redundant_experts",
     ]
 

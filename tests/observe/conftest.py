@@ -14,7 +14,7 @@ from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import ObserveConfig, RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
-from moerl.types.completion import Completion, FinishReason, VersionSpan
+from moerl.types.completion import Completion, DraftCounts, FinishReason, VersionSpan
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.stats import StepStats
 
@@ -57,13 +57,14 @@ def make_stats() -> Callable[..., StepStats]:
 def make_sample() -> Callable[..., Sample]:
     def make(
         reward: float = 0.0, *, text: str = "77", name: str = "r", routes: np.ndarray | None = None,
-        versions: Sequence[tuple[int, int]] = ((0, 4),), finish: FinishReason = "stop", **parts: float,
+        versions: Sequence[tuple[int, int]] = ((0, 4),), finish: FinishReason = "stop", drafts: DraftCounts = DraftCounts(), **parts: float,
     ) -> Sample:  # fmt: skip
         spans = tuple(VersionSpan(version=version, num_tokens=tokens) for version, tokens in versions)
         length = sum(span.num_tokens for span in spans)
         completion = Completion(
-            request_id=name, token_ids=(5,) * length, logprobs=(-0.5,) * length, spans=spans, finish_reason=finish, routes=routes
-        )
+            request_id=name, token_ids=(5,) * length, logprobs=(-0.5,) * length, spans=spans, finish_reason=finish, routes=routes,
+            drafts=drafts,
+        )  # fmt: skip
         return Sample(completion=stored_here((1, 2), completion, text), score=Score(reward=reward, parts=parts))
 
     return make

@@ -5,6 +5,7 @@ import pytest
 
 from moerl.evaluation.estimates import Outcome, result_of
 from moerl.observe.metrics import METRICS, checkpoint_metrics, metric, move_metrics, push_metrics, step_metrics, summarize
+from moerl.types.completion import DraftCounts
 from moerl.types.push import PushStats
 from moerl.types.stats import MemoryStats, MismatchStats, Move, RoutingStats, SavedCheckpoint
 
@@ -66,6 +67,12 @@ def test_a_completion_without_tokens_has_no_staleness(measure, make_group, make_
     assert values["staleness/max"] == 2.0
 
 
+def test_the_acceptance_length_is_the_mean_over_the_passes_of_all_samples(measure, make_group, make_sample):
+    values = measure(make_group(make_sample(drafts=DraftCounts(4, 6)), make_sample(drafts=DraftCounts(2, 0)), make_sample()))
+    assert values["fleet/acceptance_length"] == 2.0
+    assert "fleet/acceptance_length" not in measure(make_group(make_sample()))
+
+
 def test_phases_and_other_add_up_to_the_step(measure, make_group, make_sample):
     values = measure(make_group(make_sample()), phase_seconds={"rollout": 1.5, "update": 2.0}, step_seconds=4.0)
     assert values["time/rollout"] + values["time/update"] + values["time/other"] == values["time/step"] == 4.0
@@ -86,7 +93,7 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
         peaks={"process": 32},
     )
     routing = RoutingStats(layers=(0,), load_max=(1.0,), load_min=(0.0,), load_mean=(0.5,), dead_experts=(0,), replayed=1.0, overlap=(1.0,))
-    sample = make_sample(1.0, math=1.0, routes=np.zeros((5, 1, 2), dtype=np.uint8))
+    sample = make_sample(1.0, math=1.0, drafts=DraftCounts(1, 1), routes=np.zeros((5, 1, 2), dtype=np.uint8))
     mismatch = MismatchStats(k1=0.0, chi2=0.0, effective=1.0, trainer_perplexity=2.0, server_perplexity=2.0, correlation=1.0)
     stats = make_stats(
         kl_reference=0.1, mtp_loss=2.0, memory=memory, routing=routing, mismatch=mismatch, kl_coefficient=0.1, objective={"selected": 0.1},

@@ -43,7 +43,8 @@ def options(
     layout = layout if layout.port else replace(layout, port=25000)
     return Options(
         model=Path("MODEL"), dtype="bfloat16", max_context=8192, max_running=max_running, prefill_chunk=prefill_chunk, returns_routes=False,
-        shares_gpus=shares_gpus, engine_args={}, layout=layout, node_rank=node_rank, head="node-0",
+        shares_gpus=shares_gpus, pushes_mtp=layout == EVERYTHING, engine_args={}, layout=layout, node_rank=node_rank,
+        head="node-0",
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from tiny_servers import MAX_RUNNING, ROUTES, VOCAB, collector, until, whole
 from moerl.rollout.fleet.collect import joined
 from moerl.rollout.fleet.completion_check import check_routes
 from moerl.rollout.fleet.rollout_pool import MAX_ATTEMPTS, RolloutPool
-from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.rollout.server.wire import dump_completion, parse_completion
+from moerl.types.completion import Completion, DraftCounts, SamplingParams, VersionSpan
 from moerl.types.errors import EngineUnavailable
 
 PROMPT = (5, 17, 3, 42, 8)
@@ -143,14 +144,15 @@ def test_a_token_keeps_the_route_and_the_version_of_when_it_was_computed_first()
     """Two prompt tokens, three drawn with version 1, then two with 1 and one with 2."""
     first = Completion(
         request_id="r", token_ids=(7, 8, 9), logprobs=(-1.0, -2.0, -3.0), spans=(VersionSpan(version=1, num_tokens=3),),
-        finish_reason="abort", routes=np.full((4, 1, 2), 10, dtype=np.uint8),
+        finish_reason="abort", routes=np.full((4, 1, 2), 10, dtype=np.uint8), drafts=DraftCounts(2, 1),
     )  # fmt: skip
     more = Completion(
         request_id="r", token_ids=(1, 2, 3), logprobs=(-4.0, -5.0, -6.0),
         spans=(VersionSpan(version=1, num_tokens=2), VersionSpan(version=2, num_tokens=1)), finish_reason="stop",
-        routes=np.full((7, 1, 2), 20, dtype=np.uint8),
+        routes=np.full((7, 1, 2), 20, dtype=np.uint8), drafts=DraftCounts(1, 2),
     )  # fmt: skip
-    result = joined(first, more)
+    result = joined(first, parse_completion(dump_completion(more)))
+    assert result.drafts == DraftCounts(3, 3)
     assert (result.token_ids, result.logprobs) == ((7, 8, 9, 1, 2, 3), (-1.0, -2.0, -3.0, -4.0, -5.0, -6.0))
     assert result.spans == (VersionSpan(version=1, num_tokens=5), VersionSpan(version=2, num_tokens=1))
     assert (result.finish_reason, result.routes.dtype) == ("stop", np.uint8)

@@ -35,7 +35,10 @@ TURN = {engine: pytest.mark.matrix(turn=turn) for turn, engine in enumerate(ENGI
 FILES = {"sglang": "sgl", "vllm": "psm_"}
 """How the names of their files in /dev/shm begin; vLLM's are Python's."""
 DENSE = ("llama", "qwen2", "qwen3")
-OF_FAMILY = dict.fromkeys(DENSE, ("train.layout.ep=1", "train.router_replay=off")) | {"glm4_moe": ("train.mtp_loss=0.1",)}
+OF_FAMILY = dict.fromkeys(DENSE, ("train.layout.ep=1", "train.router_replay=off")) | {
+    "glm4_moe": ("train.mtp_loss=0.1",),
+    "deepseek_v3": ("train.mtp_loss=0.1", "rollout.layout.mtp_tokens=2"),
+}
 BFLOAT16 = ("train.dtype=bfloat16", "weights.mismatch_limit=0.2", "groups_per_step=16", "model.scratch.num_layers=4")
 
 
@@ -88,6 +91,7 @@ def test_a_checkpoint_of_every_family_trains_with_the_engine(kind, tmp_path):
     found = train_alone(tmp_path / "out", engine, *model, *OF_FAMILY.get(name, ()))
     assert all(row["mismatch/mean"] < 2e-6 and row["train/grad_norm"] > 0 for row in found)
     assert all(row["routing/overlap"] == 1.0 for row in found if engine == "sglang" and name not in DENSE)
+    assert all(1 <= row["fleet/acceptance_length"] <= 3 for row in found if name == "deepseek_v3")
 
 
 @pytest.mark.matrix

@@ -58,7 +58,7 @@ class FaultyWorker(TrainWorker):
         bridge.__dict__.pop("parts", None)
         parts = bridge.parts
         if hidden:
-            bridge.parts = lambda dtype: [part for part in parts(dtype) if part.name != hidden]
+            bridge.parts = lambda dtype, **kinds: [part for part in parts(dtype, **kinds) if part.name != hidden]
 
     def send_push(self) -> int:
         assert self._sender is not None

@@ -97,7 +97,7 @@ def pushed_and_exported(
     from moerl.train.train_worker import TrainWorker
 
     worker = new_worker(settings, TrainWorker)
-    exported = {name: tensor_digest(tensor) for name, tensor in worker._engine.export(with_mtp=False)}
+    exported = {name: tensor_digest(tensor) for name, tensor in worker._engine.export(with_mtp=settings.pushes_mtp)}
     if dist.get_rank() != 0:
         follow(worker)
         return {}, {}, {}, 0
@@ -183,7 +183,8 @@ def outlines(settings: EngineSettings, store: Path) -> tuple[list[Any], list[Any
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     hf = json.loads((settings.model_dir / "config.json").read_text())
-    of_plan = tensors_to_push(hf, settings.train, max_context=settings.max_context, dtype=settings.export_dtype)
+    served = {"max_context": settings.max_context, "dtype": settings.export_dtype}
+    of_plan = tensors_to_push(hf, settings.train, with_mtp=settings.pushes_mtp, **served)
     of_plan = with_scales(of_plan) if settings.push_fp8 else of_plan
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
     by_name = [sorted(tensors, key=lambda tensor: tensor.name) for tensors in (of_run, of_plan)]

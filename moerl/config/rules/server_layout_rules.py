@@ -37,7 +37,7 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if not sizes and rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency"):
         yield from _low_latency_problems(rollout)
     if config.train.router_replay == "rollout":
-        yield from _replay_problems(layout)
+        yield from _replay_problems(rollout)
 
 
 def _size_problems(rollout: RolloutConfig) -> Iterator[Problem]:
@@ -153,10 +153,14 @@ def _low_latency_problems(rollout: RolloutConfig) -> Iterator[Problem]:
         yield problem("rollout.max_running", rollout.max_running, rule, _LATENCY_REASON, fix)
 
 
-def _replay_problems(layout: ServerLayout) -> Iterator[Problem]:
-    if layout.mtp_tokens:
-        reason = "SGLang's record of the experts has no room for drafted tokens (state_capturer/routed_experts.py)"
-        yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 with train.router_replay=rollout", reason, "mtp_tokens=0")
+def _replay_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    layout = rollout.layout
+    least = -(-rollout.max_running // layout.dp) * (layout.mtp_tokens + 1)
+    if layout.mtp_tokens and rollout.prefill_chunk < least:
+        given = f"max_running={rollout.max_running} and mtp_tokens={layout.mtp_tokens}"
+        rule = f"must be at least {least} for train.router_replay=rollout, {given}"
+        reason = "SGLang's record of the experts has room for so many tokens of a pass (state_capturer/routed_experts.py)"
+        yield problem("rollout.prefill_chunk", rollout.prefill_chunk, rule, reason, f"rollout.prefill_chunk={least}, or mtp_tokens=0")
     if layout.redundant_experts is not None:
         reason = "whether the engine reports a copy's number or its expert's is not tested"
         rule = "cannot be kept with train.router_replay=rollout"

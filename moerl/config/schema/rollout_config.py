@@ -41,8 +41,8 @@ class ServerLayout(Strict):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of a GPU's memory, for weights, keys and values. None: the engine's own choice."""
     mtp_tokens: NotNegative = 0
-    """Tokens that the model's layer of multi-token prediction drafts for each that is decoded. It stays the checkpoint's, which pushes do
-    not bring: the further training goes, the fewer drafts are accepted."""
+    """Tokens that the model's layer of multi-token prediction drafts for each that is decoded. Pushes bring it where it is trained
+    (train.mtp_loss > 0). Else it stays the checkpoint's: the further training goes, the fewer drafts are accepted."""
     cuda_graph_requests: NotNegative | None = None
     """Largest batch of one data-parallel group that decodes in a CUDA graph. 0: no graphs. None: the engine's own choice."""
     port: Annotated[int, Field(ge=0, le=65535 - NUM_PORTS)] = 0

@@ -144,6 +144,11 @@ class RunConfig(Strict):
         return self.train.old_logprobs == "trainer" and asks and self.trains_rewards
 
     @property
+    def pushes_mtp(self) -> bool:
+        """Layers of multi-token prediction are trained, and servers draft with them."""
+        return self.train.mtp_loss > 0 and self.rollout.layout.mtp_tokens > 0
+
+    @property
     def trains_rewards(self) -> bool:
         """The algorithm's objective is part of the loss."""
         return self.distillation is None or self.distillation.trains_rewards

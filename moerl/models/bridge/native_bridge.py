@@ -122,12 +122,13 @@ class NativeBridge:
     def owned(self) -> "NativeBridge":
         return self
 
-    def parts(self, dtype: torch.dtype) -> list[ExportPart]:
-        """Tensors of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank."""
+    def parts(self, dtype: torch.dtype, *, with_mtp: bool = False) -> list[ExportPart]:
+        """Tensors of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank. `with_mtp`: and those of the layers of
+        multi-token prediction that were built, without copies of other tensors."""
         found = []
         for name, owner in self._owners.items():
             rule, numbers = self._family.find(name)
-            if rule.is_mtp:
+            if rule.is_mtp and not with_mtp:
                 continue
             leaves_as = torch.float32 if rule.is_float32 else dtype
             for hf, whole in zip(self._hf_names(rule, numbers), self._whole_on_meta(name, rule), strict=True):

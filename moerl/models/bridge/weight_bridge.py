@@ -17,10 +17,11 @@ from moerl.models.hf_checkpoint import HFCheckpoint
 
 
 class OwnedTensors(Protocol):
-    """The tensors of `export(dtype, with_mtp=False)` where the ranks hold them: nothing is gathered."""
+    """The tensors of `export` where the ranks hold them: nothing is gathered."""
 
-    def parts(self, dtype: torch.dtype) -> list[ExportPart]:
-        """All of them, stacks in parts; the same on every rank."""
+    def parts(self, dtype: torch.dtype, *, with_mtp: bool = False) -> list[ExportPart]:
+        """Those of `export(dtype, with_mtp=False)`, stacks in parts; the same on every rank. `with_mtp`: and those of the layers of
+        multi-token prediction that were built, without copies of other tensors."""
 
     def piece(self, name: str, start: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A box of one of the `parts`' tensors that this rank holds; possibly a view of a parameter."""

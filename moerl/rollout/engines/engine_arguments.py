@@ -44,6 +44,8 @@ class Options:
     returns_routes: bool
     shares_gpus: bool
     """It must be able to give its memory back."""
+    pushes_mtp: bool
+    """Pushes bring the layers that it drafts with."""
     engine_args: Mapping[str, Any]
     layout: ServerLayout = field(default_factory=ServerLayout)
     node_rank: int = 0

@@ -67,6 +67,7 @@ def _parse(name: str, line: Sequence[str] | None = None) -> argparse.Namespace:
     add_options(parser, is_required=False)
     parser.add_argument("--returns-routes", action="store_true", help="requests may ask for the experts of their tokens")
     parser.add_argument("--shares-gpus", action="store_true", help="with the trainer: the server must be able to sleep")
+    parser.add_argument("--pushes-mtp", action="store_true", help="pushes bring the layers it drafts with, which else are the checkpoint's")
     parser.add_argument("--engine-args", type=json.loads, default="{}", help="JSON: the engine's own arguments by name")
     parser.add_argument("--layout", type=TypeAdapter(ServerLayout).validate_json, default="{}", help="JSON: rollout.layout")
     parser.add_argument("--node-rank", type=int, default=0, help="of this process among the nodes of the server")

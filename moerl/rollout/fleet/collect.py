@@ -41,7 +41,7 @@ def joined(so_far: Completion | None, more: Completion) -> Completion:
     if so_far is None or not so_far.token_ids:
         return more
     if not more.token_ids:
-        return replace(so_far, finish_reason=more.finish_reason)
+        return replace(so_far, finish_reason=more.finish_reason, drafts=so_far.drafts + more.drafts)
     routes = more.routes
     if routes is not None and so_far.routes is not None:
         routes = np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
@@ -55,6 +55,7 @@ def joined(so_far: Completion | None, more: Completion) -> Completion:
         spans=_joined_spans(so_far.spans + more.spans),
         routes=routes,
         sets=sets,
+        drafts=so_far.drafts + more.drafts,
     )
 
 

@@ -8,14 +8,14 @@ it brings them: how many for each token (int32), then all of them (int32).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, create_model
 
 from moerl.rollout.server.contract import RolloutEngine
-from moerl.types.completion import Completion, FinishReason, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, DraftCounts, FinishReason, SamplingParams, VersionSpan
 from moerl.types.push import Manifest, TransportOffer
 from moerl.types.sampling_sets import SamplingSets
 
@@ -59,6 +59,7 @@ class CompletionHead:
     routes_dtype: Literal["uint8", "uint16"] = "uint8"
     num_entries: Annotated[NonNegativeInt, Field(lt=2**40)] | None = None
     """Entries that its tokens were chosen from, of all tokens together."""
+    drafts: DraftCounts = field(default=DraftCounts())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +162,7 @@ def dump_completion(completion: Completion) -> bytes:
         num_tokens=len(completion.token_ids),
         spans=completion.spans,
         finish_reason=completion.finish_reason,
+        drafts=completion.drafts,
         **about,
     )
     tokens, logprobs = np.array(completion.token_ids, dtype="<i4"), np.array(completion.logprobs, dtype="<f4")
@@ -203,4 +205,5 @@ def parse_completion(content: bytes) -> Completion:
         finish_reason=head.finish_reason,
         routes=routes,
         sets=sets,
+        drafts=head.drafts,
     )

@@ -43,13 +43,15 @@ def build_on_meta(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int
     return built, [item for chunk in built.chunks for item in owned_by(chunk, built.family, expert_rank=expert_rank)]
 
 
-def tensors_to_push(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, dtype: str) -> list[PlannedTensor]:
-    """Every tensor of a push, without those of multi-token prediction, by the pipeline stage of train.layout that holds it.
+def tensors_to_push(
+    hf: Mapping[str, Any], train: TrainConfig, *, max_context: int, dtype: str, with_mtp: bool = False
+) -> list[PlannedTensor]:
+    """Every tensor of a push by the pipeline stage of train.layout that holds it.
 
-    `dtype`: of the rollout. No default process group may exist.
+    `dtype`: of the rollout. `with_mtp`: and those of multi-token prediction. No default process group may exist.
     """
     whole = replace(train.layout, ranks=train.layout.pp, tp=1, cp=1, ep=1, etp=1)
-    train = replace(train, layout=whole, mtp_loss=0.0)
+    train = replace(train, layout=whole, mtp_loss=train.mtp_loss if with_mtp else 0.0)
     found: dict[str, PlannedTensor] = {}
     for stage in range(whole.pp):
         with as_rank(stage, whole):

@@ -13,5 +13,6 @@ def push_tensors(config: RunConfig) -> list[PlannedTensor]:
         from moerl.train.megatron.on_meta import tensors_to_push
 
         hf = model_config(config.model)
-        tensors = tensors_to_push(hf, config.train, max_context=config.model.max_context, dtype=config.rollout_dtype)
+        max_context, dtype = config.model.max_context, config.rollout_dtype
+        tensors = tensors_to_push(hf, config.train, max_context=max_context, dtype=dtype, with_mtp=config.pushes_mtp)
         return with_scales(tensors) if config.rollout.layout.weights == "fp8" else tensors

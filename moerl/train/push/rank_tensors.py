@@ -63,11 +63,15 @@ class BlockScales:
 
 
 class PushedTensors:
-    def __init__(self, bridge: WeightBridge, layout: Layout, dtype: torch.dtype, source: Path, *, fp8_scales: ScaleFormat | None):
+    def __init__(
+        self, bridge: WeightBridge, layout: Layout, dtype: torch.dtype, source: Path, *, fp8_scales: ScaleFormat | None,
+        with_mtp: bool = False,
+    ):  # fmt: skip
         """`dtype`: in which they leave. `source`: the checkpoint the model was loaded from. `fp8_scales`: those that published checkpoints
-        quantize leave in blocks of FP8 made of `dtype`, and scales of this form with them. None: they do not."""
+        quantize leave in blocks of FP8 made of `dtype`, and scales of this form with them. None: they do not. `with_mtp`: trained layers
+        of multi-token prediction leave too, which needs the native bridge."""
         self._bridge, self._owned = bridge, bridge.owned()
-        self._layout, self._dtype, self._source = layout, dtype, source
+        self._layout, self._dtype, self._source, self._with_mtp = layout, dtype, source, with_mtp
         self._gathered: dict[str, Tensor] | None = None
         self._format: ScaleFormat = "float32" if fp8_scales is None else fp8_scales
         quantized = () if fp8_scales is None else (tensor for tensor in self._planned() if len(fp8_specs(tensor.spec)) > 1)
@@ -117,7 +121,7 @@ class PushedTensors:
             PlannedTensor(
                 spec=_spec(part.name, part.shape, part.dtype), stage=part.owner // per_stage, expert=part.expert, cut_dim=part.cut_dim
             )
-            for part in self._owned.parts(self._dtype)
+            for part in self._owned.parts(self._dtype, with_mtp=self._with_mtp)
         ]
 
     def _unquantized(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:

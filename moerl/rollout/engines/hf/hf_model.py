@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moerl.models.bridge.native_bridge import copy_names, mtp_layers
 from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import Served
+from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.models.transformers_config import read_transformers_config
 from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.rollout.engines.hf.delta_net import run_over_slots
@@ -69,12 +71,25 @@ def tensor_specs(views: dict[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: spec_of(name, view) for name, view in views.items()}
 
 
-def checkpoint_specs(model_dir: Path, dtype: torch.dtype, *, fp8: bool = False) -> dict[str, TensorSpec]:
-    """Tensors that a push to a model of `model_dir` must bring; allocates no weights. `fp8`: pairs for what comes in FP8."""
+def checkpoint_specs(model_dir: Path, dtype: torch.dtype, *, fp8: bool = False, with_mtp: bool = False) -> dict[str, TensorSpec]:
+    """Tensors that a push to a model of `model_dir` must bring; allocates no weights. `fp8`: pairs for what comes in FP8. `with_mtp`: and
+    those of its layers of multi-token prediction, without copies of the embedding and the output layer, which engines share."""
     config = _checked_config(model_dir, max_context=1)
     with torch.device("meta"):
         specs = tensor_specs(checkpoint_views(_random(config, dtype=dtype)))
+    if with_mtp:
+        specs |= _mtp_specs(model_dir, config, dtype)
     return in_fp8(specs.values()) if fp8 else specs
+
+
+def _mtp_specs(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Specs from the checkpoint's headers: transformers does not build these layers."""
+    layers = mtp_layers(model_dir, config.num_hidden_layers)
+    copies = {name for rule in FAMILIES[config.model_type].rules for name in copy_names(rule, layers)}
+    with HFCheckpoint(model_dir) as checkpoint:
+        shapes = {name: checkpoint.shape(name) for names in layers.values() for name in sorted(names - copies)}
+    kinds = {name: torch.float32 if name.endswith(_FLOAT32_BUFFER) else dtype for name in shapes}
+    return {name: spec_of(name, torch.empty(shape, dtype=kinds[name], device="meta")) for name, shape in shapes.items()}
 
 
 def _random(config: PretrainedConfig, **options: Any) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from moerl.rollout.engines.engine_arguments import Options, QuietParser, argumen
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
-from moerl.types.completion import Completion, SamplingParams
+from moerl.types.completion import Completion, DraftCounts, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
@@ -45,6 +45,9 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "deepep_mode": "rollout.layout.all_to_all",
     "enable_eplb": "rollout.layout.redundant_experts",
     "speculative_algorithm": "rollout.layout.mtp_tokens",
+    "speculative_draft_load_format": "leave it out: train.mtp_loss decides whether pushes bring the drafting layer",
+    "speculative_accept_threshold_single": "leave it out: drafts are accepted as the model would draw them",
+    "speculative_accept_threshold_acc": "leave it out: drafts are accepted as the model would draw them",
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "disable_shared_experts_fusion": "leave it out: pushes bring a shared expert by itself",
     "enable_memory_saver": "placement.mode=colocated",
@@ -260,6 +263,7 @@ class SGLangCore:
             finish_reason=reason["type"],
             routes=self._routes_of(meta) if sampling.returns_routes and token_ids else None,
             sets=sets,
+            drafts=DraftCounts(meta.get("spec_verify_ct", 0), meta.get("spec_num_correct_drafts", 0)),
         )
 
     def _routes_of(self, meta: Mapping[str, Any]) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from moerl.config.schema.rollout_config import ServerLayout
+from moerl.rollout.engines.sglang import sglang_cpu_drafts
 
 ARGUMENTS = {
     "device": "cpu",
@@ -38,6 +39,7 @@ def prepare() -> None:
     if "sgl_kernel" in sys.modules or importlib.util.find_spec("sgl_kernel") is not None:
         return
     sys.modules["sgl_kernel"] = _Kernels("sgl_kernel")
+    sglang_cpu_drafts.prepare(sys.modules["sgl_kernel"])
     _define_operators()
     if importlib.util.find_spec("triton") is None:
         _stub_triton()

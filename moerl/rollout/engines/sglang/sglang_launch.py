@@ -102,9 +102,9 @@ def _modes(options: Options) -> dict[str, Any]:
     if layout.weights == "fp8":
         own["json_model_override_args"] = {"quantization_config": FP8_BLOCKS}
     if layout.mtp_tokens:
-        # A chain, not a tree, of drafts. Pushes do not bring the drafting layer: it is read from the checkpoint.
+        # A chain, not a tree, of drafts.
         own |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": layout.mtp_tokens + 1}
-        own["speculative_draft_load_format"] = "auto"
+        own["speculative_draft_load_format"] = "dummy" if options.pushes_mtp else "auto"
     if options.shares_gpus:
         own |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     if layout.cuda_graph_requests == 0:

@@ -1,6 +1,7 @@
 """Process that holds SGLang's model: the receiving end of a weight push, and a seed of its own for every request."""
 
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,21 @@ _FUSED = "fused_qkv_a_proj_with_mqa.weight"
 _PARTS_OF_FUSED = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 """Tensors in the order of its rows."""
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's run_scheduler_process, with what moerl adds."""
-    from moerl.rollout.engines.sglang import sglang_cpu, sglang_cpu_fp8
+    from moerl.rollout.engines.sglang import sglang_cpu, sglang_cpu_drafts, sglang_cpu_fp8
 
     if server_args.device == "cpu":
         sglang_cpu.prepare()
         sglang_cpu.after_import()
         sglang_cpu_fp8.prepare()
+        if server_args.speculative_algorithm:
+            sglang_cpu_drafts.after_import()
     from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -51,7 +56,13 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 def specs_of(server_args: Any, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Tensors that a push must bring. `dtype`: of those that do not come in FP8."""
-    return checkpoint_specs(Path(server_args.model_path), dtype, fp8=server_args.quantization == "fp8")
+    fp8 = server_args.quantization == "fp8"
+    return checkpoint_specs(Path(server_args.model_path), dtype, fp8=fp8, with_mtp=_drafts_come(server_args))
+
+
+def _drafts_come(server_args: Any) -> bool:
+    """Pushes bring the drafting layer: it was made without the checkpoint's (sglang_launch.py)."""
+    return bool(server_args.speculative_draft_load_format == "dummy")
 
 
 def needs_of(server_args: Any, names: Iterable[str]) -> Needs:
@@ -115,14 +126,30 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
         model.installed.check_reached(model.parameters())
 
 
-def _with_parts_of_fused(model: Any) -> LoadWeights:
-    """The model's loader. Latent attention has one parameter for two tensors, which SGLang loads only when both come in one call."""
+def _loader(model: torch.nn.Module, draft: torch.nn.Module | None, num_layers: int) -> LoadWeights:
+    """Loader of the model, and of the one that drafts: its are the layers after the model's last."""
+    load = _with_parts_of_fused(model)
+    if draft is None:
+        return load
+    load_draft = _with_parts_of_fused(draft, (f"model.layers.{num_layers}.", "model.decoder."))
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            layer = _LAYER.match(name)
+            (load if layer is None or int(layer[1]) < num_layers else load_draft)([(name, tensor)])
+
+    return load_weights
+
+
+def _with_parts_of_fused(model: Any, renamed: tuple[str, str] = ("", "")) -> LoadWeights:
+    """The model's loader. Latent attention has one parameter for two tensors, which SGLang loads only when both come in one call.
+    `renamed`: how names of the checkpoint begin, and those of the model's parameters instead."""
     load: LoadWeights = model.load_weights
     parameters = dict(model.named_parameters())
 
     def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
-            prefix, _, last = name.removesuffix(SCALE_SUFFIX).rpartition(".self_attn.")
+            prefix, _, last = name.replace(*renamed, 1).removesuffix(SCALE_SUFFIX).rpartition(".self_attn.")
             suffix = SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else ""
             fused = parameters.get(f"{prefix}.self_attn.{_FUSED}{suffix}") if last in _PARTS_OF_FUSED else None
             if fused is None:
@@ -135,7 +162,7 @@ def _with_parts_of_fused(model: Any) -> LoadWeights:
 
 
 class _Model:
-    """SGLang's model, and how a push gets into it."""
+    """SGLang's model, with the one that drafts if that comes by a push too, and how a push gets into them."""
 
     def __init__(self, scheduler: Any):
         from sglang.srt.layers import deep_gemm_wrapper
@@ -143,15 +170,18 @@ class _Model:
         scheduler.model_config.hf_eos_token_id = None  # requests name the tokens that stop them, all of them
         self._takes_powers = bool(deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0)
         runner = scheduler.tp_worker.model_runner
-        self._module: torch.nn.Module = runner.model
-        self._ties = bool(runner.model_config.hf_config.tie_word_embeddings)
-        self.installed = InstalledBytes(_with_parts_of_fused(runner.model))
+        draft = scheduler.draft_worker.draft_worker.draft_runner.model if _drafts_come(scheduler.server_args) else None
+        self._modules: dict[str, torch.nn.Module] = {"": runner.model} | ({} if draft is None else {"draft.": draft})
+        config = runner.model_config.hf_config
+        self._ties = bool(config.tie_word_embeddings)
+        self.installed = InstalledBytes(_loader(runner.model, draft, config.num_hidden_layers))
         specs = specs_of(scheduler.server_args, runner.dtype)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
-        self.session = WeightSession(specs, self._load, needs=needs, device=next(self._module.parameters()).device)
+        self.session = WeightSession(specs, self._load, needs=needs, device=next(runner.model.parameters()).device)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((name, parameter) for name, parameter in self._module.named_parameters() if sglang_fp8.comes_by_push(name))
+        named = ((before + name, parameter) for before, module in self._modules.items() for name, parameter in module.named_parameters())
+        return ((name, parameter) for name, parameter in named if sglang_fp8.comes_by_push(name))
 
     def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._takes_powers:

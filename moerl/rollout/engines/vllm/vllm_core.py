@@ -26,7 +26,7 @@ from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import PARTS, MemoryPart, engine_seed, version_spans
-from moerl.types.completion import Completion, SamplingParams
+from moerl.types.completion import Completion, DraftCounts, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 
@@ -44,6 +44,7 @@ OWN_ARGUMENTS = {argument: setting for names in vllm_launch.NAMES.values() for s
     "enable_sleep_mode": "placement.mode=colocated",
     "hf_overrides": "leave it out: config.json is the model's",
     "enable_return_routed_experts": "leave it out: routes of vllm are not replayed",
+    "per_request_spec_decode_metrics": "leave it out",
     "enable_eplb": "rollout.layout.redundant_experts",
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "master_addr": "leave it out: moerl places the nodes of a server",
@@ -68,7 +69,7 @@ def start(options: Options) -> "VLLMCore":
 
     args = engine_arguments(options)
     engine = AsyncLLM.from_engine_args(args)
-    needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config.model_config, torch.float32))
+    needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config, torch.float32))
     return VLLMCore(engine, needs, sleeps=bool(args.enable_sleep_mode))
 
 
@@ -90,6 +91,8 @@ def _own_arguments(options: Options) -> dict[str, Any]:
         "worker_extension_cls": "moerl.rollout.engines.vllm.vllm_worker.WorkerExtension",
         "disable_log_stats": True,
     }
+    if options.layout.mtp_tokens:
+        own["per_request_spec_decode_metrics"] = "summary"
     if changed := overrides(model, options.layout):
         own["hf_overrides"] = own.get("hf_overrides", {}) | changed
     if options.layout.nodes > 1:
@@ -109,9 +112,15 @@ def process_number(parallel: Any) -> int:
     return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
 
-def specs_of(model: Any, dtype: torch.dtype) -> dict[str, TensorSpec]:
-    """Tensors that a push must bring. `model` is vLLM's ModelConfig; `dtype`: of those that do not come in FP8."""
-    return checkpoint_specs(Path(model.model), dtype, fp8=model.quantization == "fp8")
+def specs_of(config: Any, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Tensors that a push must bring. `config` is vLLM's VllmConfig; `dtype`: of those that do not come in FP8."""
+    model = config.model_config
+    return checkpoint_specs(Path(model.model), dtype, fp8=model.quantization == "fp8", with_mtp=drafts_come(config))
+
+
+def drafts_come(config: Any) -> bool:
+    """Pushes bring the drafting layer: it was made without the checkpoint's (vllm_launch.py)."""
+    return config.speculative_config is not None and config.speculative_config.draft_load_config.load_format == "dummy"
 
 
 def needs_of(parallel: Any, names: Iterable[str]) -> Needs:
@@ -198,6 +207,7 @@ class VLLMCore:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info={"offer": wire.OFFER.dump_json(offer).decode()})
+        await self._done(self._engine.collective_rpc("receive_drafts"))
         await self._checked(self._engine.init_weight_transfer_engine(request))
 
     async def begin(self, manifest: Manifest) -> None:
@@ -255,7 +265,14 @@ def _completion(key: str, output: Any) -> Completion:
         logprobs=logprobs,
         spans=version_spans((span.version, span.start, span.end) for span in output.weight_versions or ()),
         finish_reason=output.finish_reason,
+        drafts=_drafts(output.spec_decode_metrics),
     )
+
+
+def _drafts(counted: Any) -> DraftCounts:
+    """`counted`: vLLM's RequestSpecDecodeMetrics, or None. Its histogram has the passes by the number of drafts they accepted."""
+    by_accepted = [] if counted is None else counted.histogram
+    return DraftCounts(sum(by_accepted), sum(accepted * passes for accepted, passes in enumerate(by_accepted)))
 
 
 def _sampling(sampling: SamplingParams) -> Any:

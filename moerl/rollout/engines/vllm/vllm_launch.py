@@ -47,7 +47,12 @@ def arguments(options: Options, version: str) -> dict[str, Any]:
         "rollout.prefill_chunk": max(options.prefill_chunk, requests * (layout.mtp_tokens + 1)),
     }
     fixed = {"load_format": "dummy", "skip_tokenizer_init": True}
-    return {names[setting]: value for setting, value in (sizes | _spread(layout)).items()} | fixed | _modes(options) | _node(options, names)
+    return (
+        {names[setting]: value for setting, value in (sizes | _spread(layout) | _drafts(options)).items()}
+        | fixed
+        | _modes(options)
+        | _node(options, names)
+    )
 
 
 def environment(options: Options) -> dict[str, str]:
@@ -57,8 +62,6 @@ def environment(options: Options) -> dict[str, str]:
 
 def _spread(layout: ServerLayout) -> dict[str, Any]:
     """Values by setting, without those that are vLLM's defaults. Its sizes multiply: tensor parallel within a data-parallel group."""
-    # Pushes do not bring the drafting layer: it is read from the checkpoint.
-    drafts = {"method": "mtp", "num_speculative_tokens": layout.mtp_tokens, "draft_load_config": {"load_format": "auto"}}
     experts = layout.redundant_experts
     values = {
         "gpus": layout.tp if layout.tp > 1 else None,
@@ -69,10 +72,16 @@ def _spread(layout: ServerLayout) -> dict[str, Any]:
         "kv_cache": "fp8" if layout.kv_cache == "fp8" else None,
         "weights": "fp8" if layout.weights == "fp8" else None,
         "memory_fraction": layout.memory_fraction,
-        "mtp_tokens": drafts if layout.mtp_tokens else None,
         "cuda_graph_requests": (layout.cuda_graph_requests or 0) * (layout.mtp_tokens + 1) or None,  # vLLM counts tokens
     }
     return {f"rollout.layout.{name}": value for name, value in values.items() if value is not None}
+
+
+def _drafts(options: Options) -> dict[str, Any]:
+    if options.layout.mtp_tokens == 0:
+        return {}
+    load = {"load_format": "dummy" if options.pushes_mtp else "auto"}
+    return {"rollout.layout.mtp_tokens": {"method": "mtp", "num_speculative_tokens": options.layout.mtp_tokens, "draft_load_config": load}}
 
 
 def _modes(options: Options) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """vLLM's sampler in the terms of SamplingParams: log-probs at the temperature, and random numbers that follow those a completion has used.
 
-`activate` replaces two functions of vLLM 0.32's first model runner, in the process that holds the model.
+`activate` replaces functions of vLLM 0.32's first model runner, in the process that holds the model.
 """
 
 from threading import Event
 from typing import Any
 
 import torch
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
@@ -23,6 +24,8 @@ _forward, _add_request = Sampler.forward, InputBatch.add_request
 
 def activate() -> None:
     Sampler.forward, InputBatch.add_request = _forward_at_temperature, _add_request_with_numbers
+    if not torch.cuda.is_available():
+        rejection_sampler.expand_batch_to_tokens = _expanded
 
 
 def _forward_at_temperature(sampler: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +34,11 @@ def _forward_at_temperature(sampler: Any, logits: torch.Tensor, sampling_metadat
 
     def compute_logprobs(raw: torch.Tensor) -> torch.Tensor:
         # Greedy rows have temperature 0 and are reported at 1; None: all are greedy.
-        divisor = 1.0 if temperature is None else torch.where(temperature < _GREEDY_BELOW, 1.0, temperature)[:, None]
+        # Where drafts are checked, a request has as many rows as it can get tokens (RejectionSampler._get_logprobs_tensors).
+        divisor: Any = 1.0
+        if temperature is not None:
+            at_least = torch.where(temperature < _GREEDY_BELOW, 1.0, temperature)
+            divisor = at_least.repeat_interleave(len(raw) // len(temperature))[:, None]
         logprobs = (raw.float() / divisor).log_softmax(dim=-1)
         if logprobs.device.type == "cpu" and logprobs.isnan().any():
             saw_nan.set()
@@ -39,6 +46,16 @@ def _forward_at_temperature(sampler: Any, logits: torch.Tensor, sampling_metadat
 
     sampler.compute_logprobs = compute_logprobs
     return _forward(sampler, logits, sampling_metadata, *args, **kwargs)
+
+
+def _expanded(
+    per_request: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """[requests] -> [num_tokens]: each value as often as its request has drafts. vLLM's own on CPU leaves memory that is not of integers
+    unwritten (_expand_kernel_impl in utils/cpu_triton_utils.py), and a random number would divide the logits."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    found = per_request.repeat_interleave(counts.to(torch.int64), output_size=num_tokens)
+    return torch.where(found == replace_from, replace_to, found) if replace_from != replace_to else found
 
 
 def _add_request_with_numbers(batch: Any, request: Any) -> int:

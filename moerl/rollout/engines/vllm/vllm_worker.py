@@ -1,7 +1,8 @@
 """Process that holds vLLM's model: the receiving end of a push, as a backend of vLLM's weight transfer."""
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
 from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
-from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
+from moerl.rollout.engines.vllm.vllm_core import FAILED, drafts_come, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receive import WeightSession
@@ -33,11 +34,20 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "moerl"
 
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
 
 class WorkerExtension:
     """vLLM makes it a base of every worker before it loads the model."""
 
     weight_transfer_engine: "Receiver"
+    get_draft_model: Callable[[], torch.nn.Module | None]
+
+    def receive_drafts(self) -> None:
+        """Called before the first push: the receiver is made with the model alone."""
+        draft = self.get_draft_model()
+        if draft is not None:
+            self.weight_transfer_engine.add_draft(draft)
 
     def check_push(self) -> None:
         """WeightError for what the last step met in any worker. Raised by the last of them only: vLLM's executor reads their answers in
@@ -72,12 +82,33 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any):
         super().__init__(config, vllm_config, device, model)
         self._on_cpu = device.type == "cpu"
+        self._draft: torch.nn.Module | None = None
         self._installed = LayerwiseBytes(through_loaders(model))
-        expected = specs_of(vllm_config.model_config, vllm_config.model_config.dtype)
+        expected = specs_of(vllm_config, vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
         self._session = WeightSession(expected, self._load, needs=needs, device=device)
         self.failures: tuple[str, ...] = ()
         """Failures of the last step, of all workers."""
+
+    def add_draft(self, draft: torch.nn.Module) -> None:
+        """`draft`: the model that drafts, if that comes by a push too. It has layers after the model's last, and shares the embedding and
+        the output layer."""
+        if self._draft is not None or not drafts_come(self.vllm_config):
+            return
+        self._draft, num_layers = draft, self.model_config.hf_config.num_hidden_layers
+        load, load_draft = through_loaders(self.model), through_loaders(draft)
+
+        def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for name, tensor in weights:
+                layer = _LAYER.match(name)
+                (load if layer is None or int(layer[1]) < num_layers else load_draft)([(name, tensor)])
+
+        self._installed = LayerwiseBytes(load_weights)
+
+    @property
+    def _loaded(self) -> torch.nn.Module:
+        """All that is loaded: modules that the two share are met once."""
+        return self.model if self._draft is None else torch.nn.ModuleDict({"model": self.model, "draft": self._draft})
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._together(partial(self._run_step, "connect", init_info.offer))
@@ -114,7 +145,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._run_step(update_info.step, update_info.body)
         if update_info.step == "begin":
             self._installed.begin()
-            begin_reload(self.model, on_cpu=self._on_cpu)
+            begin_reload(self._loaded, on_cpu=self._on_cpu)
         elif update_info.step == "finish":
             self._finish()
 
@@ -122,9 +153,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         run_step(self._session, step, body, process=process_number(self.parallel_config))
 
     def _finish(self) -> None:
-        check_reached(self.model)
+        check_reached(self._loaded)
         with self._installed.watching():
-            finish_reload(self.model, self.model_config, on_cpu=self._on_cpu)
+            finish_reload(self._loaded, self.model_config, on_cpu=self._on_cpu)
         self._installed.check()
         if vllm_sampling.saw_nan.is_set():
             self._clean_caches()
