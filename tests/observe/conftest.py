@@ -18,6 +18,8 @@ from moerl.types.completion import Completion, DraftCounts, FinishReason, Versio
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.stats import StepStats
 
+_NO_DRAFTS = DraftCounts()
+
 
 @pytest.fixture
 def make_config(tmp_path: Path) -> Callable[..., RunConfig]:
@@ -57,7 +59,7 @@ def make_stats() -> Callable[..., StepStats]:
 def make_sample() -> Callable[..., Sample]:
     def make(
         reward: float = 0.0, *, text: str = "77", name: str = "r", routes: np.ndarray | None = None,
-        versions: Sequence[tuple[int, int]] = ((0, 4),), finish: FinishReason = "stop", drafts: DraftCounts = DraftCounts(), **parts: float,
+        versions: Sequence[tuple[int, int]] = ((0, 4),), finish: FinishReason = "stop", drafts: DraftCounts = _NO_DRAFTS, **parts: float,
     ) -> Sample:  # fmt: skip
         spans = tuple(VersionSpan(version=version, num_tokens=tokens) for version, tokens in versions)
         length = sum(span.num_tokens for span in spans)
