@@ -1,14 +1,16 @@
-"""Time and peak memory of chunked log-probs and entropy, forward and backward, against the same of whole logits.
+"""Time and peak memory of output layer, log-probs and entropy in chunks, forward and backward, against the same of whole logits.
 
-    python benchmarks/logprobs.py --tokens 2048 --vocabulary 32768 --chunk 128
+    python benchmarks/logprobs.py --tokens 2048 --vocabulary 32768 --hidden 512 --chunk 128
 
-Chunked also with an entropy that has a gradient, and with `--left` entries of the vocabulary that sampling left for each token.
-Whole logits: float32 copy, Megatron's vocab_parallel_cross_entropy, and the entropy from a second pass. Runs on a GPU if there is one.
+Chunked also with an entropy that has a gradient, with `--left` entries of the vocabulary that sampling left for each token, and with
+three quarters of the tokens, as where a quarter are prompts. Whole logits: the output layer, a float32 copy, Megatron's
+vocab_parallel_cross_entropy, and the entropy from a second pass; `--no-whole` leaves them out. Runs on a GPU if there is one.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +27,15 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy  # noqa: E402
 
 from moerl.config.schema.layout import Layout  # noqa: E402
-from moerl.train.loss.logprobs import logprobs_and_entropy  # noqa: E402
+from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy  # noqa: E402
 from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
 from moerl.types.sampling_sets import SamplingSets  # noqa: E402
 
-Compute = Callable[[Tensor], tuple[Tensor, Tensor]]
+Compute = Callable[[], tuple[Tensor, Tensor]]
 
 
-def whole(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    scaled_TV = logits_TV.float() / 1.0
+def whole(head: HeadInput, labels_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    scaled_TV = torch.nn.functional.linear(head.hidden_TH, head.weight_VH).float() / 1.0
     with torch.no_grad():
         maximum_T = scaled_TV.max(dim=-1).values
         dist.all_reduce(maximum_T, op=dist.ReduceOp.MAX, group=group)
@@ -45,37 +47,39 @@ def whole(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> tupl
     return -vocab_parallel_cross_entropy(scaled_TV[:, None].contiguous(), labels_T[:, None])[:, 0], entropy_T
 
 
-def step(logits_TV: Tensor, compute: Compute) -> None:
-    logits_TV.grad = None
-    logp_T, entropy_T = compute(logits_TV)
+def step(head: HeadInput, compute: Compute) -> None:
+    """Gradients of the weight are added to main_grad, as in training."""
+    head.hidden_TH.grad = head.weight_VH.grad = None
+    logp_T, entropy_T = compute()
     (logp_T + entropy_T if entropy_T.requires_grad else logp_T).sum().backward()
+    head.weight_VH.main_grad.add_(head.weight_VH.grad)  # type: ignore[attr-defined]
     if ON_GPU:
         torch.cuda.synchronize()
 
 
-def seconds_of(logits_TV: Tensor, computes: list[Compute], repeats: int) -> list[float]:
+def seconds_of(head: HeadInput, computes: list[Compute], repeats: int) -> list[float]:
     """The fastest of `repeats` turns of each, alternating, so that a busy machine disturbs both."""
     fastest = [float("inf")] * len(computes)
     for _ in range(repeats):
         for index, compute in enumerate(computes):
             start = time.perf_counter()
-            step(logits_TV, compute)
+            step(head, compute)
             fastest[index] = min(fastest[index], time.perf_counter() - start)
     return fastest
 
 
-def peak_bytes(logits_TV: Tensor, compute: Compute) -> int:
-    """Of one step beyond what was there and the gradient, as the system or the CUDA allocator saw it."""
-    logits_TV.grad = None
+def peak_bytes(head: HeadInput, compute: Compute) -> int:
+    """Of one step beyond what was there, as the system or the CUDA allocator saw it."""
+    head.hidden_TH.grad = head.weight_VH.grad = None
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        step(logits_TV, compute)
-        return torch.cuda.max_memory_allocated() - before - logits_TV.nbytes
+        step(head, compute)
+        return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
     before = _status_bytes("VmRSS")
-    step(logits_TV, compute)
-    return _status_bytes("VmHWM") - before - logits_TV.nbytes
+    step(head, compute)
+    return _status_bytes("VmHWM") - before
 
 
 def _status_bytes(field: str) -> int:
@@ -87,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--no-whole", action="store_true")
     parser.add_argument("--left", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -101,22 +107,31 @@ def main() -> None:
     left_TE = torch.randint(arguments.vocabulary, (arguments.tokens, arguments.left - 1))
     ids_TE = torch.cat([labels_T.cpu()[:, None], left_TE], dim=1).numpy()
     sets = SamplingSets.of_counts(ids_TE.ravel(), np.full(arguments.tokens, arguments.left))
-    ways: dict[str, Compute] = {
-        "whole": lambda x: whole(x, labels_T, group),
-        "chunked": lambda x: logprobs_and_entropy(x, labels_T, **options),
-        "entropy": lambda x: logprobs_and_entropy(x, labels_T, entropy_has_gradient=True, **options),
-        "left": lambda x: logprobs_and_entropy(x, labels_T, sets=sets, **options),
-    }
-    computes = list(ways.values())
+    some = 3 * arguments.tokens // 4
     chunk_bytes = arguments.chunk * arguments.vocabulary * 4
-    print(f"{arguments.tokens} tokens, vocabulary {arguments.vocabulary}, chunks of {arguments.chunk} tokens = {chunk_bytes / 1e6:.0f} MB")
-    print("logits    way      seconds  ratio   peak beyond logits and gradient")
+    print(f"{arguments.tokens} tokens, vocabulary {arguments.vocabulary}, hidden size {arguments.hidden}")
+    print(f"chunks of {arguments.chunk} tokens, {chunk_bytes / 1e6:.0f} MB in float32")
+    print("model     way      seconds  ratio   peak")
     for dtype in (torch.bfloat16, torch.float32):
-        logits_TV = torch.randn(arguments.tokens, arguments.vocabulary, device=device).to(dtype).requires_grad_()
+        sizes = (arguments.tokens, arguments.vocabulary)
+        hidden_TH, weight_VH = (torch.randn(size, arguments.hidden, device=device).to(dtype).requires_grad_() for size in sizes)
+        weight_VH.main_grad = torch.zeros_like(weight_VH, dtype=torch.float32)  # type: ignore[attr-defined]
+        head = HeadInput(hidden_TH=hidden_TH, weight_VH=weight_VH)
+        part = replace(head, hidden_TH=hidden_TH[:some])
+        ways: dict[str, Compute] = {
+            "whole": lambda head=head: whole(head, labels_T, group),
+            "chunked": lambda head=head: logprobs_and_entropy(head, labels_T, **options),
+            "3/4": lambda part=part: logprobs_and_entropy(part, labels_T[:some], **options),
+            "entropy": lambda head=head: logprobs_and_entropy(head, labels_T, entropy_has_gradient=True, **options),
+            "left": lambda head=head: logprobs_and_entropy(head, labels_T, sets=sets, **options),
+        }
+        if arguments.no_whole:
+            del ways["whole"]
+        computes = list(ways.values())
         for compute in computes:
-            step(logits_TV, compute)
-        peaks = [peak_bytes(logits_TV, compute) for compute in computes]
-        seconds = seconds_of(logits_TV, computes, arguments.repeats)
+            step(head, compute)
+        peaks = [peak_bytes(head, compute) for compute in computes]
+        seconds = seconds_of(head, computes, arguments.repeats)
         for name, peak, spent in zip(ways, peaks, seconds, strict=True):
             kind = str(dtype).removeprefix("torch.")
             print(f"{kind:9} {name:8} {spent:7.4f} {spent / seconds[0]:6.2f}   {peak / 1e6:7.1f} MB = {peak / chunk_bytes:5.2f} chunks")

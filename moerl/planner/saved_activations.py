@@ -128,9 +128,8 @@ def _attention_of(fields: Mapping[str, Any], layer: int) -> Callable[[Mapping[st
 
 
 def end_terms(fields: Mapping[str, Any], tokens: Tokens, kernels: Kernels) -> Iterator[Term]:
-    """Last norm, and what it gives to the output layer."""
+    """Last norm. What it gives to the output layer is counted with the logits (stage_activations.py)."""
     yield kernels.norm("mlp", tokens.hidden, fields["hidden_size"])
-    yield Term("mlp", tokens.hidden * fields["hidden_size"] * kernels.wide)
 
 
 def mtp_terms(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels: Kernels) -> Iterator[Term]:

@@ -17,6 +17,7 @@ from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import num_mtp_layers
 from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
 from moerl.planner.saved_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
+from moerl.train.memory.memory_states import PRODUCT_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class StageActivations:
     scoring: int
     """While a layer runs without gradients."""
     logits: int
-    """On the last stage, of one micro-batch with their gradients; nothing of `working` is there then."""
+    """On the last stage, what the output layer takes and a chunk of logits with its gradient; nothing of `working` is there then."""
     scoring_logits: int
 
     @property
@@ -111,7 +112,7 @@ class StageModel:
             return kept + (0.0 if self._train.megatron.get("deallocate_pipeline_outputs") else self._hidden())  # its output
         for _ in range(self._depths):
             if self._full is not None and self._full.method == "uniform":
-                kept += 3 * self._hidden()  # two inputs, and the output, which the output layer takes
+                kept += 2 * self._hidden()  # its inputs
             else:
                 kept += _sum(mtp_terms(self._fields, self._layout, self._tokens, self._kernels), self._modules)
         return kept + _sum(end_terms(self._fields, self._tokens, self._kernels), self._modules)
@@ -146,21 +147,25 @@ class StageModel:
         return max(attention, max(copies, inner) * wide) + 2 * self._hidden()
 
     def _logits(self, *, trains: bool) -> int:
-        """Logits of the model and of each depth of multi-token prediction (which log-probs need not). The backward pass frees those of one
-        when it has their gradient, so that one more than there are is alive; two chunks are in float32 forward, one backward
-        (moerl/train/loss/logprobs.py). Then the output layer's weight has a gradient of its own."""
-        wide = self._kernels.wide
-        chunk = min(self._train.logprob_chunk_tokens, self._tokens.sequence) * self._rows * max(wide, WIDTHS["float32"])
-        one = self._tokens.sequence * self._rows * wide
+        """States that the output layer takes, of the model and of each depth of multi-token prediction (which log-probs need not), and
+        those of the labels that are asked about, here all, which are kept; backward their gradients beside them. Then a chunk of logits
+        (moerl/train/loss/logprobs.py): in the model's dtype and two in float32 forward; backward one, with its gradient, and a product with
+        some rows of the weight."""
+        wide, hidden = self._kernels.wide, self._fields["hidden_size"]
+        chunk_tokens = min(self._train.logprob_chunk_tokens, self._tokens.sequence)
+        numbers = chunk_tokens * self._rows
+        chunk, narrow = numbers * max(wide, WIDTHS["float32"]), numbers * wide if wide < WIDTHS["float32"] else 0
         masks = chunk // 2 if self._config.replays_sets else 0  # two of a byte an entry
+        states = self._tokens.sequence * hidden * wide
+        forward = narrow + 2 * chunk + masks
         if not trains:
-            return one + 2 * chunk + masks
-        number = 1 + self._depths
-        # A KL beside replayed sets takes log-probs twice, each with a gradient of the logits.
-        gradients = 2 if self._config.replays_sets and self._config.uses_reference else 1
-        backward = (2 if self._config.algorithm.entropy_bonus > 0 else 1) * chunk
-        weight = self._rows * self._fields["hidden_size"] * wide
-        return max(number * one + 2 * chunk + masks, (number + gradients) * one + backward + masks, number * one + weight)
+            return 2 * states + forward
+        # A KL beside replayed sets takes log-probs twice.
+        number = 1 + self._depths + (1 if self._config.replays_sets and self._config.uses_reference else 0)
+        product = min(self._rows, PRODUCT_ROWS) * max(hidden, chunk_tokens) * WIDTHS["float32"]  # on CPU one factor is widened
+        factors = chunk if self._config.algorithm.entropy_bonus > 0 else 0
+        backward = 2 * narrow + chunk + factors + masks + product
+        return max(2 * number * states + forward, (number + 2) * states + backward)
 
     def _under_way(self, stage: int) -> Counter[int]:
         """Micro-batches of each chunk whose backward pass is to come, when the first of them begins: one forward and one backward pass

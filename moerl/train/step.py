@@ -28,7 +28,7 @@ from moerl.train.batching.token_costs import attention_tokens
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
-from moerl.train.loss.logprobs import logprobs_and_entropy
+from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
 from moerl.train.loss.loss_sums import LossSums
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
@@ -39,6 +39,7 @@ from moerl.train.megatron.overlap import without_grad_reduce
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.rank_progress import counted
 from moerl.types.batch import TrainBatch
+from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stats import disagreeing
 from moerl.types.stored_batch import Batch
 
@@ -136,7 +137,7 @@ class TrainStep:
         return share, denominators
 
     def loss(self, loss: Loss | ValueLoss, denominators: Denominators, mtp: MTPLoss | None = None) -> Any:
-        """Function of a micro-batch and its logits that `run` takes for an update."""
+        """Function of a micro-batch and the model's outputs that `run` takes for an update."""
         if isinstance(loss, ValueLoss):
             return partial(_value_loss, loss, denominators)
         return partial(_loss, partial(self.token_logprobs, entropy_has_gradient=loss.entropy_bonus > 0), loss, denominators, mtp)
@@ -200,26 +201,35 @@ class TrainStep:
             yield
 
     def token_logprobs(
-        self, logits: Tensor, micro: PackedMicroBatch, *, entropy_has_gradient: bool = False, is_whole: bool = False
+        self, head: HeadInput, micro: PackedMicroBatch, *, entropy_has_gradient: bool = False, is_whole: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the labels. `is_whole`: of the whole vocabulary, whatever they were chosen from."""
+        """Log-probs and entropies of the labels that a loss asks about, and 0 of all others. `is_whole`: of the whole vocabulary, whatever
+        they were chosen from."""
         return self._label_logprobs(
-            logits,
+            head,
             micro.labels_T,
+            micro.asked_T,
             temperature=self._temperature,
             entropy_has_gradient=entropy_has_gradient,
             sets=None if is_whole else micro.sets,
         )
 
-    def _label_logprobs(self, logits: Tensor, labels_T: np.ndarray, **options: Any) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(
-            logits[0],
-            torch.from_numpy(labels_T).to(logits.device),
+    def _label_logprobs(
+        self, head: HeadInput, labels_T: np.ndarray, asked_T: np.ndarray, *, sets: SamplingSets | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        asked, device = np.flatnonzero(asked_T), head.hidden_TH.device
+        rows = torch.from_numpy(asked).to(device)
+        values = logprobs_and_entropy(
+            replace(head, hidden_TH=head.hidden_TH.index_select(0, rows)),
+            torch.from_numpy(labels_T[asked]).to(device),
             vocab_size=self.model.vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_tokens=self._train.logprob_chunk_tokens,
+            sets=None if sets is None else sets.take(asked),
             **options,
         )
+        logp_T, entropy_T = (each.new_zeros(len(asked_T)).scatter(0, rows, each) for each in values)
+        return logp_T, entropy_T
 
     def _mtp_loss(self, own: TrainBatch, batch: Batch) -> "MTPLoss | None":
         """Targets of a mini-batch, on a rank with the sequences `own`; None where multi-token prediction is not trained."""
@@ -265,7 +275,8 @@ def reduce_over_shares(values: Tensor) -> None:
 
 
 def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model: Any) -> tuple[Tensor, Any]:
-    """Megatron's forward step: logits [1, T, V / tp] (of an earlier stage: hidden states) and the function that makes them a loss."""
+    """Megatron's forward step: what the output layer makes logits of (of an earlier stage: hidden states), or a critic's values, and the
+    function that makes it a loss."""
     micro = next(iterator)
     device = torch.cuda.current_device()
     bounds = torch.from_numpy(micro.cu_seqlens).to(device)
@@ -274,8 +285,8 @@ def _forward(loss: Any, routed: Any, iterator: Iterator[PackedMicroBatch], model
     )
     tokens, positions = (torch.from_numpy(column).to(device)[None] for column in (micro.token_ids_T, micro.position_ids_T))
     with routed(micro):
-        logits = model(tokens, positions, None, packed_seq_params=sequences)
-    return logits, partial(loss, micro)
+        outputs = model(tokens, positions, None, packed_seq_params=sequences)
+    return outputs, partial(loss, micro)
 
 
 def _loss(
@@ -284,22 +295,22 @@ def _loss(
     denominators: Denominators,
     mtp: MTPLoss | None,
     micro: PackedMicroBatch,
-    outputs: Tensor | tuple[Tensor, ...],
+    outputs: tuple[HeadInput, ...],
 ) -> tuple[Tensor, Tensor, dict[str, LossSums]]:
-    """`outputs` with multi-token prediction: the logits, then those of each depth."""
-    logits, *deeper = outputs if isinstance(outputs, tuple) else (outputs,)
-    logp_T, entropy_T = token_logprobs(logits, micro)
-    columns = LossColumns.of(micro, device=logits.device)
+    """`outputs` with multi-token prediction: the model's, then those of each depth."""
+    head, *deeper = outputs
+    logp_T, entropy_T = token_logprobs(head, micro)
+    columns = LossColumns.of(micro, device=logp_T.device)
     is_compared = loss_of_tokens.uses_reference or columns.ce_weight_T is not None or columns.kl_weight_T is not None
     if micro.sets is not None and is_compared:
         # Reference, teacher and cross-entropy know the whole vocabulary: so must what is compared with them.
-        columns = replace(columns, whole_logp_T=token_logprobs(logits, micro, is_whole=True)[0])
+        columns = replace(columns, whole_logp_T=token_logprobs(head, micro, is_whole=True)[0])
     ranks = parallel_state.get_context_parallel_group() if parallel_state.get_context_parallel_world_size() > 1 else None
     loss, sums = micro_batch_loss(logp_T, entropy_T, columns, loss_of_tokens, denominators, ranks)
     if mtp is not None:
         mtp_loss = mtp.of(deeper, micro.label_index_T)
         loss, sums = loss + mtp.coefficient * mtp_loss, sums.with_mtp(mtp_loss)
-    return loss, torch.zeros((), dtype=torch.int, device=logits.device), {"sums": sums}
+    return loss, torch.zeros((), dtype=torch.int, device=logp_T.device), {"sums": sums}
 
 
 def _value_loss(
@@ -313,6 +324,6 @@ def _values(outputs: Tensor, _: PackedMicroBatch) -> tuple[Tensor, None]:
     return outputs[0, :, 0], None
 
 
-def _keep(scores: Any, micro: PackedMicroBatch, outputs: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    scores_T, _ = scores(outputs, micro)
-    return scores_T.sum(), torch.zeros((), dtype=torch.int, device=outputs.device), {"scores_T": scores_T.detach().cpu()}
+def _keep(scores: Any, micro: PackedMicroBatch, outputs: Tensor | tuple[HeadInput, ...]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    scores_T, _ = scores(outputs if isinstance(outputs, Tensor) else outputs[0], micro)
+    return scores_T.sum(), torch.zeros((), dtype=torch.int, device=scores_T.device), {"scores_T": scores_T.detach().cpu()}

@@ -95,13 +95,14 @@ def _padded_logits(engine: Any, batch: TrainBatch) -> list[np.ndarray]:
 def _forward_padded(vocab_size: int, iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
     tokens = next(iterator)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return model(tokens, positions, None), partial(_keep, vocab_size, None)
+    return model(tokens, positions, None), partial(_keep, vocab_size, None, rows=len(tokens))
 
 
-def _keep(vocab_size: int, _: object, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, np.ndarray]]:
+def _keep(vocab_size: int, micro: object, outputs: Any, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor, dict[str, np.ndarray]]:
     from megatron.core import parallel_state
 
-    group = parallel_state.get_tensor_model_parallel_group()
+    group, head = parallel_state.get_tensor_model_parallel_group(), outputs[0]
+    logits = torch.nn.functional.linear(head.hidden_TH, head.weight_VH).unflatten(0, (rows, -1))
     parts = [torch.empty_like(logits) for _ in range(group.size())]
     dist.all_gather(parts, logits.contiguous(), group=group)
     whole = torch.cat(parts, dim=-1)[..., :vocab_size]

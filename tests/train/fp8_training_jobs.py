@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from checkpoint_jobs import save
-from engine_jobs import Trained, new_engine, parameters, train
+from engine_jobs import new_engine, train
 
 from moerl.algorithms.algorithm import loss_of
 from moerl.config.algorithm_settings import algorithm
@@ -138,7 +138,9 @@ def accumulated(settings: EngineSettings, batch: TrainBatch) -> dict[str, Any]:
         for chunk in engine.model.wrapped:
             chunk.zero_grad_buffer()
         engine.step.run(chosen, loss, forward_only=False)
-        return torch.cat([parameter.main_grad.flatten() for parameter in parameters(engine)]).clone()
+        # Gradients of the output layer, here the embedding too, are float32 sums over chunks before they are added.
+        named = (item for chunk in engine.model.chunks for item in chunk.named_parameters())
+        return torch.cat([parameter.main_grad.flatten() for name, parameter in named if "embedding" not in name]).clone()
 
     together = gradients(micro_batches)
     pieces = [gradients([micro]) for micro in micro_batches]
@@ -172,25 +174,3 @@ def reduced_gradients(settings: EngineSettings, batch: TrainBatch, plan: list[li
     engine.optimizer.step = note
     engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)
     return found
-
-
-def trained_from_logits(settings: EngineSettings, batch: TrainBatch, is_wide: bool) -> tuple[str, Trained]:
-    """dtype in which log-probs get the logits, and three steps from there. `is_wide`: in float32, as Megatron's wrapper gives them."""
-    from megatron.core.transformer.module import Float16Module
-
-    from moerl.train import step
-    from moerl.train.megatron import megatron_model
-
-    if is_wide:
-        megatron_model.Bfloat16Module.forward = Float16Module.forward  # type: ignore[method-assign]
-    found: set[str] = set()
-    computed = step.logprobs_and_entropy
-
-    def noted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.add(str(logits.dtype))
-        return computed(logits, *args, **kwargs)
-
-    step.logprobs_and_entropy = noted
-    trained = train(settings, batch)
-    (dtype,) = found
-    return dtype, trained

@@ -101,7 +101,7 @@ class HFTrainGroup:
     def _logprobs(self, model: Any, batch: TrainBatch) -> np.ndarray:
         with self._residency.running("logprobs"):
             sequences = [self._sequence(model, batch, start, end)[0] for start, end in pairwise(batch.offsets)]
-        return torch.cat(sequences).numpy()
+        return np.where(batch.response_mask_T, torch.cat(sequences).numpy(), 0)
 
     async def update(self, batch: TrainBatch, loss: Loss, *, lr: float) -> StepStats:
         for group in self._optimizer.param_groups:

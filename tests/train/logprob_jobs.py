@@ -19,8 +19,8 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Random logits of `num_tokens` x `vocab_size`, cut over `tp` ranks. `spread`: their standard deviation. `num_dead`: columns of -inf,
-    the first ones, as of a model that masks part of its vocabulary."""
+    """Random logits of `num_tokens` x `vocab_size`, cut over `tp` ranks. `spread`: their standard deviation. `num_dead`: columns of -1e30,
+    the first ones."""
 
     tp: int = 1
     num_tokens: int = 37
@@ -54,7 +54,7 @@ class Case:
         """Logits [T, V] without padding in the case's dtype, labels, and the weight of each log-prob in a loss."""
         generator = torch.Generator().manual_seed(0)
         logits_TV = torch.randn(self.num_tokens, self.vocab_size, generator=generator, dtype=torch.float64) * self.spread
-        logits_TV[:, : self.num_dead] = -torch.inf
+        logits_TV[:, : self.num_dead] = -1e30
         labels_T = torch.randint(self.vocab_size, (self.num_tokens,), generator=generator)
         labels_T[:2] = torch.tensor([0, self.vocab_size - 1])
         weight_T = torch.randn(self.num_tokens, generator=generator, dtype=torch.float64)
@@ -71,14 +71,82 @@ class Values:
 
 
 def chunked(case: Case) -> Values:
-    from moerl.train.loss.logprobs import logprobs_and_entropy
+    from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
 
     def compute(logits_TV: Tensor, labels_T: Tensor, group: dist.ProcessGroup) -> Pair:
         options: dict[str, Any] = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
         options |= {"entropy_has_gradient": case.entropy_weight != 0, "sets": case.sets()}
-        return logprobs_and_entropy(logits_TV, labels_T, group=group, **options)
+        # An output layer that takes the columns of this rank: the states are the logits of all of them.
+        hidden_TH = GatherColumns.apply(logits_TV, group)
+        weight_VH = torch.eye(hidden_TH.shape[1], dtype=logits_TV.dtype).chunk(group.size())[group.rank()]
+        return logprobs_and_entropy(HeadInput(hidden_TH=hidden_TH, weight_VH=weight_VH), labels_T, group=group, **options)
 
     return _evaluate(case, compute)
+
+
+class GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.columns = slice(group.rank() * logits_TV.shape[1], (group.rank() + 1) * logits_TV.shape[1])
+        return _gather(logits_TV.detach(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Every rank's gradient is of its own columns alone."""
+        others = gradients[0].clone()
+        others[:, ctx.columns] = 0
+        assert not others.any()
+        return gradients[0][:, ctx.columns], None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCase:
+    """Random states and an output layer."""
+
+    tp: int = 1
+    dtype: str = "float32"
+    chunk_tokens: int = 8
+    accumulates: bool = False
+    """The weight has a main_grad, in which something is already."""
+
+    def whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[37, 16] states, [101, 16] weight, labels, and the weight of each log-prob in a loss."""
+        generator = torch.Generator().manual_seed(0)
+        states, weight = (torch.randn(size, 16, generator=generator, dtype=torch.float64) / 2 for size in (37, 101))
+        dtype = getattr(torch, self.dtype)
+        labels_T = torch.randint(101, (37,), generator=generator)
+        return states.to(dtype), weight.to(dtype), labels_T, torch.randn(37, generator=generator, dtype=torch.float64)
+
+
+def through_the_head(case: HeadCase) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Log-probs, entropies and gradients of states and weight, padding left out. The loss has both, and two calls share the weight."""
+    from megatron.core import parallel_state
+
+    from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
+    from moerl.train.megatron.megatron_model import initialize_groups
+
+    initialize_groups(Layout(ranks=case.tp, tp=case.tp), 1)
+    group = parallel_state.get_tensor_model_parallel_group()
+    states_TH, whole_VH, labels_T, weight_T = case.whole()
+    padded_VH = torch.nn.functional.pad(whole_VH, (0, 0, 0, -len(whole_VH) % case.tp), value=7.0)
+    weight_VH = torch.nn.Parameter(padded_VH.chunk(case.tp)[group.rank()].clone())
+    if case.accumulates:
+        weight_VH.main_grad = torch.ones_like(weight_VH, dtype=torch.promote_types(weight_VH.dtype, torch.float32))  # type: ignore[attr-defined]
+    states_TH.requires_grad_()
+    head, options = HeadInput(hidden_TH=states_TH, weight_VH=weight_VH), {"group": group, "vocab_size": len(whole_VH)}
+    found = [
+        logprobs_and_entropy(head, labels, temperature=0.7, chunk_tokens=case.chunk_tokens, entropy_has_gradient=True, **options)
+        for labels in (labels_T, labels_T.flip(0))
+    ]
+    sum(((logp + 0.5 * entropy) * weight_T.to(logp.dtype)).sum() for logp, entropy in found).backward()
+    assert states_TH.grad is not None and weight_VH.grad is not None
+    dist.all_reduce(states_TH.grad, group=group)
+    of_weight = weight_VH.main_grad - 1 + weight_VH.grad if case.accumulates else weight_VH.grad  # type: ignore[attr-defined]
+    shards = [torch.empty_like(of_weight) for _ in range(case.tp)]
+    dist.all_gather(shards, of_weight.contiguous(), group=group)
+    gradients = (states_TH.grad, torch.cat(shards)[: len(whole_VH)])
+    logprobs_T, entropy_T = (each.detach().double().numpy() for each in found[0])
+    return logprobs_T, entropy_T, *(each.double().numpy() for each in gradients)  # type: ignore[return-value]
 
 
 def of_megatron(case: Case) -> Values:
@@ -129,19 +197,23 @@ def _gather(shard_TV: Any, group: dist.ProcessGroup) -> Tensor:
 
 
 def peak_bytes(case: Case) -> tuple[int, int]:
-    """Largest number of bytes alive at once, forward and backward, beyond what lived before it (logits; their gradient counts)."""
+    """Largest number of bytes alive at once, forward and backward, beyond what lived before it: states of 16 numbers, and a weight whose
+    gradient is added to what is there."""
     from megatron.core import parallel_state
 
-    from moerl.train.loss.logprobs import logprobs_and_entropy
+    from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
     from moerl.train.megatron.megatron_model import initialize_groups
 
     initialize_groups(Layout(), 1)
-    logits_TV, labels_T, _ = case.whole()
-    logits_TV.requires_grad_()
+    _, labels_T, _ = case.whole()
+    dtype = getattr(torch, case.dtype)
+    hidden_TH, weight_VH = (torch.randn(size, 16).to(dtype).requires_grad_() for size in (case.num_tokens, case.vocab_size))
+    weight_VH.main_grad = torch.zeros_like(weight_VH, dtype=torch.promote_types(dtype, torch.float32))  # type: ignore[attr-defined]
+    head = HeadInput(hidden_TH=hidden_TH, weight_VH=weight_VH)
     group = parallel_state.get_tensor_model_parallel_group()
     options = {"temperature": case.temperature, "vocab_size": case.vocab_size, "chunk_tokens": case.chunk_tokens}
     with LiveBytes() as forward:
-        total = logprobs_and_entropy(logits_TV, labels_T, group=group, **options)[0].sum()
+        total = logprobs_and_entropy(head, labels_T, group=group, **options)[0].sum()
     with LiveBytes() as backward:
         total.backward()
     return forward.peak, backward.peak

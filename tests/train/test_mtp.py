@@ -73,7 +73,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_mean_over_depths_of_the_means
     # "Logits" name their depth; a target's log-prob is looked up in a table. Padding and other positions give NaN.
     lookup = SimpleNamespace(depth=0)
 
-    def logprobs(logits, target_T):
+    def logprobs(logits, target_T, asked_T):
         values = table[int(logits), torch.from_numpy(target_T)]
         return torch.where(torch.from_numpy(target_T) >= 100, values, torch.nan), lookup
 

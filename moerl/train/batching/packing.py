@@ -64,6 +64,12 @@ class PackedMicroBatch:
         return len(self.cu_seqlens) - 1
 
     @property
+    def asked_T(self) -> np.ndarray:
+        """bool [T]: labels whose log-prob a loss may ask about; tokens of a response, and others that are taught."""
+        weights = (self.ce_weight_T, self.kl_weight_T)
+        return np.logical_or.reduce([self.response_mask_T, *(weight_T != 0 for weight_T in weights if weight_T is not None)])
+
+    @property
     def num_positions(self) -> int:
         """Tokens of the whole micro-batch, padding included."""
         return int(self.cu_seqlens[-1])

@@ -6,6 +6,7 @@ the number of its targets in the whole mini-batch. DeepSeek-V3 (arXiv:2412.19437
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,14 +45,14 @@ class MTPLoss:
 
     targets: MTPTargets
     coefficient: float
-    logprobs: Callable[[Tensor, np.ndarray], tuple[Tensor, Tensor]]
-    """From logits [1, T, V / tp] and targets [T] to their log-probs [T] and entropies."""
+    logprobs: Callable[[Any, np.ndarray, np.ndarray], tuple[Tensor, Tensor]]
+    """From what the output layer makes logits of, targets [T] and where there is one [T] to their log-probs [T] and entropies."""
 
-    def of(self, logits: Sequence[Tensor], label_index_T: np.ndarray) -> Tensor:
-        """This micro-batch's share, with gradient, before the coefficient. `logits`: of depth 1, 2, ..."""
+    def of(self, heads: Sequence[Any], label_index_T: np.ndarray) -> Tensor:
+        """This micro-batch's share, with gradient, before the coefficient. `heads`: of depth 1, 2, ..."""
         shares = []
-        for depth, (depth_logits, count) in enumerate(zip(logits, self.targets.counts, strict=True), start=1):
+        for depth, (head, count) in enumerate(zip(heads, self.targets.counts, strict=True), start=1):
             target_T, mask_T = self.targets.columns(label_index_T, depth)
-            logp_T, _ = self.logprobs(depth_logits, target_T)
+            logp_T, _ = self.logprobs(head, target_T, mask_T)
             shares.append(torch.where(torch.from_numpy(mask_T).to(logp_T.device), -logp_T, 0.0).sum() / max(count, 1))
         return torch.stack(shares).mean()

@@ -27,6 +27,7 @@ from moerl.models.bridge.native_bridge import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
 from moerl.models.families.parts.family import DeltaSizes, Family, Sizes, is_tied, num_mtp_layers
 from moerl.models.unknown import find_family
+from moerl.train.loss.logprobs import HeadInput
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets
 from moerl.train.megatron.expert_routing import Routing
@@ -132,7 +133,7 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int,
     config = _transformer_config(family, hf, train)
     padded_vocab_size = -(-hf["vocab_size"] // train.layout.tp) * train.layout.tp
     stages = range(train.layout.vpp) if train.layout.vpp > 1 else [None]
-    sizes = {"padded_vocab_size": padded_vocab_size, "max_context": max_context}
+    sizes: dict[str, Any] = {"padded_vocab_size": padded_vocab_size, "max_context": max_context, "is_critic": is_critic}
     chunks = [_chunk(config, family, hf, vp_stage, tied=is_tied(hf) and not is_critic, **sizes) for vp_stage in stages]
     for chunk in chunks:
         if is_critic and chunk.post_process:
@@ -154,13 +155,13 @@ def build_chunks(hf: Mapping[str, Any], train: TrainConfig, *, max_context: int,
 
 def _chunk(
     config: TransformerConfig, family: Family, hf: Mapping[str, Any], vp_stage: int | None, *, padded_vocab_size: int, max_context: int,
-    tied: bool,
+    tied: bool, is_critic: bool,
 ) -> GPTModel:  # fmt: skip
     layers = decoder_layers(config, vp_stage)
     if config.qk_norm_over_heads:
         norm_over_heads(layers)
     has_mtp = config.mtp_num_layers is not None
-    return (MTPModel if has_mtp else GPTModel)(
+    return (GPTModel if is_critic else HeadlessModel)(
         config=config,
         transformer_layer_spec=layers,
         vocab_size=padded_vocab_size,
@@ -254,16 +255,8 @@ def _count_in_norm(chunk: nn.Module) -> None:
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-class Bfloat16Module(Float16Module):
-    """Megatron's wrapper, without its copy of all logits in float32, which would be kept for the backward pass and have gradients as wide.
-    Log-probs widen a chunk at a time (moerl/train/loss/logprobs.py), with the same bits."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return super().forward(*inputs, fp32_output=False, **kwargs)
-
-
 def _wrap(config: TransformerConfig, train: TrainConfig, chunk: nn.Module, *, is_first: bool) -> nn.Module:
-    module = Bfloat16Module(config, chunk) if config.bf16 else chunk
+    module = Float16Module(config, chunk) if config.bf16 else chunk
     for name, buffer in chunk.named_buffers():
         # Rounded to bfloat16 by Float16Module; Megatron widens it again only in the first forward pass, after the weights were loaded.
         if name.endswith(".expert_bias"):
@@ -280,19 +273,19 @@ def _bridge_groups() -> Groups:
     )
 
 
-class MTPModel(GPTModel):
-    """Megatron's GPTModel with its multi-token prediction block, returning the logits of every depth instead of a loss.
+class HeadlessModel(GPTModel):
+    """Megatron's GPTModel that leaves logits and losses to whoever has the labels of a micro-batch (moerl/train/loss).
 
-    Megatron's own forward computes that loss inside the model: it needs labels, which RL does not give it, and it divides by counts of one
-    rank and one micro-batch. Here the loss is made where every other loss is (moerl/train/loss/batch_loss.py).
+    Megatron's own forward makes whole logits, and computes the loss of multi-token prediction inside the model: it needs labels, which RL
+    does not give it, and it divides by counts of one rank and one micro-batch.
     """
 
-    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | tuple[Tensor, ...]:
-        """On the last stage [1, T, V / tp]: the logits; where gradients are wanted a tuple of them and of those of each depth in order."""
+    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | tuple[HeadInput, ...]:
+        """On the last stage what the output layer makes logits of, and where gradients are wanted the same of each depth in order."""
         if not self.post_process:
             return hidden_states
         hidden = [hidden_states]
-        if torch.is_grad_enabled():
+        if self.config.mtp_num_layers is not None and torch.is_grad_enabled():
             stacked = self.mtp(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -301,6 +294,12 @@ class MTPModel(GPTModel):
                 **{name: inputs[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")},
             )
             hidden = list(torch.chunk(stacked, 1 + self.config.mtp_num_layers))
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits = tuple(self.output_layer(states, weight=weight)[0].transpose(0, 1).contiguous() for states in hidden)
-        return logits if len(logits) > 1 else logits[0]
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        return tuple(self._head_input(states, weight) for states in hidden)
+
+    def _head_input(self, states: Tensor, weight: Tensor) -> HeadInput:
+        if self.config.sequence_parallel:
+            states = tensor_parallel.gather_from_sequence_parallel_region(states)
+        embedding = getattr(self, "embedding", None)  # of the first stage, and beside multi-token prediction
+        is_embedding = embedding is not None and weight is embedding.word_embeddings.weight
+        return HeadInput(hidden_TH=states.transpose(0, 1).flatten(0, 1), weight_VH=weight, is_embedding=is_embedding)
