@@ -4,7 +4,8 @@
 
 Chunked also with an entropy that has a gradient, with `--left` entries of the vocabulary that sampling left for each token, and with
 three quarters of the tokens, as where a quarter are prompts. Whole logits: the output layer, a float32 copy, Megatron's
-vocab_parallel_cross_entropy, and the entropy from a second pass; `--no-whole` leaves them out. Runs on a GPU if there is one.
+vocab_parallel_cross_entropy, and the entropy from a second pass. `--ways` and `--dtypes` choose; `--repeats 0` measures memory alone, in
+one step. Runs on a GPU if there is one.
 """
 
 import argparse
@@ -93,7 +94,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32768)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--no-whole", action="store_true")
+    parser.add_argument("--ways", default="whole,chunked,3/4,entropy,left")
+    parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--left", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -112,7 +114,7 @@ def main() -> None:
     print(f"{arguments.tokens} tokens, vocabulary {arguments.vocabulary}, hidden size {arguments.hidden}")
     print(f"chunks of {arguments.chunk} tokens, {chunk_bytes / 1e6:.0f} MB in float32")
     print("model     way      seconds  ratio   peak")
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (getattr(torch, name) for name in arguments.dtypes.split(",")):
         sizes = (arguments.tokens, arguments.vocabulary)
         hidden_TH, weight_VH = (torch.randn(size, arguments.hidden, device=device).to(dtype).requires_grad_() for size in sizes)
         weight_VH.main_grad = torch.zeros_like(weight_VH, dtype=torch.float32)  # type: ignore[attr-defined]
@@ -125,10 +127,9 @@ def main() -> None:
             "entropy": lambda head=head: logprobs_and_entropy(head, labels_T, entropy_has_gradient=True, **options),
             "left": lambda head=head: logprobs_and_entropy(head, labels_T, sets=sets, **options),
         }
-        if arguments.no_whole:
-            del ways["whole"]
+        ways = {name: ways[name] for name in arguments.ways.split(",")}
         computes = list(ways.values())
-        for compute in computes:
+        for compute in computes if arguments.repeats else []:
             step(head, compute)
         peaks = [peak_bytes(head, compute) for compute in computes]
         seconds = seconds_of(head, computes, arguments.repeats)

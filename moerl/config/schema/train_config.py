@@ -125,9 +125,9 @@ class TrainConfig(Strict):
     """None: matrix products in `dtype`. Needs bfloat16."""
     micro_batch_tokens: Positive = 8192
     """Packed tokens of one micro-batch on one data-parallel rank; at least model.max_context."""
-    logprob_chunk_tokens: Positive = 1024
-    """Tokens whose log-probs are computed at a time: two blocks of this many rows of logits exist in float32, never all rows. Fewer
-    save memory; some hundred keep a GPU busy."""
+    logprob_chunk_tokens: Positive = 512
+    """Tokens whose logits exist at a time: two blocks of this many rows in float32 and one in the model's dtype. Fewer save memory; some
+    hundred keep a GPU busy."""
     updates_per_step: Positive = 1
     """Mini-batches (optimizer steps) a rollout batch is cut into; over 1 the trainer records old log-probs first."""
     old_logprobs: Literal["trainer", "rollout", "log_linear"] = "trainer"
