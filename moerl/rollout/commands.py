@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.derive.gpu_map import num_shared
-from moerl.config.derive.model_configs import routes_to_replay
+from moerl.config.derive.model_configs import model_config, routes_to_replay
 from moerl.config.rules.engine_rules import interpreter
 from moerl.config.schema.rollout_config import RolloutConfig, ServerLayout
 from moerl.config.schema.run_config import RunConfig
-from moerl.rollout.engines.engine_arguments import Options, as_command_line
+from moerl.rollout.engines.engine_arguments import Options, as_command_line, with_overrides
 from moerl.rollout.engines.sglang import sglang_launch as sglang
 from moerl.rollout.engines.vllm import vllm_launch as vllm
 
@@ -94,7 +94,8 @@ def engine_line(config: RunConfig, model_dir: Path, *, head: str) -> tuple[dict[
         head=head,
     )
     launch = _LAUNCH[config.rollout.engine]
-    return launch.environment(options), as_command_line(launch.arguments(options, launch.TESTED) | config.rollout.engine_args)
+    own = with_overrides(launch.arguments(options, launch.TESTED), launch.OVERRIDES, model_config(config.model), layout)
+    return launch.environment(options), as_command_line(own | config.rollout.engine_args)
 
 
 def described(config: RunConfig) -> Iterator[str]:

@@ -70,6 +70,12 @@ def test_check_prints_what_starts_every_node_as_comments_of_its_yaml():
     assert "--node-rank 1 to 3" in others
 
 
+def test_check_prints_which_matrices_an_engine_is_told_to_keep():
+    """As the server tells it: routers come as they are, where a push brings the rest in FP8."""
+    config = load([f"recipe={RECIPES['kimi-k2']}", "rollout.layout.weights=fp8"])
+    assert '"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"' in "".join(described(config))
+
+
 def test_an_engine_without_an_environment_of_its_own_has_no_command_to_print():
     assert list(described(load(["recipe=grpo-tiny-moe-1n2g-sync"]))) == []
 

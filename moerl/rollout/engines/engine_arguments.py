@@ -75,6 +75,12 @@ def overrides(model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:
     return added | ({"quantization_config": None} if "quantization_config" in model else {})
 
 
+def with_overrides(arguments: Mapping[str, Any], name: str, model: Mapping[str, Any], layout: ServerLayout) -> dict[str, Any]:
+    """`arguments` with `overrides` under the engine's `name` for them."""
+    changed = overrides(model, layout)
+    return {**arguments, name: arguments.get(name, {}) | changed} if changed else dict(arguments)
+
+
 def _kept_modules(model: Mapping[str, Any]) -> list[str]:
     """Matrices that a push brings as they are and an engine would take for FP8 ones, as published folders list them."""
     block, layers = FAMILIES[model["model_type"]].served.block, range(model["num_hidden_layers"] + num_mtp_layers(model))

@@ -17,7 +17,14 @@ import torch
 
 from moerl.cluster.sockets import free_ports
 from moerl.config.derive.model_shape import read_config, shape_of_config
-from moerl.rollout.engines.engine_arguments import Options, QuietParser, argument_problems, as_command_line, overrides, version_problems
+from moerl.rollout.engines.engine_arguments import (
+    Options,
+    QuietParser,
+    argument_problems,
+    as_command_line,
+    version_problems,
+    with_overrides,
+)
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
@@ -93,8 +100,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     own = sglang_launch.arguments(replace(options, shares_gpus=options.shares_gpus and has_gpu), importlib.metadata.version("sglang"))
     own["disable_shared_experts_fusion"] = True
-    if changed := overrides(read_config(options.model), options.layout):
-        own["json_model_override_args"] = own.get("json_model_override_args", {}) | changed
+    own = with_overrides(own, sglang_launch.OVERRIDES, read_config(options.model), options.layout)
     if has_gpu:
         return own
     os.environ.update(sglang_cpu.environment(options.layout))

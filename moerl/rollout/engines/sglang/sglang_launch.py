@@ -36,6 +36,9 @@ NAMES: dict[str, Names] = {
 SPARE_POSITIONS = 8
 """SGLang ends a request some tokens before its context_length."""
 
+OVERRIDES = "json_model_override_args"
+"""The argument that changes fields of config.json."""
+
 _DEEPEP_MODES = {"deepep": "auto", "deepep_normal": "normal", "deepep_low_latency": "low_latency"}
 _DISPATCH_TOKENS = 128
 """SGLang's own number for DeepEP's kernels for latency (environ.py)."""
@@ -100,7 +103,7 @@ def _modes(options: Options) -> dict[str, Any]:
     if layout.redundant_experts is not None:
         own["enable_eplb"] = True
     if layout.weights == "fp8":
-        own["json_model_override_args"] = {"quantization_config": FP8_BLOCKS}
+        own[OVERRIDES] = {"quantization_config": FP8_BLOCKS}
     if layout.mtp_tokens:
         # A chain, not a tree, of drafts.
         own |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": layout.mtp_tokens + 1}

@@ -18,8 +18,8 @@ from moerl.rollout.engines.engine_arguments import (
     argument_problems,
     as_command_line,
     installed_version,
-    overrides,
     version_problems,
+    with_overrides,
 )
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
@@ -93,8 +93,7 @@ def _own_arguments(options: Options) -> dict[str, Any]:
     }
     if options.layout.mtp_tokens:
         own["per_request_spec_decode_metrics"] = "summary"
-    if changed := overrides(model, options.layout):
-        own["hf_overrides"] = own.get("hf_overrides", {}) | changed
+    own = with_overrides(own, vllm_launch.OVERRIDES, model, options.layout)
     if options.layout.nodes > 1:
         os.environ["VLLM_HOST_IP"] = options.host  # vLLM would take the address of the default route, which other nodes may not reach
     if not torch.cuda.is_available():

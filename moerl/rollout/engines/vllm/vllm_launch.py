@@ -32,6 +32,9 @@ NAMES: dict[str, Names] = {
 }
 """Names by range of versions: the argument each setting becomes. A user's engine_args may not name any of them."""
 
+OVERRIDES = "hf_overrides"
+"""The argument that changes fields of config.json."""
+
 _ALL_TO_ALL = {"deepep_normal": "deepep_high_throughput", "deepep_low_latency": "deepep_low_latency"}
 
 
@@ -91,7 +94,7 @@ def _modes(options: Options) -> dict[str, Any]:
     if layout.redundant_experts is not None:
         own["enable_eplb"] = True
     if layout.weights == "fp8":
-        own["hf_overrides"] = {"quantization_config": FP8_BLOCKS}
+        own[OVERRIDES] = {"quantization_config": FP8_BLOCKS}
     if options.shares_gpus:
         own["enable_sleep_mode"] = True
     if layout.cuda_graph_requests == 0:
