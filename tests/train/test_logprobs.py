@@ -135,3 +135,8 @@ def test_the_memory_test_sees_whole_logits():
     case = Case(num_tokens=512, vocab_size=4096, chunk_tokens=512)
     forward, _ = run_ranks(peak_bytes, 1, case)
     assert forward > 3 * 32 * case.vocab_size * 4 + 256 * case.num_tokens
+
+
+def test_pytorch_has_the_product_that_a_gpu_takes():
+    """Of bfloat16 matrices in float32, which it computes on CUDA alone (_WeightGradient)."""
+    assert "dtype" in torch.ops.aten.mm.overloads()
