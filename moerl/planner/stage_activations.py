@@ -12,12 +12,11 @@ from typing import Any
 
 from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.run_config import RunConfig
-from moerl.config.schema.train_config import FullRecompute, RecomputeModule, SelectiveRecompute
+from moerl.config.schema.train_config import PRODUCT_ROWS, FullRecompute, RecomputeModule, SelectiveRecompute
 from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import num_mtp_layers
 from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
 from moerl.planner.saved_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
-from moerl.train.memory.memory_states import PRODUCT_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,9 @@ from moerl.config.schema.strict import NotNegative, Positive, Strict
 
 RecomputeModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 
+PRODUCT_ROWS = 8192
+"""Rows of the output layer for which one product of a chunk, of its gradient, exists at once (moerl/train/loss/logprobs.py)."""
+
 
 # -- recomputation ---------------------------------------------------------------------------------------------
 

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moerl.train.memory.memory_states import PRODUCT_ROWS
+from moerl.config.schema.train_config import PRODUCT_ROWS
 from moerl.types.sampling_sets import SamplingSets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInput:
-    """What the output layer makes logits of."""
+    """Input of the output layer, and its weight."""
 
     hidden_TH: Tensor
-    """Of all tokens, on every tensor-parallel rank; its gradient is of this rank's logits alone."""
+    """States of all tokens, on every tensor-parallel rank; their gradient is of this rank's logits alone."""
     weight_VH: Tensor
     """This rank's rows of the padded vocabulary. Has it a `main_grad`, as parameters in Megatron's DistributedDataParallel, its gradient is
     added to that."""
@@ -208,8 +208,8 @@ class _WeightGradient:
                 total[rows].addmm_(of_rows.to(total.dtype), hidden_CH.to(total.dtype))
 
     def result(self) -> Tensor | None:
-        """What autograd gets. DistributedDataParallel's hook on the parameter adds its `grad` to main_grad and wants one: of zeros, without
-        memory, where nothing else brings one."""
+        """Gradient for autograd. DistributedDataParallel's hook on the parameter adds its `grad` to main_grad and wants one: of zeros,
+        without memory, where nothing else brings one."""
         if not self._is_main:
             return self._total_VH.to(self._weight_VH.dtype)
         if self._weight_VH.grad is None and not self._is_embedding:

@@ -124,7 +124,3 @@ class MemoryStates:
 
 def _on_device(kinds: Mapping[Kind, Bytes]) -> int:
     return sum(held.device for held in kinds.values())
-
-
-PRODUCT_ROWS = 8192
-"""Rows of the output layer for which one product of a chunk, of its gradient, exists at once (moerl/train/loss/logprobs.py)."""
