@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from moerl.algorithms.algorithm import SUPERVISED  # noqa: E402
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig  # noqa: E402
 from moerl.train.engine_settings import EngineSettings  # noqa: E402
+from moerl.train.loss.logprobs import HeadInput  # noqa: E402
 from moerl.train.megatron.megatron_model import initialize_groups  # noqa: E402
 from moerl.train.megatron_engine import MegatronEngine  # noqa: E402
 from moerl.types.batch import TrainBatch  # noqa: E402
@@ -77,8 +78,10 @@ def _bare_forward(iterator: Iterator[Ready], model: Any) -> tuple[Tensor, Any]:
     return model(micro.tokens, micro.positions, None, packed_seq_params=micro.sequences), partial(_bare_loss, micro)
 
 
-def _bare_loss(micro: Ready, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    loss_T = vocab_parallel_cross_entropy(logits[0][:, None].float(), micro.labels_T[:, None])[:, 0]
+def _bare_loss(micro: Ready, outputs: tuple[HeadInput, ...]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Whole logits, as Megatron's own output layer makes them."""
+    logits_TV = torch.nn.functional.linear(outputs[0].hidden_TH, outputs[0].weight_VH)
+    loss_T = vocab_parallel_cross_entropy(logits_TV[:, None].float(), micro.labels_T[:, None])[:, 0]
     loss = (loss_T * micro.weight_T).sum()
     return loss, torch.zeros((), dtype=torch.int), {"loss": loss.detach()}
 

@@ -138,6 +138,14 @@ def test_a_layout_for_an_engine_of_one_process_is_refused():
     assert found.path == "rollout.layout" and "one process" in found.reason
 
 
+def test_a_model_with_several_drafting_layers_is_refused_for_sglang():
+    config = loaded(GLM)
+    shape = replace(shape_of_config(model_config(config.model)), num_mtp_layers=2)
+    assert [(each.path, each.fix) for each in layout_problems(config, Facts(hf=None, shape=shape))] == [
+        ("rollout.layout.mtp_tokens", "mtp_tokens=0, or rollout.engine=vllm")
+    ]
+
+
 def test_routes_are_not_replayed_where_the_engine_may_report_others():
     config = loaded(GLM)
     layout = ServerLayout(gpus=32, dp=4, ep=32, mtp_tokens=1, redundant_experts=32)

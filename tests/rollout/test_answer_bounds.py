@@ -22,7 +22,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.server import wire
 from moerl.rollout.server.client import generate_at, new_session
-from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, DraftCounts, SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, EngineUnsound
 from moerl.types.routes import RouteShape
 
@@ -47,6 +47,7 @@ def assert_sound(completion):
     assert sum(span.num_tokens for span in completion.spans) == count
     assert all(span.num_tokens > 0 and 0 <= span.version < 2**31 for span in completion.spans)
     assert completion.finish_reason in ("stop", "length", "abort")
+    assert min(completion.drafts.checks, completion.drafts.accepted) >= 0
     if count and completion.finish_reason != "abort":
         assert completion.routes.shape == (3 + count - 1, 2, 2) and completion.routes.max() < 256
 
@@ -69,6 +70,13 @@ def damaged(random):
         at = random.randrange(len(content))
         content[at : at + random.randrange(3)] = random.randbytes(random.randrange(3))
     return bytes(content)
+
+
+@pytest.mark.parametrize("drafts", [DraftCounts(-1, 0), DraftCounts(3, -1), DraftCounts(0, 2)])
+def test_counts_of_drafts_that_cannot_be_are_refused(drafts):
+    with pytest.raises(EngineUnsound, match=f"{drafts.accepted} drafts accepted in {drafts.checks} checks"):
+        checked(wire.dump_completion(replace(SOUND, drafts=drafts)))
+    assert checked(wire.dump_completion(replace(SOUND, drafts=DraftCounts(2, 1)))).drafts == DraftCounts(2, 1)
 
 
 @settings(max_examples=200)

@@ -48,9 +48,11 @@ def drafting(request, run, tmp_path_factory):
     stored = load_file(checkpoint.directory / "model.safetensors")
     tensors = {name: stored[name] for name in checkpoint_specs(checkpoint.directory, torch.float32, with_mtp=True)}
     model = AutoModelForCausalLM.from_pretrained(checkpoint.directory).eval()
-    run(engine.start())
-    yield Drafting(engine=engine, model=model, tensors=tensors, returns_routes=name == "sglang")
-    run(engine.close())
+    try:
+        run(engine.start())
+        yield Drafting(engine=engine, model=model, tensors=tensors, returns_routes=name == "sglang")
+    finally:
+        run(engine.close())
 
 
 async def complete(drafting, tensors, version, **sampling):

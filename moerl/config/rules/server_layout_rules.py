@@ -34,6 +34,9 @@ def layout_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield from server_fp8_problems(config, facts)
     if not sizes and rollout.engine == "vllm":
         yield from _vllm_problems(rollout)
+    if rollout.engine == "sglang" and layout.mtp_tokens and shape is not None and shape.num_mtp_layers > 1:
+        reason = f"SGLang drafts with one layer (deepseek_weight_loader.py), and the model has {shape.num_mtp_layers}"
+        yield _problem("mtp_tokens", layout.mtp_tokens, "must be 0 for this model", reason, "mtp_tokens=0, or rollout.engine=vllm")
     if not sizes and rollout.engine == "sglang" and layout.all_to_all in ("deepep", "deepep_low_latency"):
         yield from _low_latency_problems(rollout)
     if config.train.router_replay == "rollout":

@@ -24,7 +24,7 @@ def check_completion(completion: Completion, sampling: SamplingParams, *, reques
     if completion.request_id != request_id:
         broken.append(f"request_id = {completion.request_id!r}: must be the request's")
     broken += [*_tokens(completion, sampling, vocab_size), *_logprobs(completion), *_spans(completion), *_end(completion, sampling)]
-    broken += _sets(completion, sampling, vocab_size)
+    broken += [*_sets(completion, sampling, vocab_size), *_drafts(completion)]
     if broken:
         raise EngineUnsound(
             f"{server}: {request_id}: the answer cannot be this request's: {'; '.join(broken)}. The server serves another model, "
@@ -86,6 +86,12 @@ def _sets(completion: Completion, sampling: SamplingParams, vocab_size: int) -> 
         yield "entries of a token: must ascend, each once"
     elif not (found := sets.hold(np.array(completion.token_ids)) & (sets.counts > 0)).all():
         yield f"token {int(np.argmin(found))}: must be one of the entries it was chosen from"
+
+
+def _drafts(completion: Completion) -> Iterator[str]:
+    checks, accepted = completion.drafts.checks, completion.drafts.accepted
+    if min(checks, accepted) < 0 or (accepted > 0 and checks == 0):
+        yield f"{accepted} drafts accepted in {checks} checks: must be counts, and none without a check"
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:

@@ -206,7 +206,8 @@ class VLLMCore:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info={"offer": wire.OFFER.dump_json(offer).decode()})
-        await self._done(self._engine.collective_rpc("receive_drafts"))
+        if drafts_come(self._engine.vllm_config):
+            await self._done(self._engine.collective_rpc("receive_drafts"))
         await self._checked(self._engine.init_weight_transfer_engine(request))
 
     async def begin(self, manifest: Manifest) -> None:

@@ -25,7 +25,7 @@ from moerl.rollout.engines.process_push import run_step
 from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
 from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
-from moerl.rollout.engines.vllm.vllm_core import FAILED, drafts_come, needs_of, process_number, specs_of
+from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receive import WeightSession
@@ -41,13 +41,11 @@ class WorkerExtension:
     """vLLM makes it a base of every worker before it loads the model."""
 
     weight_transfer_engine: "Receiver"
-    get_draft_model: Callable[[], torch.nn.Module | None]
+    get_draft_model: Callable[[], torch.nn.Module]
 
     def receive_drafts(self) -> None:
-        """Called before the first push: the receiver is made with the model alone."""
-        draft = self.get_draft_model()
-        if draft is not None:
-            self.weight_transfer_engine.add_draft(draft)
+        """Called before the first push, where that brings the drafting layer: the receiver is made with the model alone."""
+        self.weight_transfer_engine.add_draft(self.get_draft_model())
 
     def check_push(self) -> None:
         """WeightError for what the last step met in any worker. Raised by the last of them only: vLLM's executor reads their answers in
@@ -91,10 +89,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Failures of the last step, of all workers."""
 
     def add_draft(self, draft: torch.nn.Module) -> None:
-        """`draft`: the model that drafts, if that comes by a push too. It has layers after the model's last, and shares the embedding and
-        the output layer."""
-        if self._draft is not None or not drafts_come(self.vllm_config):
-            return
+        """`draft`: the model that drafts. It has layers after the model's last, and shares the embedding and the output layer."""
         self._draft, num_layers = draft, self.model_config.hf_config.num_hidden_layers
         load, load_draft = through_loaders(self.model), through_loaders(draft)
 
