@@ -53,17 +53,24 @@ _DECORATORS = ("register_model", "register_bridge")
 def explain_known(hf: Mapping[str, Any]) -> str:
     """Explanation for a config.json: what each package says of it, and what that is good for."""
     said = "; ".join(_explain(package, hf) for package in BRIDGES.values())
-    return f"{said} (where one does, its map of names helps to write a family: train.bridge carries only models of families)"
+    return f"{said} (what megatron-bridge knows, train.bridge=megatron_bridge may open: docs/add-a-family.md)"
 
 
 def _explain(package: BridgePackage, hf: Mapping[str, Any]) -> str:
     try:
-        installed, known = distribution(package.name).version, registered(package.name)
+        return f"{package.name} {distribution(package.name).version} {'knows it' if knows(package, hf) else 'does not know it'}"
     except PackageNotFoundError:
         return f"{package.name}, which may know it, is not installed here: {package.install}"
+
+
+def knows(package: BridgePackage, hf: Mapping[str, Any]) -> bool:
+    """Whether its registry has the architecture of a config.json. False where it is not installed."""
     listed = hf.get("architectures")
     names = {each for each in (hf.get("model_type"), *(listed if isinstance(listed, list) else ())) if isinstance(each, str)}
-    return f"{package.name} {installed} {'knows it' if names & known else 'does not know it'}"
+    try:
+        return bool(names & registered(package.name))
+    except PackageNotFoundError:
+        return False
 
 
 @cache

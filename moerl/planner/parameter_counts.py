@@ -12,8 +12,8 @@ from typing import Any
 from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import TrainConfig
-from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import is_tied, num_mtp_layers
+from moerl.models.find_family import find_family
 
 _START, _END = 64, 128
 """Elements at whose multiples a parameter, and the end of a buffer, lie (megatron/core/distributed/param_and_grad_buffer.py)."""
@@ -75,7 +75,7 @@ def _padded(sizes: "tuple[int, ...] | list[int]", shards: int) -> int:
 
 def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[ChunkParameters]]:
     """Parameters of [stage][chunk], for a layout without problems. KeyError for what config.json lacks."""
-    layout, fields = train.layout, FAMILIES[hf["model_type"]].transformer_config(hf)
+    layout, fields = train.layout, find_family(hf).transformer_config(hf)
     has_mtp, places = train.mtp_loss > 0 and num_mtp_layers(hf) > 0, layer_ranges(layout, fields["num_layers"])
     found: list[list[ChunkParameters]] = [[] for _ in places]
     for stage, ranges in enumerate(places):
@@ -109,7 +109,7 @@ def server_parameters(hf: Mapping[str, Any], *, tp: int, dense_tp: int, shared_t
     """Parameters beside experts that each GPU of a server holds, and all experts. `tp`: GPUs over which attention, embedding and output
     layer are cut; `dense_tp`, `shared_tp`: those of dense layers' MLPs, and of experts that every token goes to. Norms, routers and the
     down-projections of latent attention are on every GPU. `drafts`: with a layer of multi-token prediction."""
-    fields = FAMILIES[hf["model_type"]].transformer_config(hf)
+    fields = find_family(hf).transformer_config(hf)
     layouts = {size: Layout(ranks=size, tp=size) for size in {tp, dense_tp, shared_tp}}
     ends, _ = _ends(hf, fields, layouts[tp], is_first=True, is_last=True, has_mtp=False)
     others, experts = sum(ends), 0
@@ -130,7 +130,7 @@ def server_parameters(hf: Mapping[str, Any], *, tp: int, dense_tp: int, shared_t
 
 def mtp_parameters(hf: Mapping[str, Any]) -> int:
     """Parameters of the model's layers of multi-token prediction."""
-    fields = FAMILIES[hf["model_type"]].transformer_config(hf)
+    fields = find_family(hf).transformer_config(hf)
     return num_mtp_layers(hf) * sum(sum(sizes) for sizes in (*_mtp_layer(fields, Layout()), _indexer(fields)))
 
 

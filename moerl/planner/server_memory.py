@@ -6,7 +6,7 @@ from typing import Any
 
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.find_family import find_family
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.parameter_counts import is_delta_net, server_parameters
 from moerl.planner.saved_activations import WIDTHS
@@ -78,7 +78,7 @@ def server_memory(hf: Mapping[str, Any], config: RunConfig) -> ServerMemory:
 def token_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:
     """Bytes on each GPU: latent attention keeps one vector for all heads, and one for an indexer, on every GPU; else a GPU has its share of
     the key/value heads, at least one."""
-    fields, layout = FAMILIES[hf["model_type"]].transformer_config(hf), config.rollout.layout
+    fields, layout = find_family(hf).transformer_config(hf), config.rollout.layout
     wide = 1 if layout.kv_cache == "fp8" else WIDTHS[config.rollout_dtype]
     if fields.get("multi_latent_attention"):
         values = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"] + fields.get("dsa_indexer_head_dim", 0)

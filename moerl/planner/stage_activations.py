@@ -13,8 +13,8 @@ from typing import Any
 from moerl.config.derive.pipeline import layer_ranges
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import PRODUCT_ROWS, FullRecompute, RecomputeModule, SelectiveRecompute
-from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.find_family import find_family
 from moerl.planner.parameter_counts import is_delta_net, is_sparse_layer
 from moerl.planner.saved_activations import WIDTHS, Kernels, Term, Tokens, end_terms, layer_terms, mtp_terms
 
@@ -49,7 +49,7 @@ class StageModel:
 
     def __init__(self, hf: Mapping[str, Any], config: RunConfig, *, imbalance: float = 1.0, kernels: Kernels | None = None):
         """`imbalance`: tokens of the busiest rank's experts over the mean. `kernels`: None: Transformer Engine's."""
-        family = FAMILIES[hf["model_type"]]
+        family = find_family(hf)
         self._fields: dict[str, Any] = {**family.transformer_config(hf), **family.rotary(hf)}
         self._config, self._train, self._layout = config, config.train, config.train.layout
         self._kernels = Kernels(config.train) if kernels is None else kernels

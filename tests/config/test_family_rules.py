@@ -12,7 +12,7 @@ from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.config.rules.fp8_rules import linear_sizes
 from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts import family_checks
-from moerl.models.unknown import NOT_EXPRESSED, find_family
+from moerl.models.find_family import NOT_EXPRESSED, find_family
 from moerl.types.errors import CheckpointError, ConfigError, Problem
 from moerl.types.routes import RouteShape
 

@@ -213,9 +213,11 @@ def test_what_cannot_be_started_yet_is_said_at_the_start_only(monkeypatch, tmp_p
     config = load_checked([f"recipe={QWEN}", *given])
     found = problems(QWEN, *given, starts=True)
     assert [each.path for each in found] == ["rollout.layout.redundant_experts"]
-    found = list(start_problems(replace(config, rollout=replace(config.rollout, engine="vllm")), facts_of(config.model)))
-    assert [each.path for each in found[:2]] == ["rollout.layout.dp", "rollout.layout.ep"]
-    assert "of vLLM over several nodes have been in no run" in found[0].reason
+    vllm = replace(config, rollout=replace(config.rollout, engine="vllm", layout=replace(config.rollout.layout, redundant_experts=None)))
+    assert list(start_problems(vllm, facts_of(config.model))) == []
+    found = list(start_problems(replace(vllm, placement=replace(vllm.placement, gpu=None)), facts_of(config.model)))
+    assert [each.path for each in found] == ["rollout.layout.dp", "rollout.layout.ep"]
+    assert "build for CPU runs no experts" in found[0].reason
 
 
 def test_a_server_of_vllm_is_one_gpu_for_experts_with_biases():

@@ -6,7 +6,7 @@ import pytest
 
 from moerl.config.rules.model_rules import missing
 from moerl.models.bridge_packages import BRIDGES, registered
-from moerl.models.unknown import explain_unknown
+from moerl.models.find_family import explain_unknown
 
 MBRIDGE = '@register_model("mimo")\nclass A(Bridge): ...\n\n@register_model(["internvl_chat", "gemma3"])\nclass B(Bridge): ...\n'
 MEGATRON_BRIDGE = (

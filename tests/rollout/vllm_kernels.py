@@ -40,6 +40,7 @@ _OpNamespace.__getattr__ = _supported
 from vllm import platforms
 from vllm.platforms.cuda import CudaPlatformBase
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils import import_utils
 
 
 class Hopper(CudaPlatformBase):
@@ -53,10 +54,13 @@ class Hopper(CudaPlatformBase):
 
 
 platforms._current_platform = Hopper()
+import_utils.has_deep_gemm = lambda: True  # the wheel for CUDA brings it
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import select_fp8_moe_backend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import select_unquantized_moe_backend
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8Static128BlockSym
 
 
 def kernels(arguments):
@@ -72,7 +76,11 @@ def kernels(arguments):
         num_logical_experts=256, activation=MoEActivation.SILU, device="cpu", routing_method=RoutingMethodType.DeepSeekV3,
         moe_parallel_config=parallel, in_dtype=torch.bfloat16,
     )  # fmt: skip
-    return select_unquantized_moe_backend(config)[1].__name__
+    if arguments.get("quantization") != "fp8":
+        return select_unquantized_moe_backend(config)[1].__name__
+    # As for blocks of 128 x 128 (Fp8MoEMethod of layers/quantization/fp8.py).
+    keys = {"weight_key": kFp8Static128BlockSym, "activation_key": kFp8Dynamic128Sym}
+    return select_fp8_moe_backend(config, **keys, allow_vllm_cutlass=False)[1].__name__
 
 
 with open(sys.argv[1], "w") as out:

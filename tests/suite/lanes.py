@@ -45,7 +45,12 @@ LANES = (
     Lane(name="test", marker=_PLAIN, target="test", in_ci=True),
     Lane(
         name="bridges",
-        paths=("tests/models/test_megatron_bridge.py", "tests/models/test_registries.py", "tests/convert/test_convert_bridge.py"),
+        paths=(
+            "tests/models/test_megatron_bridge.py",
+            "tests/models/test_opened_families.py",
+            "tests/models/test_registries.py",
+            "tests/convert/test_convert_bridge.py",
+        ),
         target="test-bridges",
         in_ci=True,
     ),

@@ -33,9 +33,9 @@ def written(engine: str, kind: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
                 yield f"{file.name}:{node.lineno}", node
 
 
-def takes(function: griffe.Function, call: ast.Call) -> bool:
-    """Whether a bound method takes the arguments of the call."""
-    parameters = list(function.parameters)[1:]
+def takes(function: griffe.Function, call: ast.Call, *, is_bound: bool = True) -> bool:
+    """Whether a function, or a method bound to an object, takes the arguments of the call."""
+    parameters = list(function.parameters)[int(is_bound) :]
     by_place = [each for each in parameters if each.kind.value.startswith("positional")]
     variadic = {each.kind.value for each in parameters if each.kind.value.startswith("variadic")}
     given = {keyword.arg for keyword in call.keywords}
@@ -71,6 +71,26 @@ def test_every_method_that_is_called_takes_its_arguments(engine):
             assert takes(found, call), f"{where}: {owner[1]}.{name}{found.parameters} is given {ast.unparse(call)}"
             seen.add(name)
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("engine", VERSIONS)
+def test_every_function_and_class_that_is_imported_takes_what_it_is_called_with(engine):
+    folder, seen = unpacked(engine, VERSIONS[engine]), set()
+    for file in sorted((ENGINES / engine).glob("*.py")):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        of_engine = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == engine]
+        imported = {alias.asname or alias.name: (node.module, alias.name) for node in of_engine for alias in node.names}
+        for call in nodes:
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in imported):
+                continue
+            found = find(folder, *imported[call.func.id])
+            function = method(folder, found, "__init__") if found.is_class else found
+            if function is None or any(isinstance(each, ast.Starred) for each in call.args):
+                continue  # a class of fields, which tells nothing of its arguments here
+            where = f"{file.name}:{call.lineno}: {call.func.id}{function.parameters} is given {ast.unparse(call)}"
+            assert takes(function, call, is_bound=found.is_class), where
+            seen.add(call.func.id)
+    assert seen >= {"vllm": {"CoreEngineProcManager", "MultiprocExecutor", "get_tcp_uri"}, "sglang": set()}[engine]
 
 
 @pytest.mark.parametrize("engine", VERSIONS)

@@ -17,7 +17,7 @@ from moerl.config.derive.scratch_config import scratch_config
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.find_family import find_family
 from moerl.types.routes import RouteShape
 
 
@@ -52,7 +52,7 @@ def differences(published: Mapping[str, Any], found: Mapping[str, Any]) -> list[
 
 def _architecture(hf: Mapping[str, Any]) -> dict[str, Any]:
     """model_type and what its family tells Megatron."""
-    family = FAMILIES[hf["model_type"]]
+    family = find_family(hf)
     return {"model_type": hf["model_type"], "vocab_size": hf["vocab_size"], **family.rotary(hf), **family.transformer_config(hf)}
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.find_family import find_family
 from moerl.types.routes import RouteShape
 
 
@@ -42,7 +42,7 @@ class ModelShape:
 
 def shape_of_config(config: Mapping[str, Any]) -> ModelShape:
     """Shape of a model of a family in moerl/models, whether or not it breaks a rule of its family. KeyError for what config.json lacks."""
-    megatron = FAMILIES[config["model_type"]].transformer_config(config)
+    megatron = find_family(config).transformer_config(config)
     num_experts = megatron.get("num_moe_experts")
     return ModelShape(
         model_type=config["model_type"],

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.derive.model_shape import shape_of_config
-from moerl.models.families.family_table import FAMILIES, has_family
-from moerl.models.unknown import explain_unknown
+from moerl.models.find_family import explain_unknown, find_family, has_family
 from moerl.types.errors import Problem, can_be
 from moerl.types.json_text import is_file_name, read_object
 
@@ -44,12 +43,12 @@ def _config_problems(path: Path) -> Iterator[Problem]:
         yield _problem(path, *explain_unknown(config))
     else:
         try:
-            broken = list(FAMILIES[config["model_type"]].broken_rules(config))
+            broken = list(find_family(config).broken_rules(config))
             yield from (_problem(path, rule, reason, fix) for rule, reason, fix in broken)
             if not broken:
                 shape_of_config(config)
                 _ = config["vocab_size"]
-                FAMILIES[config["model_type"]].rotary(config)
+                find_family(config).rotary(config)
         except KeyError as missing:
             reason = "a model of this type cannot be described without"
             yield _problem(path, f"needs {missing} in config.json", reason, "copy the model's config.json again")

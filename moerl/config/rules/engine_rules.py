@@ -24,6 +24,8 @@ from moerl.types.errors import Problem, can_be, problem
 _SERVED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "llama", "mixtral", "deepseek_v3", "kimi_k2", "glm4_moe")
 FAMILIES = {"sglang": _SERVED, "vllm": (*_SERVED, "gpt_oss")}
 """Families of engines with an environment of their own: the model_types whose log-probs and pushes are tested."""
+OPENED = ("mistral", "olmoe", "deepseek_v2")
+"""model_types without a family in moerl/models, opened by Megatron-Bridge, whose runs with both engines are tested."""
 
 CHECK_SECONDS = 120.0
 """Limit of importing an engine and its argument parser; it takes about 5 s."""
@@ -62,7 +64,7 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
     if can_be(python) and python.is_file():
-        model = facts.hf if shape is not None and shape.model_type in FAMILIES[rollout.engine] else None
+        model = facts.hf if shape is not None and shape.model_type in (*FAMILIES[rollout.engine], *OPENED) else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None and not is_in_image(config):  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
@@ -78,9 +80,8 @@ def is_in_image(config: RunConfig) -> bool:
 
 def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Problem]:
     """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
-    families = FAMILIES.get(rollout.engine)
-    if families is not None and shape is not None and shape.model_type not in families:
-        rule = f"serves {', '.join(families)}; the model is {shape.model_type}"
+    if rollout.engine in FAMILIES and shape is not None and shape.model_type not in (*FAMILIES[rollout.engine], *OPENED):
+        rule = f"serves {', '.join((*FAMILIES[rollout.engine], *OPENED))}; the model is {shape.model_type}"
         reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
 

@@ -9,7 +9,7 @@ from moerl.config.rules.facts import Facts
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import FP8Config, TrainConfig
-from moerl.models.families.family_table import FAMILIES
+from moerl.models.find_family import find_family, is_native
 from moerl.models.fp8_names import BLOCK, is_quantized_when_published
 from moerl.types.errors import Problem, problem
 
@@ -106,7 +106,7 @@ def _fix(fp8: FP8Config, linear: LinearSize, multiple: int) -> str:
 
 def linear_sizes(hf: Mapping[str, Any], *, trains_mtp: bool) -> Iterator[LinearSize]:
     """Both sides of every linear layer that FP8 computes, by the model's config.json."""
-    megatron = FAMILIES[hf["model_type"]].transformer_config(hf)
+    megatron = find_family(hf).transformer_config(hf)
     yield LinearSize(name="hidden_size", size=hf["hidden_size"])
     yield from _latent_attention(hf) if megatron.get("multi_latent_attention") else _attention(megatron)
     expert, shared = (megatron.get(name) for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"))
@@ -155,7 +155,11 @@ def server_fp8_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("rollout.dtype", "float32", "must be bfloat16 with rollout.layout.weights=fp8", reason, "rollout.dtype=bfloat16")
     if hf is None:
         return
-    if FAMILIES[hf["model_type"]].served.has_stacks:
+    if not is_native(hf):
+        reason = "which of its matrices published folders quantize, and engines take so, is known of families in moerl/models"
+        yield problem(path, "fp8", "cannot be sent of a family that Megatron-Bridge declares", reason, "rollout.layout.weights=dtype")
+        return
+    if find_family(hf).served.has_stacks:
         reason = "its experts are stored as stacks, and blocks of 128 x 128 are made of matrices"
         yield problem(path, "fp8", "cannot be sent of this model", reason, "rollout.layout.weights=dtype")
         return
@@ -178,7 +182,7 @@ def _kept_projections(hf: Mapping[str, Any]) -> list[str]:
 
 def _server_sizes(hf: Mapping[str, Any], engine: str, layout: ServerLayout) -> Iterator[tuple[str, int]]:
     """Parts that a GPU holds of each side that engines cut, or join with others; sizes that do not divide break other rules."""
-    megatron = FAMILIES[hf["model_type"]].transformer_config(hf)
+    megatron = find_family(hf).transformer_config(hf)
     sglang_groups = engine == "sglang" and layout.dp > 1  # it then cuts neither dense layers nor, with an all-to-all, shared experts
     if megatron.get("multi_latent_attention"):
         yield from _server_latent_sizes(hf, layout.tp)

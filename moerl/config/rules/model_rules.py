@@ -11,6 +11,7 @@ from moerl.config.rules.facts import Facts
 from moerl.config.schema.model_config import ModelConfig, ScratchModel
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.bridge_packages import BRIDGES, BridgePackage
+from moerl.models.find_family import is_native
 from moerl.types.errors import Problem, problem
 
 
@@ -110,12 +111,17 @@ def mtp_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 def bridge_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Every rule of train.bridge that is broken, for the model if it is known."""
     train, hf = config.train, facts.hf
+    is_opened = hf is not None and not is_native(hf)
+    if hf is not None and is_opened and train.bridge != "megatron_bridge":
+        reason = f"moerl/models has no family for {hf['model_type']}; Megatron-Bridge declares one, which was proven on a tiny model"
+        fix = "train.bridge=megatron_bridge"
+        yield problem("train.bridge", train.bridge, "must be megatron_bridge for this model", reason, fix)
     if train.bridge == "native":
         return
     path, native, package = "train.bridge", "train.bridge=native", BRIDGES[train.bridge]
     if (fault := missing(package)) is not None:
         yield problem(path, train.bridge, f"needs {package.name} {package.version}", fault, f"{package.install}, or {native}")
-    if hf is not None and hf["model_type"] not in package.families:
+    if hf is not None and not is_opened and hf["model_type"] not in package.families:
         reason = f"it is verified for {', '.join(package.families)} alone, and this model is {hf['model_type']}"
         yield problem(path, train.bridge, "must be native for this model", reason, native)
     if train.mtp_loss > 0:

@@ -175,8 +175,12 @@ def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     layout = config.rollout.layout
     if config.rollout.engine in ("hf", "fake"):
         return
-    if layout.nodes > 1 and config.rollout.engine == "vllm":
-        yield from _vllm_nodes_problems(layout)
+    if config.rollout.engine == "vllm" and config.placement.gpu is None:
+        for field in ("dp", "ep"):
+            if (value := getattr(layout, field)) > 1:
+                reason = "vLLM's build for CPU runs no experts in data-parallel groups, nor spread ones; placement.gpu names the run's GPUs"
+                fix = f"{field}=1, placement.gpu=NAME, or rollout.engine=sglang"
+                yield _problem(field, value, "must be 1 for vllm on CPU", reason, fix)
     if layout.gpus > 1 and config.rollout.engine == "vllm" and facts.shape is not None and facts.shape.has_biased_experts:
         reason = "of experts' biases vLLM gives every process but the first zeros, which no digest of what was sent can show"
         fix = "gpus=1, and as many more rollout.num_servers"
@@ -184,15 +188,6 @@ def start_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     if layout.redundant_experts is not None:
         reason = "EPLB moves experts between GPUs while it runs, and a push brings each to the GPUs that had it at the start"
         yield _problem("redundant_experts", layout.redundant_experts, "cannot be kept by a push", reason, "redundant_experts=null")
-
-
-def _vllm_nodes_problems(layout: ServerLayout) -> Iterator[Problem]:
-    """Layouts of vLLM over several nodes that moerl has not seen run."""
-    for field, what in (("dp", "data-parallel groups"), ("ep", "experts that are spread over nodes")):
-        if (value := getattr(layout, field)) > 1:
-            reason = f"{what} of vLLM over several nodes have been in no run (with experts they cannot on CPU); tensor parallelism has"
-            fix = f"{field}=1, gpus={layout.gpus_per_node}, or rollout.engine=sglang"
-            yield _problem(field, value, f"must be 1 for a vllm server over {layout.nodes} nodes", reason, fix)
 
 
 def _problem(field: str, value: object, rule: str, reason: str, fix: str) -> Problem:

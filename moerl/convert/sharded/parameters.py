@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from moerl.models.families.family_table import FAMILIES, has_family
 from moerl.models.families.parts.config_fields import broken_fields
 from moerl.models.families.parts.family import DeltaSizes, Family, Rule, Sizes
-from moerl.models.unknown import explain_unknown
+from moerl.models.find_family import explain_unknown, find_family, has_family
 from moerl.types.errors import ConvertError, Problem, problem
 
 _EXPERT_KEY = re.compile(r"(.*\.mlp\.experts\.)experts\.(.*)")
@@ -46,7 +45,7 @@ def described_family(config: Mapping[str, Any]) -> Family:
         raise ConvertError([problem("config.json: model_type", config.get("model_type"), *explain_unknown(config))])
     if broken := list(broken_fields(config)):
         raise ConvertError([problem("config.json", config["model_type"], rule, reason, fix) for rule, reason, fix in broken])
-    family = FAMILIES[config["model_type"]]
+    family = find_family(config)
     try:
         list(family.broken_rules(_unquantized(config)))
         sizes_of(family, config)

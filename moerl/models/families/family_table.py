@@ -47,8 +47,3 @@ _DECLARED: dict[str, Family] = {
 }
 
 FAMILIES: dict[str, Family] = {name: _of_sound_fields(family) for name, family in _DECLARED.items()}
-
-
-def has_family(hf: Mapping[str, Any]) -> bool:
-    """Whether the model_type of this config.json is one of `FAMILIES`."""
-    return isinstance(hf.get("model_type"), str) and hf["model_type"] in FAMILIES

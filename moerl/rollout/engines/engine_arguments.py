@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from packaging.specifiers import SpecifierSet
 
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.find_family import find_family
 from moerl.types.errors import EngineError, Problem
 
 PATH = "rollout.engine_args"
@@ -83,7 +83,7 @@ def with_overrides(arguments: Mapping[str, Any], name: str, model: Mapping[str, 
 
 def _kept_modules(model: Mapping[str, Any]) -> list[str]:
     """Matrices that a push brings as they are and an engine would take for FP8 ones, as published folders list them."""
-    block, layers = FAMILIES[model["model_type"]].served.block, range(model["num_hidden_layers"] + num_mtp_layers(model))
+    block, layers = find_family(model).served.block, range(model["num_hidden_layers"] + num_mtp_layers(model))
     return ["lm_head", *(f"model.layers.{layer}.{block}.gate" for layer in layers)]
 
 

@@ -26,7 +26,7 @@ from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompu
 from moerl.models.bridge.native_bridge import Groups
 from moerl.models.bridge.weight_bridge import WeightBridge, build_bridge
 from moerl.models.families.parts.family import DeltaSizes, Family, Sizes, is_tied, num_mtp_layers
-from moerl.models.unknown import find_family
+from moerl.models.find_family import find_family
 from moerl.train.loss.logprobs import HeadInput
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets

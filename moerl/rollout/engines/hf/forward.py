@@ -13,8 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from moerl.config.derive.model_shape import shape_of_config
-from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.qwen3_next import LINEAR
+from moerl.models.find_family import find_family
+from moerl.models.transformers_config import written_config
 from moerl.rollout.engines.hf.cache import Rows, SlotCache
 from moerl.types.routes import RouteShape
 
@@ -24,7 +25,7 @@ class RouteRecorder:
 
     def __init__(self, model: PreTrainedModel, shape: RouteShape | None):
         """`shape` None: a dense model, of which there is nothing to record."""
-        router = f".mlp.{FAMILIES[model.config.model_type].served.router}"
+        router = f".mlp.{find_family(written_config(model.config)).served.router}"
         self._gates = [module for name, module in model.named_modules() if name.endswith(router)]
         self._shape = shape
         expected = 0 if shape is None else shape.num_layers
@@ -74,10 +75,12 @@ class Forward:
         self._body, self._head = model.base_model, model.get_output_embeddings()
         self._dtype = model.dtype
         self._query_groups = config.num_attention_heads // config.num_key_value_heads
-        self._has_index = FAMILIES[config.model_type].served.has_index
+        written = written_config(config)
+        served = find_family(written).served
+        self._has_index = served.has_index
         self._has_delta_nets = LINEAR in (getattr(config, "layer_types", None) or ())
-        self._window: int | None = config.sliding_window if FAMILIES[config.model_type].served.has_windows else None
-        self.routes = shape_of_config(config.to_dict()).routes
+        self._window: int | None = config.sliding_window if served.has_windows else None
+        self.routes = shape_of_config(written).routes
         self._recorder = RouteRecorder(model, self.routes)
 
     @torch.inference_mode()

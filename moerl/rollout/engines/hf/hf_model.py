@@ -17,8 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moerl.models.bridge.native_bridge import copy_names, mtp_layers
 from moerl.models.families.family_table import FAMILIES
 from moerl.models.families.parts.family import Served
+from moerl.models.find_family import find_family, has_family
 from moerl.models.hf_checkpoint import HFCheckpoint
-from moerl.models.transformers_config import read_transformers_config
+from moerl.models.transformers_config import read_transformers_config, written_config
 from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.rollout.engines.hf.delta_net import run_over_slots
 from moerl.types.errors import EngineError
@@ -47,7 +48,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(model_dir, config=config, trust_remote_code=False, use_safetensors=True, **options)
     else:
         model = _random(config, **options)
-    if FAMILIES[config.model_type].served.has_index:
+    if find_family(written_config(config)).served.has_index:
         _as_trained(model)
     run_over_slots(model)
     return model.eval().requires_grad_(False)
@@ -56,7 +57,7 @@ def load_model(
 def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Every tensor of the model's checkpoint by name, as a view of the memory the model computes with. A tied lm_head is not in it."""
     views: dict[str, torch.Tensor] = {}
-    served = FAMILIES[model.config.model_type].served
+    served = find_family(written_config(model.config)).served
     state = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in state)
     for name, tensor in (*model.named_parameters(), *buffers):
@@ -85,7 +86,7 @@ def checkpoint_specs(model_dir: Path, dtype: torch.dtype, *, fp8: bool = False, 
 def _mtp_specs(model_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, TensorSpec]:
     """Specs from the checkpoint's headers: transformers does not build these layers."""
     layers = mtp_layers(model_dir, config.num_hidden_layers)
-    copies = {name for rule in FAMILIES[config.model_type].rules for name in copy_names(rule, layers)}
+    copies = {name for rule in find_family(written_config(config)).rules for name in copy_names(rule, layers)}
     with HFCheckpoint(model_dir) as checkpoint:
         shapes = {name: checkpoint.shape(name) for names in layers.values() for name in sorted(names - copies)}
     kinds = {name: torch.float32 if name.endswith(_FLOAT32_BUFFER) else dtype for name in shapes}
@@ -124,15 +125,15 @@ def _expert_views(name: str, fused: torch.Tensor, served: Served) -> dict[str, t
 
 
 def _checked_config(model_dir: Path, max_context: int) -> PretrainedConfig:
-    kind = json.loads((model_dir / "config.json").read_text()).get("model_type")
-    if kind not in FAMILIES:
+    written = json.loads((model_dir / "config.json").read_text())
+    if not has_family(written):
         raise EngineError(
-            f"model_type = {kind!r} of {model_dir}: must be one of {', '.join(FAMILIES)}; the hf engine writes its own "
+            f"model_type = {written.get('model_type')!r} of {model_dir}: must be one of {', '.join(FAMILIES)}; the hf engine has its own "
             "attention masks and expert layout, known only for these. Use another rollout.engine"
         )
     config = read_transformers_config(model_dir)
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if (slides or getattr(config, "sliding_window", None) not in (None, 0)) and not FAMILIES[kind].served.has_windows:
+    if (slides or getattr(config, "sliding_window", None) not in (None, 0)) and not find_family(written).served.has_windows:
         raise EngineError(
             f"sliding_window = {config.sliding_window} of {model_dir}: must be off; the hf engine has no windows for this family. "
             "Set it to null in config.json if max_context fits the window"

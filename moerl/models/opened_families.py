@@ -1,0 +1,140 @@
+"""Families that the native table lacks, opened by Megatron-Bridge: declared by it, proven on a tiny model, and kept in a file.
+
+Who proves needs torch, Megatron and transformers, and runs in a process of its own (moerl/train/prove_family.py); who asks
+for a family, as `moerl check` does, reads what was found. A file belongs to one config.json and to the versions that found it.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from moerl.models.bridge_packages import BRIDGES, knows
+from moerl.models.families.parts.family import Family, Rule, Served
+from moerl.types.errors import CheckpointError
+
+PROOF_SECONDS = 300.0
+"""Limit of a proof; it takes about 20 s."""
+_PROVER = "moerl.train.prove_family"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Result of a proof, of one config.json."""
+
+    refusal: str | None = None
+    """Why moerl cannot train it; the rest is empty then."""
+    fields: dict[str, Any] | None = None
+    """Arguments of Megatron's configuration."""
+    rotary: dict[str, Any] | None = None
+    """Arguments of GPTModel."""
+    rules: tuple[Rule, ...] = ()
+    served: Served = field(default_factory=Served)
+    distance: float = 0.0
+    """Largest difference of a log-prob from transformers', on the tiny model."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Packages that this was found with."""
+
+    @cached_property
+    def family(self) -> Family:
+        """The family, of this config.json alone."""
+        fields, rotary = self.fields or {}, self.rotary or {}
+        return Family(
+            rules=self.rules,
+            transformer_config=lambda _: dict(fields),
+            broken_rules=lambda _: iter(()),
+            rotary=lambda _: dict(rotary),
+            served=self.served,
+        )
+
+
+_FILE = TypeAdapter(Opened)
+_known: dict[str, Opened | None] = {}
+"""By the text of config.json."""
+
+
+def opened(hf: Mapping[str, Any]) -> Opened | None:
+    """The result for a config.json, found now if these versions of packages have not found it before: some 20 s. None: it
+    does not know this architecture, or is not installed here and nothing was kept (the servers' environments have what was)."""
+    text = _text(hf)
+    if text not in _known:
+        _known[text] = _found(hf, text)
+    return _known[text]
+
+
+def remember(hf: Mapping[str, Any], found: Opened) -> None:
+    """Keep a result, in this process alone."""
+    _known[_text(hf)] = found
+
+
+def _text(hf: Mapping[str, Any]) -> str:
+    return json.dumps(hf, sort_keys=True)
+
+
+def _found(hf: Mapping[str, Any], text: str) -> Opened | None:
+    file, kept = _file(text), None
+    with suppress(OSError, ValidationError):
+        kept = None if file is None else _FILE.validate_json(file.read_bytes())
+    if not knows(BRIDGES["megatron_bridge"], hf) or (kept is not None and kept.versions == _versions()):
+        return kept
+    try:
+        found = replace(_prove(text), versions=_versions())
+    except CheckpointError as error:  # not kept in a file: another time it may end well
+        return Opened(refusal=str(error))
+    if file is not None:
+        _keep(file, _FILE.dump_json(found, indent=1))
+    return found
+
+
+def _prove(text: str) -> Opened:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    try:
+        command = [sys.executable, "-m", _PROVER]
+        ended = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=PROOF_SECONDS, check=True, env=environment
+        )  # fmt: skip
+        return _FILE.validate_json(ended.stdout.splitlines()[-1])
+    except subprocess.CalledProcessError as error:
+        raise CheckpointError("the proof of its family ended with " + "\n".join(error.stderr.splitlines()[-3:])) from error
+    except (OSError, subprocess.TimeoutExpired, ValidationError, IndexError) as error:
+        raise CheckpointError(f"the proof of its family did not end well: {error}") from error
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that a proof follows from, of those installed."""
+    found = {}
+    for name in ("megatron-bridge", "megatron-core", "transformers", "torch", "moerl"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _file(text: str) -> Path | None:
+    """Where it is kept: for every process of this user, on every node that shares the folder. None: the user has no home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return cache / "moerl" / "families" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+def _keep(file: Path, content: bytes) -> None:
+    """Whole or not at all: others may be reading. Where it cannot be written, every process proves again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
+            partial.write(content)
+        Path(partial.name).replace(file)
+    except OSError:
+        return
