@@ -66,7 +66,7 @@ test-bridges: venv ## Megatron-Bridge against the native bridge and conversions;
 	ls -d $(BRIDGES)/megatron_bridge-0.3.1.dist-info || bash scripts/install.sh .venv --no-deps --target $(BRIDGES) megatron-bridge==0.3.1 triton==3.9.0
 	ls -d $(BRIDGE_TRAINING)/nvidia_modelopt-0.47.0.dist-info || bash scripts/install.sh .venv --no-deps --target $(BRIDGE_TRAINING) \
 		pulp==3.3.2 scipy==1.17.1 datasets==5.2.0 multiprocess==0.70.19 dill==0.4.1 pandas==3.1.1 pyarrow==26.0.1 nvidia-modelopt==0.47.0
-	PYTHONPATH=$(BRIDGES):$(BRIDGE_TRAINING) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_opened_families.py tests/models/test_registries.py tests/convert/test_convert_bridge.py $(ARGS)
+	PYTHONPATH=$(BRIDGES):$(BRIDGE_TRAINING) $(BIN)/python -m pytest -q tests/models/test_megatron_bridge.py tests/models/test_opened_families.py tests/models/test_registries.py tests/convert/test_convert_bridge.py tests/weights/test_digest.py $(ARGS)
 
 gpu: ## make or update .venv-gpu, the trainer's environment on a machine with GPUs (ENGINES=vllm for the one beside vLLM)
 	@bash scripts/gpu.sh

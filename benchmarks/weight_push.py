@@ -3,7 +3,8 @@
     python benchmarks/weight_push.py --megabytes 256
 
 A push digests every byte where it is, copies it into a bucket, moves it, copies it into the model and digests it again. One bucket is
-packed while the server installs another.
+packed while the server installs another. Beside the digest, one xxh3_128 of each whole tensor, and the digest by the operators that a GPU
+without Triton runs.
 """
 
 import argparse
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable
 
 import torch
+import xxhash
 from push_server import Server
 
 from moerl.types.push import Transport
 from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.tensor_specs import spec_of
 from moerl.weights.sync import WeightSync
-from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.digest import halves_on_device, tensor_bytes, tensor_digest
 
 
 def make_model(megabytes: int) -> dict[str, torch.Tensor]:
@@ -68,6 +70,8 @@ def main() -> None:
     seconds = {
         "memory copy": best_seconds(lambda: [copies[name].copy_(tensor) for name, tensor in model.items()], arguments.repeats),
         "digest": best_seconds(lambda: [tensor_digest(tensor) for tensor in model.values()], arguments.repeats),
+        "xxh3 whole": best_seconds(lambda: [xxhash.xxh3_128(tensor_bytes(tensor).numpy()) for tensor in model.values()], arguments.repeats),
+        "by PyTorch": best_seconds(lambda: [halves_on_device(tensor_bytes(tensor)) for tensor in model.values()], 1),
     }
     for transport in ("ipc", "nccl"):
         seconds[transport] = asyncio.run(push_seconds(transport, model, arguments.bucket_megabytes * 2**20, arguments.repeats))

@@ -22,7 +22,7 @@ from moerl.weights.transport.links import Lender, rank_key
 from moerl.weights.transport.network_transport import DEVICE_KEY, NetworkSender
 from moerl.weights.transport.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
 from moerl.weights.transport.shared_memory import new_buffer
-from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.digest import digest_halves, hex_digests
 
 NUM_BUFFERS = 2
 
@@ -93,11 +93,12 @@ class WeightSender:
 
     def digests(self) -> list[str]:
         """Digests of every entry of the job, made from what is held, not from what is sent; once of what goes to several nodes."""
-        found: dict[tuple[str, tuple[int, ...]], str] = {}
+        halves: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         entries = [entry for bucket in self._job for entry in bucket.entries]
         for entry in entries:
-            if (entry.name, entry.start) not in found:
-                found[entry.name, entry.start] = tensor_digest(self._read(entry.name, entry.start, entry.shape))
+            if (entry.name, entry.start) not in halves:
+                halves[entry.name, entry.start] = digest_halves(self._read(entry.name, entry.start, entry.shape))
+        found = dict(zip(halves, hex_digests(halves.values()), strict=True))
         return [found[entry.name, entry.start] for entry in entries]
 
     def send(self) -> int:

@@ -11,6 +11,7 @@ from moerl.types.errors import WeightError
 from moerl.weights.local_source import LocalSource
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.gpu_transport import DeviceBuffer, map_device
+from moerl.weights.verify.block_hashes import block_hashes, by_torch
 from moerl.weights.verify.digest import tensor_digest
 
 NUM_GPUS = torch.cuda.device_count()
@@ -79,3 +80,12 @@ def test_memory_on_a_gpu_is_the_same_memory_in_another_process():
         child.join()
         assert memory.eq(3).all()
     buffer.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 64 * 1024, 2**24 + 3])
+def test_a_digest_that_a_gpu_makes_is_the_host_s(size):
+    """By the kernel of Triton, and by PyTorch's operators."""
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    assert tensor_digest(data.cuda()) == tensor_digest(data)
+    blocks = data[: size // 1024 * 1024].view(-1, 1024).cuda()
+    assert by_torch(blocks.view(torch.int64)).equal(block_hashes(blocks)) or not len(blocks)

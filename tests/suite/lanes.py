@@ -50,6 +50,7 @@ LANES = (
             "tests/models/test_opened_families.py",
             "tests/models/test_registries.py",
             "tests/convert/test_convert_bridge.py",
+            "tests/weights/test_digest.py",
         ),
         target="test-bridges",
         in_ci=True,

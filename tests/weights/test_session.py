@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from session_process import MODEL, SPECS, Engine, Source, first_push
 
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Piece, TensorSpec
+from moerl.weights import receive, send
 from moerl.weights.plan.buckets import ALIGNMENT
 from moerl.weights.transport.shared_memory import SharedReader
 from moerl.weights.verify.digest import tensor_digest
@@ -64,6 +66,26 @@ def install(source):
         engine.session.install()
 
     return install_those
+
+
+def test_every_byte_is_read_once_for_its_digest_by_who_sends_it_and_by_who_installed_it(source, install, bucket, monkeypatch):
+    read = {"sent": 0, "installed": 0}
+    halves, digest = send.digest_halves, receive.tensor_digest
+
+    def counting(side, function, tensor):
+        read[side] += tensor.nbytes
+        return function(tensor)
+
+    monkeypatch.setattr(send, "digest_halves", partial(counting, "sent", halves))
+    monkeypatch.setattr(receive, "tensor_digest", partial(counting, "installed", digest))
+    num_bytes = sum(tensor.nbytes for tensor in MODEL.values())
+    source.sender._job = (bucket, replace(bucket, index=1))  # to two nodes
+    source.sender.digests()
+    engine = Engine()
+    engine.session.begin(MANIFEST)
+    install(engine, bucket)
+    engine.session.finish(4)
+    assert read == {"sent": num_bytes, "installed": num_bytes}
 
 
 def test_a_push_installs_every_tensor_and_its_version(install, bucket):
