@@ -91,6 +91,8 @@ def network_settings(
     Raises ConfigError for a network.interface that the node does not have.
     """
     detected: list[Setting] = []
+    if config.detect and role == "train":
+        detected.append(Setting("TORCH_GLOO_LAZY_INIT", "1", "gloo connects a rank to those it exchanges with, not to all at the start"))
     if config.detect and role == "train" and reached_at is None:
         detected += _loopback(hardware)
     if config.detect and present(hardware.gpus):

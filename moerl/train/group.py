@@ -25,7 +25,7 @@ from moerl.train.checkpoint.saver import CheckpointSaver
 from moerl.train.loss.value_loss import ValueLoss
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
-from moerl.types.stats import SavedCheckpoint, StepStats
+from moerl.types.stats import MemoryStats, SavedCheckpoint, StepStats
 from moerl.types.stored import Here, Stored, keep
 from moerl.types.stored_batch import Batch, StoredBatch
 from moerl.weights.sync import WeightSource
@@ -201,7 +201,8 @@ class MegatronTrainGroup:
             ray.cloudpickle.register_pickle_by_value(module)  # nodes need not have a user's file
         if isinstance(batch, StoredBatch):
             batch = await asyncio.to_thread(_kept, batch)
-        return (await self._on_shares("update", batch, loss, lr, self._config.train.updates_per_step))[0]
+        found: list[StepStats] = await self._on_shares("update", batch, loss, lr, self._config.train.updates_per_step)
+        return replace(found[0], memory=max((stats.memory for stats in found if stats.memory is not None), key=MemoryStats.most))
 
     async def hosts(self) -> list[str]:
         return await self._ranks.all("address")

@@ -26,7 +26,7 @@ from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.megatron.value_head import load_head
 from moerl.train.memory.device_report import begin_peaks, peaks, told_when_full
 from moerl.train.memory.memory_states import ON_DEVICE, Call, MemoryStates, State
-from moerl.train.memory.offload import DeviceMemory, largest_over_ranks
+from moerl.train.memory.offload import DeviceMemory
 from moerl.train.push.rank_tensors import PushedTensors
 from moerl.train.step import TrainStep
 from moerl.types.stats import RoutingStats, StepStats
@@ -118,7 +118,7 @@ class MegatronEngine:
             return self.step.scores(batch.without_routes().without_sets(), self.step.step_plan(batch))
 
     def update(self, batch: Batch, loss: Loss | ValueLoss, *, lr: float, num_updates: int) -> StepStats:
-        """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks."""
+        """`num_updates` optimizer steps on consecutive mini-batches; the same statistics on all ranks, but those of its own memory."""
         with self._running("update"):
             return self._update(batch, loss, lr=lr, num_updates=num_updates)
 
@@ -140,7 +140,7 @@ class MegatronEngine:
             **step_statistics([result.sums for result in counted], uses_reference=loss.uses_reference, trains_mtp=self._train.mtp_loss > 0),
             grad_norm=max(result.grad_norm for result in counted),
             learning_rate=lr,
-            memory=largest_over_ranks(replace(self._residency.stats(), peaks=peaks())),
+            memory=replace(self._residency.stats(), peaks=peaks()),
             server_mismatch=results[0].sums.server_mismatch(),
             empty_updates=sum(result.is_empty for result in results),
             whole_minibatch_seconds=sum(result.whole_minibatch_seconds for result in results),

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryStats:
-    """Where a trainer's memory was; of the rank that holds most. Kinds and states are those of moerl/train/memory/memory_states.py."""
+    """Where a rank's memory was; the driver keeps that of the rank which holds most.
+
+    Kinds and states are those of moerl/train/memory/memory_states.py.
+    """
 
     device_bytes: dict[str, dict[str, int]]
     """state -> kind -> bytes on the device when the trainer was last in that state."""
@@ -17,6 +20,10 @@ class MemoryStats:
     """"asleep_to_scoring" and so on -> seconds since the update before this one."""
     peaks: dict[str, int] = field(default_factory=dict)
     """Bytes in the update: allocated, reserved and used on the GPU, where there is one; of the rank's process in host memory."""
+
+    def most(self) -> int:
+        """Bytes on the device in the state that has most there."""
+        return max(sum(kinds.values()) for kinds in self.device_bytes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,9 @@ def hardware(facts=None, **changes):
     )  # fmt: skip
 
 
+LAZY = {"TORCH_GLOO_LAZY_INIT": "1"}
+
+
 def settings(found=None, config=None, role="train", *, reached_at="10.1.0.7", environment=None, files=None):
     found, config = hardware() if found is None else found, NetworkConfig() if config is None else config
     environment, files = {} if environment is None else environment, {} if files is None else files
@@ -45,6 +48,7 @@ def test_an_h100_node_gets_its_compute_ports_gpudirect_and_multicast():
         "NCCL_NET_GDR_LEVEL": "PXB",
         "NCCL_NVLS_ENABLE": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        **LAZY,
     }
     assert all(setting.reason for setting in found)
     assert reason(found, "NCCL_IB_HCA") == "active InfiniBand ports at 400 Gb/s; others are left out: mlx5_4:1, mlx5_9:1"
@@ -54,14 +58,15 @@ def test_what_belongs_to_a_fabric_is_never_set():
     assert not {"NCCL_IB_TC", "NCCL_IB_SL", "NCCL_IB_GID_INDEX"} & {setting.name for setting in settings()}
 
 
-def test_without_gpus_nothing_is_set():
-    assert variables(settings(hardware(cpu_node()))) == {}
-    assert variables(settings(hardware(cpu_node(ports=parse_ports(output("ibv_devinfo.txt")))))) == {}
+def test_without_gpus_nothing_is_set_but_how_gloo_connects():
+    assert variables(settings(hardware(cpu_node()))) == LAZY
+    assert variables(settings(hardware(cpu_node(ports=parse_ports(output("ibv_devinfo.txt")))))) == LAZY
+    assert variables(settings(hardware(cpu_node()), role="rollout")) == {}
 
 
 def test_without_gpus_an_interface_is_set_when_asked():
     found = settings(hardware(cpu_node()), NetworkConfig(interface="lo"))
-    assert variables(found) == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+    assert variables(found) == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", **LAZY}
 
 
 def test_an_interface_that_the_node_does_not_have_is_refused_with_those_it_has():

@@ -76,7 +76,7 @@ class NetworkConfig(Strict):
 
     detect: bool = True
     """Train ranks and rollout servers get NCCL's settings from the InfiniBand ports, NVLinks and interfaces found on their node. What the
-    environment already has wins. Without GPUs nothing is set."""
+    environment already has wins. Without GPUs nothing is set but how gloo connects ranks."""
     interface: str | None = None
     """Network interface over which ranks meet, on every node (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and Ray in a job of moerl launch.
     None: in such a job, and on nodes with GPUs, the one that other nodes reach; elsewhere the libraries' choice."""

@@ -91,6 +91,7 @@ def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 180
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+            create_gloo_process_groups=False,  # for checkpoints in a form of Megatron's that moerl has not
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return groups

@@ -17,7 +17,7 @@ def build_optimizer(train: TrainConfig, wrapped: Sequence[nn.Module]) -> Megatro
         # Megatron tells the parameters to offload by `is_cuda` (optimizer/cpu_offloading/hybrid_optimizer.py) and fails without any.
         path, reason = "train.optimizer.memory.cpu_fraction", "the optimizer's memory is the host's already"
         raise ConfigError([Problem(path=path, value=fraction, rule="needs a GPU", reason=reason, fix=f"{path}=0")])
-    return get_megatron_optimizer(optimizer_config(train), list(wrapped))
+    return get_megatron_optimizer(optimizer_config(train), list(wrapped), use_gloo_process_groups=False)
 
 
 class NoOptimizer:

@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moerl.train.megatron.overlap import gather_parameters
 from moerl.train.memory.blocks import Block
 from moerl.train.memory.memory_states import KINDS, Bytes, Kind
-from moerl.types.stats import MemoryStats
 
 
 class DeviceMemory:
@@ -85,10 +83,3 @@ class DeviceMemory:
 def _blocks(tensors: Iterable[Tensor], *, is_kept: bool) -> list[Block]:
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return [Block(storage, is_kept=is_kept) for storage in storages.values()]
-
-
-def largest_over_ranks(stats: MemoryStats) -> MemoryStats:
-    """Collective: those of the rank that holds most on its device in any state."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, stats)
-    return max(every, key=lambda one: max(sum(kinds.values()) for kinds in one.device_bytes.values()))
