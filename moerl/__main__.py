@@ -218,7 +218,7 @@ def plan(
     ] = None,
     card_gbit: Annotated[
         float | None,
-        typer.Option(min=1e-3, help="Of the network card of one GPU, per second; placement.gpu's, or 400.", show_default=False),
+        typer.Option(min=1e-3, help="Rate by GPU; else its card's (placement.gpu, or 400), if a push goes over it.", show_default=False),
     ] = None,
     bucket_mb: Annotated[
         int | None, typer.Option(min=1, help="Largest bucket, MiB; weights.bucket_bytes if not given.", show_default=False)

@@ -100,7 +100,7 @@ def plan(
 ) -> PushPlan:  # fmt: skip
     """Bytes that a push of the run's weights moves, and how long it takes at least; printed, it is what `moerl plan` prints.
 
-    What is not None stands instead of the configuration's. `card_gbit`: of the network card of one GPU, per second; None: what
+    What is not None stands instead of the configuration's. `card_gbit`: 1e9 bits by GPU, per second; None: its card's, what
     placement.gpu says, or 400.
     """
     return plan_push(

@@ -18,6 +18,31 @@ from moerl.weights.plan.transfer_plan import RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The way of a push's bytes from the trainer's ranks to servers."""
+
+    words: str
+    is_card_s: bool
+    """They leave a GPU by its network card, at the card's rate."""
+
+
+def route_of(config: RunConfig) -> Route:
+    """As a run takes it (weights/sync.py, train/push/push_source.py): `auto` is ipc on one node and nccl over several."""
+    placement, chosen = config.placement, config.weights.transport
+    transport = chosen if chosen != "auto" else "ipc" if placement.nodes == 1 else "nccl"
+    if transport == "disk":
+        return Route(words="disk: files that ranks write and servers read, at the file system's rate", is_card_s=False)
+    if transport == "ipc":
+        return Route(words="ipc, on one node: memory that servers map (CUDA IPC on GPUs); nothing crosses a card", is_card_s=False)
+    if placement.device == "cpu":
+        return Route(words="nccl over gloo: TCP from host memory, without GPUs", is_card_s=False)
+    if placement.mode != "separate":
+        why = "servers share the trainer's GPUs, and NCCL joins no two processes of one GPU"
+        return Route(words=f"nccl over gloo: TCP through host memory, neither RDMA nor NVLink: {why}", is_card_s=False)
+    return Route(words="nccl, from GPU to GPU over their cards (not run yet)", is_card_s=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
     """A push of all weights. Printed, it is text for people. Pairs are of the GPU with the least and the one with the most bytes."""
 
@@ -26,8 +51,11 @@ class PushPlan:
     num_tensors: int
     trainer_gpus: int
     rollout: RolloutLayout
+    route: "Route"
     card_gbit: float
-    """Per second, of one GPU's card."""
+    """Per second, of one GPU's card, or of whatever else `bound_seconds` and `schedule_seconds` are asked for."""
+    is_rate_given: bool
+    """By who asks; else it is the card's, which the bytes may not cross (`route`)."""
     bucket_bytes: int
     """At most, of a bucket."""
     received: tuple[float, float]
@@ -68,11 +96,17 @@ class PushPlan:
         yield f"network in       {_range(self.received)} by GPU; {once}"
         yield f"network out      {_range(self.sent)} by trainer GPU"
         yield f"within nodes     {_range(self.spread_in_node)} by GPU"
-        yield f"bound            {self.bound_seconds:.2f} s at {self.card_gbit:g} Gbit/s: the busiest card alone"
+        yield f"transport        {self.route.words}"
+        is_told = self.is_rate_given or self.route.is_card_s
         of = f"{self.num_buckets} buckets of at most {self.bucket_bytes / 2**20:g} MiB"
-        yield f"schedule         {self.num_rounds} rounds of {of}, {self.schedule_seconds:.2f} s"
+        if is_told:
+            yield f"bound            {self.bound_seconds:.2f} s at {self.card_gbit:g} Gbit/s: the busiest card alone"
+        else:
+            yield "bound            not told: the rate of this transport is not a card's; --card-gbit=N computes it, for N Gbit/s by GPU"
+        yield f"schedule         {self.num_rounds} rounds of {of}" + (f", {self.schedule_seconds:.2f} s" if is_told else "")
         yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: tensors that come in pieces, until they are whole"
-        yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
+        if is_told:
+            yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
 
 
 def plan_push(
@@ -91,7 +125,8 @@ def plan_push(
     plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest))
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
-    return _measured(plan, card_gbit=card_rate(config) if card_gbit is None else card_gbit, bucket_bytes=largest)
+    rate = card_rate(config) if card_gbit is None else card_gbit
+    return _measured(plan, route_of(config), card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest)
 
 
 def card_rate(config: RunConfig) -> float:
@@ -102,7 +137,7 @@ def card_rate(config: RunConfig) -> float:
     return gpu.card_gbit * (1 if gpu.cards_per_node is None or gpus is None else min(1.0, gpu.cards_per_node / gpus))
 
 
-def _measured(plan: TransferPlan, *, card_gbit: float, bucket_bytes: int) -> PushPlan:
+def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_given: bool, bucket_bytes: int) -> PushPlan:
     rate = card_gbit / 8 * 1e9
     found = deliveries(plan, bucket_bytes=bucket_bytes, relays=True)
     buckets = in_order(found.jobs)
@@ -113,7 +148,9 @@ def _measured(plan: TransferPlan, *, card_gbit: float, bucket_bytes: int) -> Pus
         num_tensors=len(plan.tensors),
         trainer_gpus=plan.layout.ranks,
         rollout=plan.rollout,
+        route=route,
         card_gbit=card_gbit,
+        is_rate_given=is_rate_given,
         bucket_bytes=bucket_bytes,
         received=_least_and_most(plan.received()),
         sent=_least_and_most(plan.sent()),

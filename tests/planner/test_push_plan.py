@@ -1,0 +1,32 @@
+"""`moerl plan` of a push: the transport that the run will take, and no figure for one that it will not."""
+
+import pytest
+
+from moerl.check import load_checked
+from moerl.planner.transfer import plan_push, route_of
+
+SEPARATE, SHARED, TINY = "grpo-qwen3-235b-32n8g-async", "grpo-qwen3-235b-16n8g-sync", "grpo-tiny-moe-1n2g-sync"
+SIZES = {"servers": None, "gpus_per_server": None, "gpus_per_node": None, "bucket_bytes": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "route", "is_card_s"),
+    [
+        ((f"recipe={SEPARATE}",), "nccl, from GPU to GPU", True),
+        ((f"recipe={SHARED}",), "nccl over gloo: TCP through host memory", False),
+        ((f"recipe={SHARED}", "weights.transport=disk", "weights.disk_delta=false"), "disk: files", False),
+        ((f"recipe={TINY}",), "ipc, on one node", False),
+        ((f"recipe={TINY}", "weights.transport=nccl"), "nccl, from GPU to GPU", True),
+        ((f"recipe={TINY}", "weights.transport=nccl", "placement.device=cpu"), "nccl over gloo: TCP from host memory", False),
+    ],
+)
+def test_the_transport_is_the_run_s(words, route, is_card_s):
+    found = route_of(load_checked(list(words)))
+    assert found.words.startswith(route) and found.is_card_s == is_card_s
+
+
+def test_a_figure_is_told_of_a_card_or_of_a_rate_that_is_given():
+    config = load_checked([f"recipe={TINY}"])
+    plain, given = (str(plan_push(config, **SIZES, card_gbit=rate)) for rate in (None, 10.0))
+    assert "transport        ipc" in plain and "bound            not told" in plain and "for comparison" not in plain
+    assert "at 10 Gbit/s: the busiest card alone" in given and "for comparison" in given
