@@ -64,7 +64,8 @@ def _nodes(config: RunConfig, placement: RunPlacement | None, index: int) -> lis
 
 
 def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> NodeOfServer:
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
+    own = {name: str(value) for name, value in config.rollout.environment.items()}
+    environment = own | {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
     process: NewProcess = partial(ServerProcess, environment=environment)
     if place.node.id != placement.here:
         process = partial(RemoteProcess, environment=environment, network=config.network, node_id=place.node.id)

@@ -39,8 +39,8 @@ class RankProcesses:
         logs, name = config.run_dir.resolve() / "logs", self._title.replace(" ", "-")
         self._calls.know(await self.on_ranks("place", range(num_ranks), each=[logs / f"{name}-{rank}.log" for rank in range(num_ranks)]))
         logger.info("%d processes are there: %s", num_ranks, self._title)
-        network = await self.all("use_network", config.network)
-        logger.info("%s 0's network settings: %s", self._title, network[0] or "none")
+        told = await self.all("use_network", config.network, config.train.environment)
+        logger.info("%s 0's network settings and variables: %s", self._title, told[0] or "none")
         host, port = await self.one(0, "address"), await self.one(0, "open_store")
         # The driver's deadline comes first, with a report; without a driver the ranks end by themselves.
         patches = await self.all("start", settings, config.seed, host, port, 2 * config.deadlines.longest_seconds)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,9 +91,10 @@ class TrainWorker:
         """Address at which the cluster's nodes reach this one, loopback where there is one; a host's name may stand for a loopback."""
         return reached_at() or "127.0.0.1"
 
-    def use_network(self, network: NetworkConfig) -> dict[str, str]:
-        """Set what libraries are told of this node's links, before one of them asks; returns it."""
+    def use_network(self, network: NetworkConfig, environment: Mapping[str, str | int]) -> dict[str, str]:
+        """Set what libraries are told of this node's links, and the rank's own variables, before one of them asks; returns it."""
         found = variables(find_settings(network, "train", reached_at=reached_at()))
+        found |= {name: str(value) for name, value in environment.items()}
         os.environ.update(found)
         return found
 

@@ -1,4 +1,4 @@
-"""What network.variables may hold."""
+"""What network.variables, train.environment and rollout.environment may hold."""
 
 import pytest
 
@@ -28,3 +28,31 @@ def test_an_interface_is_given_once():
     path = "network.variables.NCCL_SOCKET_IFNAME"
     assert problems("network.interface=lo", f"{path}=lo") == [path]
     assert load([DEMO, f"{path}=lo"]).network.interface is None
+
+
+SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True'"
+
+
+def test_ranks_and_servers_have_variables_of_their_own():
+    config = load([DEMO, f"train.environment.{SEGMENTS}", "rollout.environment.VLLM_LOGGING_LEVEL=DEBUG"])
+    assert config.train.environment == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert config.rollout.environment == {"VLLM_LOGGING_LEVEL": "DEBUG"}
+
+
+@pytest.mark.parametrize(
+    ("words", "paths"),
+    [
+        (("+train.environment.RANK=1", "+rollout.environment.a-b=1"), ["train.environment.RANK", "rollout.environment.a-b"]),
+        (("+network.variables.X=1", "+train.environment.X=2"), ["train.environment.X"]),
+        (("+train.environment.LD_LIBRARY_PATH=/lib",), ["train.environment.LD_LIBRARY_PATH"]),
+    ],
+)
+def test_a_variable_that_cannot_be_or_would_do_nothing_is_refused(words, paths):
+    assert problems(*words) == paths
+
+
+@pytest.mark.parametrize("where", ["network.variables", "rollout.environment"])
+def test_sglang_has_no_expandable_segments(where):
+    """The ranks may."""
+    words = (f"+{where}.{SEGMENTS}", "rollout.engine=sglang", "deterministic=false")
+    assert f"{where}.PYTORCH_CUDA_ALLOC_CONF" in problems(*words)

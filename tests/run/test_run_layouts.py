@@ -85,7 +85,8 @@ def test_a_run_uses_the_cluster_of_ray_address_and_leaves_it_running(tmp_path, c
     """Its rollout server, which the driver starts, has the run's network settings."""
     environment, processes = cluster
     before = set(psutil.Process(processes[0].pid).children(recursive=True))
-    told = command(tmp_path, "network.variables.NCCL_DEBUG=WARN", "network.interface=lo")
+    own = ("train.environment.OF_RANKS=1", "rollout.environment.OF_SERVERS=2")
+    told = command(tmp_path, "network.variables.NCCL_DEBUG=WARN", "network.interface=lo", *own)
     process = subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     workers, of_server = [], {}
     for line in process.stdout:
@@ -95,6 +96,8 @@ def test_a_run_uses_the_cluster_of_ray_address_and_leaves_it_running(tmp_path, c
             of_server = find(psutil.Process(process.pid).children(recursive=True), "moerl.rollout.engines.hf").environ()
     assert process.wait() == 0
     assert (of_server["NCCL_DEBUG"], of_server["GLOO_SOCKET_IFNAME"]) == ("WARN", "lo")
+    assert of_server["OF_SERVERS"] == "2" and "OF_RANKS" not in of_server
+    assert "'OF_RANKS': '1'" in next((tmp_path).rglob("run.log")).read_text()
     assert len(workers) == 2
     assert psutil.wait_procs(workers, timeout=30)[1] == []
     assert all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in processes)

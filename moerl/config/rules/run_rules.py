@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
 from moerl.config.rules.algorithm_rules import compares_samples, corrects_staleness
@@ -80,23 +80,44 @@ def observe_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
 
 
 _OWNED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+_READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PATH", "HOME")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    """Every rule of `network` that is broken."""
-    network = config.network
-    for name, value in network.variables.items():
-        path = f"network.variables.{name}"
+    """Every rule of `network` that is broken, and of the variables of ranks and servers."""
+    network, given = config.network, config.network.variables
+    yield from _variable_problems("network.variables", given)
+    for path, own in (("train.environment", config.train.environment), ("rollout.environment", config.rollout.environment)):
+        yield from _variable_problems(path, own)
+        for name in own.keys() & given.keys():
+            yield problem(
+                f"{path}.{name}", own[name], "is given twice", "network.variables has it too, for ranks and servers", "one of the two"
+            )
+    for name in _INTERFACES:
+        if name in given and network.interface is not None:
+            reason = f"network.interface={network.interface} sets it"
+            yield problem(f"network.variables.{name}", given[name], "is given twice", reason, "one of the two")
+    if config.rollout.engine == "sglang":
+        for path, found in (("network.variables", given), ("rollout.environment", config.rollout.environment)):
+            if "expandable_segments:True" in str(found.get(_ALLOCATOR, "")):
+                reason = "SGLang puts a server to sleep by its own allocation of GPU memory, which such segments do not go with"
+                fix = f"train.environment.{_ALLOCATOR}, which is the ranks' alone"
+                yield problem(f"{path}.{_ALLOCATOR}", found[_ALLOCATOR], "cannot be set for rollout.engine=sglang", reason, fix)
+
+
+def _variable_problems(where: str, given: Mapping[str, str | int]) -> Iterator[Problem]:
+    for name, value in given.items():
+        path = f"{where}.{name}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             reason = "letters, digits and underscores are what a shell and every library can read"
-            yield problem(path, value, "is not the name of an environment variable", reason, "network.variables.NCCL_IB_TIMEOUT=22")
+            yield problem(path, value, "is not the name of an environment variable", reason, f"{where}.NCCL_IB_TIMEOUT=22")
         elif name in _OWNED:
-            reason = "moerl and Ray tell each rank its place"
-            yield problem(path, value, "cannot be set", reason, "leave it out")
-        elif name in _INTERFACES and network.interface is not None:
-            reason = f"network.interface={network.interface} sets it"
-            yield problem(path, value, "is given twice", reason, "one of the two")
+            yield problem(path, value, "cannot be set", "moerl and Ray tell each process its place", "leave it out")
+        elif name in _READ_AT_START and where != "rollout.environment":
+            reason = "it is read when a process starts, and ranks are processes of Ray's that have started"
+            yield problem(path, value, "has no effect", reason, f"slurm.environment.{name}, or export {name} before moerl")
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class RolloutConfig(Strict):
     """Port of the first server, the next ones count up; 0 lets the system choose."""
     tls: TLSConfig | None = None
     """HTTP between the driver, collectors and servers over TLS. None: not encrypted. The tensors of a push go other ways."""
+    environment: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of rollout servers alone, e.g. VLLM_LOGGING_LEVEL."""
     python: str | None = None
     """Interpreter of the server's environment, which must have this moerl. None: this one; for vllm and sglang that of .venv-vllm or
     .venv-sglang in the checkout."""

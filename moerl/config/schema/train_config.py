@@ -172,6 +172,9 @@ class TrainConfig(Strict):
     """Gather updated parameters from data-parallel ranks bucket by bucket, during the next forward pass."""
     overlap_bucket_size: Positive | None = None
     """Parameters per bucket. None: Megatron's choice, the larger of 40 million and a million per data-parallel rank."""
+    environment: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of train ranks alone, e.g. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which SGLang's servers could not
+    have. Set before CUDA or a communicator is asked for, in a process that has started."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed to Megatron's TransformerConfig; names are checked against it, names moerl sets itself are refused."""
 
