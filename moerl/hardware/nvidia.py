@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moerl.hardware.hardware_tools import Absent, run_tool
@@ -78,6 +78,8 @@ class NVLinks:
 class Topology:
     between: Mapping[str, Mapping[str, str]]
     """Device -> device -> NV18, PIX, ...; devices are GPU0 ... and adapters by the name of their driver (mlx5_0)."""
+    cpus: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """GPU0 ... -> the CPUs of its NUMA node, where nvidia-smi says them."""
 
     @property
     def gpus(self) -> list[str]:
@@ -173,14 +175,15 @@ def parse_topology(text: str) -> Topology:
         return Topology(between={})
     devices = re.split(r"\s{2,}|\t+", head.strip())
     columns = [device for device in devices if "Affinity" not in device and "NUMA" not in device]
-    rows = {
-        cells[0]: cells[1 : len(columns) + 1] for line in lines[lines.index(head) + 1 :] if (cells := line.split()) and cells[0] in columns
-    }
+    listed = [cells for line in lines[lines.index(head) + 1 :] if (cells := line.split()) and cells[0] in columns]
+    rows = {cells[0]: cells[1 : len(columns) + 1] for cells in listed}
+    has_cpus = "CPU Affinity" in head
     return Topology(
+        cpus={cells[0]: cpu_list(cells[len(columns) + 1]) for cells in listed if has_cpus and len(cells) > len(columns) + 1},
         between={
             names.get(row, row): {names.get(column, column): kind for column, kind in zip(columns, kinds, strict=True)}
             for row, kinds in rows.items()
-        }
+        },
     )
 
 
@@ -197,3 +200,14 @@ def slowdowns(bits: int) -> Iterator[str]:
     """Names of what holds a GPU's clocks down although it could run faster (nvml.h, nvmlClocksEventReasons)."""
     names = {0x8: "hardware slowdown", 0x20: "software thermal limit", 0x40: "hardware thermal limit", 0x80: "power brake"}
     return (name for bit, name in names.items() if bits & bit)
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """CPUs of a list such as 0-47,96-143; none for what is no such list."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            return frozenset()
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

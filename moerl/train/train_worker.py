@@ -30,6 +30,7 @@ from moerl.config.schema.run_config import NetworkConfig
 from moerl.hangs.examine import memory_counter, memory_kills
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hangs.watched import ProcessId
+from moerl.hardware.cpu_binding import bind_near
 from moerl.hardware.network_settings import find_settings, variables
 from moerl.train import rank_imports
 from moerl.train.batching.balance import Planner
@@ -95,6 +96,8 @@ class TrainWorker:
         """Set what libraries are told of this node's links, and the rank's own variables, before one of them asks; returns it."""
         found = variables(find_settings(network, "train", reached_at=reached_at()))
         found |= {name: str(value) for name, value in environment.items()}
+        if network.detect and self._gpus:
+            logger.info("rank %d %s", self._rank, bind_near(self._gpus))
         os.environ.update(found)
         return found
 

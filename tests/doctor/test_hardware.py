@@ -1,11 +1,16 @@
 """What nvidia-smi and ibv_devinfo print, and what becomes of them when they are missing, old or failing."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from node_cases import OUTPUTS, output
 
+from moerl.hardware import cpu_binding
+from moerl.hardware.cpu_binding import near
 from moerl.hardware.hardware_tools import Absent, run_tool
 from moerl.hardware.infiniband import find_gpudirect, find_ports, parse_ports
-from moerl.hardware.nvidia import find_gpus, find_links, find_topology, parse_gpus, parse_links, parse_topology, slowdowns
+from moerl.hardware.nvidia import Topology, find_gpus, find_links, find_topology, parse_gpus, parse_links, parse_topology, slowdowns
 
 
 def test_gpus_of_a_node_are_read_with_clocks_ecc_and_fabric():
@@ -209,3 +214,35 @@ def test_gpudirect_is_what_the_kernel_can_do(kernel, expected, tmp_path):
 
 def test_without_a_driver_gpudirect_is_no_question(tmp_path):
     assert find_gpudirect(host(tmp_path)) == Absent(reason="no NVIDIA kernel module is loaded")
+
+
+def test_a_rank_runs_on_the_cpus_near_its_gpu():
+    topology = parse_topology(output("pcie_topo.txt"))
+    assert topology.cpus == {"GPU0": frozenset(range(16)), "GPU1": frozenset(range(16, 32))}
+    assert near(topology, ("1",), allowed=set(range(20))) == {16, 17, 18, 19}
+    assert near(topology, ("0", "1"), allowed=set(range(64))) == set(range(32))
+
+
+@pytest.mark.parametrize(
+    ("topology", "gpus", "reason"),
+    [
+        (Absent(reason="nvidia-smi is not there"), ("0",), "nvidia-smi is not there"),
+        (Topology(between={}), ("0",), "names no CPU for GPU 0"),
+        (Topology(between={}, cpus={"GPU0": frozenset({9})}), ("0",), "not this process's to use"),
+        (Topology(between={}), ("GPU-1234",), "not known by a number"),
+    ],
+)
+def test_a_rank_runs_anywhere_where_that_is_not_known(topology, gpus, reason):
+    assert reason in near(topology, gpus, allowed={0, 1})
+
+
+def test_a_process_is_bound_and_what_it_starts_with_it(monkeypatch):
+    own = os.sched_getaffinity(0)
+    first = min(own)
+    monkeypatch.setattr(cpu_binding, "find_topology", lambda: Topology(between={}, cpus={"GPU0": frozenset({first})}))
+    try:
+        assert cpu_binding.bind_near(("0",)) == f"runs on 1 CPUs near its GPU, from {first} to {first}"
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(os.sched_getaffinity, 0).result() == {first}
+    finally:
+        os.sched_setaffinity(0, own)
