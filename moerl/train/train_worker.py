@@ -37,6 +37,7 @@ from moerl.train.batching.balance import Planner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
 from moerl.train.loss.value_loss import ValueLoss
+from moerl.train.megatron.attention_backend import attention_backend
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
 from moerl.train.rank_store import join_store, open_store
@@ -69,6 +70,7 @@ class TrainWorker:
         self._store: dist.TCPStore | None = None
         self._sender: WeightSender | None = None
         self._beside: dict[str, MegatronEngine] = {}
+        self._attention: str | None = None
         torch.set_num_threads(1)
 
     def place(self, log: Path) -> RankPlace:
@@ -164,7 +166,15 @@ class TrainWorker:
         return self._stored(self._of(model).values(batch))
 
     def update(self, batch: Batch, model: str, loss: Loss | ValueLoss, lr: float, num_updates: int) -> StepStats:
-        return self._of(model).update(batch, loss, lr=lr, num_updates=num_updates)
+        stats = self._of(model).update(batch, loss, lr=lr, num_updates=num_updates)
+        self._tell_attention()
+        return stats
+
+    def _tell_attention(self) -> None:
+        """Log which implementation of attention runs, when it is first known and when it changes."""
+        if (found := attention_backend()) != self._attention:
+            self._attention = found
+            logger.info("attention runs by %s", found)
 
     def _stored(self, values_T: np.ndarray) -> InStore[np.ndarray] | None:
         return keep(values_T) if self._rank == 0 else None

@@ -323,6 +323,7 @@ def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):
             stats = await group.update(BATCH, SUPERVISED, lr=1e-3)
             await push_to_one(group)
             await group.save(1, {})
+            await group.saved(wait=True)
         async with awake(group):
             assert await group.load() == (1, {"version": 1})
         assert set(stats.memory.device_bytes["asleep"].values()) == {0}

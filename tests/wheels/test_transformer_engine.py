@@ -1,5 +1,6 @@
 """Megatron builds on Transformer Engine's own Python what it builds on the reference: classes and keywords are there, names alike."""
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from distributions import unpacked
+
+from moerl.train.megatron.attention_backend import CHOICE
 
 pytestmark = pytest.mark.wheels
 
@@ -37,3 +40,16 @@ def test_ranks_hold_on_transformer_engine_what_they_hold_on_the_reference(recipe
     real, reference = (held(recipe, folder, *overrides) for folder in (str(unpacked("transformer-engine", VERSION)), "reference"))
     assert Path(real["file"]).is_relative_to(unpacked("transformer-engine", VERSION))
     assert real["stages"] == reference["stages"] and len(real["stages"]) >= 2
+
+
+def test_its_module_says_which_attention_it_has_chosen():
+    """What a rank logs is read there."""
+    file = unpacked("transformer-engine", VERSION).joinpath(*CHOICE.split(".")).with_suffix(".py")
+    kept = {
+        node.slice.value
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "_attention_backends" and isinstance(node.slice, ast.Constant)
+    }
+    assert kept >= {
+        "use_flash_attention", "flash_attention_backend", "use_fused_attention", "fused_attention_backend", "use_unfused_attention"
+    }  # fmt: skip
