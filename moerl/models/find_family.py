@@ -48,7 +48,7 @@ def explain_unknown(hf: Mapping[str, Any]) -> BrokenRule:
     near = _nearest(kind, [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else [])
     hint = "" if near is None else f"; the nearest is {near}, and docs/add-a-family.md says how to add one"
     found = opened(hf)
-    said = explain_known(hf) if found is None else f"megatron-bridge declares one that moerl does not take: {found.refusal}"
+    said = explain_known(hf) + ("" if found is None else f"; what it declares moerl does not take: {found.refusal}")
     return BrokenRule(rule, f"moerl/models has no family for model_type {kind!r}{hint}; {said}", fix)
 
 

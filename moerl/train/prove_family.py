@@ -49,8 +49,12 @@ def prove(hf: Mapping[str, Any]) -> Opened:
         if broken := [rule for rule, _, _ in broken_fields(hf)]:
             raise CheckpointError("; ".join(broken))
         _refuse_invisible(hf)
-        whole, small = declared_family(hf), tiny(hf)
-        of_small = declared_family(small)
+        small = tiny(hf)
+        try:
+            whole, of_small = declared_family(hf), declared_family(small)
+        except (AttributeError, KeyError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+            text = str(error).splitlines()[0][:200] if str(error) else "without a word"
+            raise CheckpointError(f"transformers or Megatron-Bridge cannot read its config.json: {type(error).__name__}: {text}") from error
         found = Opened(fields=of_small.fields, rotary=of_small.rotary, rules=of_small.rules, served=_served(of_small.rules))
         remember(small, found)
         rules, distance = _compare(small, found)

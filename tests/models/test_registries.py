@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from moerl.config.rules.model_rules import missing
+from moerl.models import opened_families
 from moerl.models.bridge_packages import BRIDGES, registered
 from moerl.models.find_family import explain_unknown
 
@@ -44,13 +45,16 @@ def test_an_absent_package_is_named_with_how_to_install_it(only):
         assert f"{package.name}, which may know it, is not installed here: {package.install}" in said
 
 
-def test_a_package_that_knows_the_architecture_is_named(only):
+def test_a_package_that_knows_the_architecture_is_named(only, monkeypatch):
     only(mbridge=MBRIDGE, megatron_bridge=MEGATRON_BRIDGE)
+    monkeypatch.setattr(opened_families, "_prove", lambda text: opened_families.Opened(refusal="it is a test's"))
+    monkeypatch.setattr(opened_families, "_keep", lambda *_: None)
     for kind in ("mimo", "gemma3", "internvl_chat"):
         assert "mbridge 9.0 knows it; megatron-bridge 9.0 does not know it" in reason(model_type=kind)
     for architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
         said = reason(model_type="something", architectures=[architecture])
         assert "mbridge 9.0 does not know it; megatron-bridge 9.0 knows it" in said
+        assert said.endswith("what it declares moerl does not take: it is a test's")
 
 
 def test_the_nearest_family_and_why_megatron_cannot_are_still_said(only):
