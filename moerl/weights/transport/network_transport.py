@@ -189,7 +189,7 @@ class GlooGroup:
     def __init__(self, store: Store, *, rank: int, world_size: int, host: str, deadline: Deadline):
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
         # The default device listens on what the host name resolves to, which on many systems is a loopback address.
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
         options._timeout = timedelta(seconds=deadline.left())
         self._store = store  # C++ alone would not keep one that is written in Python
         self._only = ProcessGroupGloo(PrefixStore("moerl/weights", store), rank, world_size, options)
