@@ -6,6 +6,7 @@ for a family, as `moerl check` does, reads what was found. A file belongs to one
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from moerl.types.errors import CheckpointError
 PROOF_SECONDS = 300.0
 """Limit of a proof; it takes about 20 s."""
 _PROVER = "moerl.train.prove_family"
+_MOERL = Path(__file__).parents[1]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,10 @@ _known: dict[str, Opened | None] = {}
 def opened(hf: Mapping[str, Any]) -> Opened | None:
     """The result for a config.json, found now if these versions of packages have not found it before: some 20 s. None: it
     does not know this architecture, or is not installed here and nothing was kept (the servers' environments have what was)."""
-    text = _text(hf)
+    try:
+        text = _text(hf)
+    except RecursionError:  # nested more deeply than any model's
+        return None
     if text not in _known:
         _known[text] = _found(hf, text)
     return _known[text]
@@ -85,7 +91,7 @@ def _text(hf: Mapping[str, Any]) -> str:
 def _found(hf: Mapping[str, Any], text: str) -> Opened | None:
     file, kept = _file(text), None
     with suppress(OSError, ValidationError):
-        kept = None if file is None else _FILE.validate_json(file.read_bytes())
+        kept = None if file is None or file.stat().st_uid != os.getuid() else _FILE.validate_json(file.read_bytes())  # no stranger's
     if not knows(BRIDGES["megatron_bridge"], hf) or (kept is not None and kept.versions == _versions()):
         return kept
     try:
@@ -98,6 +104,7 @@ def _found(hf: Mapping[str, Any], text: str) -> Opened | None:
 
 
 def _prove(text: str) -> Opened:
+    logger.warning("no family in moerl/models for this config.json: comparing Megatron-Bridge's with transformers, some 20 s")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         command = [sys.executable, "-m", _PROVER]
@@ -106,18 +113,20 @@ def _prove(text: str) -> Opened:
         )  # fmt: skip
         return _FILE.validate_json(ended.stdout.splitlines()[-1])
     except subprocess.CalledProcessError as error:
-        raise CheckpointError("the proof of its family ended with " + "\n".join(error.stderr.splitlines()[-3:])) from error
+        last = error.stderr.splitlines()[-1].removeprefix("[rank0]: ") if error.stderr else "no word"
+        raise CheckpointError(f"the proof of its family ended with {last[:300]}") from error
     except (OSError, subprocess.TimeoutExpired, ValidationError, IndexError) as error:
         raise CheckpointError(f"the proof of its family did not end well: {error}") from error
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the packages that a proof follows from, of those installed."""
+    """Versions of the packages that a proof follows from, of those installed; of moerl's part the sources, which change within one."""
     found = {}
-    for name in ("megatron-bridge", "megatron-core", "transformers", "torch", "moerl"):
+    for name in ("megatron-bridge", "megatron-core", "transformers", "torch"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
-    return found
+    own = b"".join((_MOERL / file).read_bytes() for file in ("train/prove_family.py", "models/bridge/bridge_family.py"))
+    return found | {"moerl": hashlib.sha256(own).hexdigest()[:16]}
 
 
 def _file(text: str) -> Path | None:

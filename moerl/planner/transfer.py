@@ -39,7 +39,7 @@ def route_of(config: RunConfig) -> Route:
     if placement.mode != "separate":
         why = "servers share the trainer's GPUs, and NCCL joins no two processes of one GPU"
         return Route(words=f"nccl over gloo: TCP through host memory, neither RDMA nor NVLink: {why}", is_card_s=False)
-    return Route(words="nccl, from GPU to GPU over their cards (not run yet)", is_card_s=True)
+    return Route(words="nccl, from GPU to GPU over their cards (not run yet); without GPUs gloo", is_card_s=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class PushPlan:
     num_tensors: int
     trainer_gpus: int
     rollout: RolloutLayout
-    route: "Route"
+    route: Route
     card_gbit: float
     """Per second, of one GPU's card, or of whatever else `bound_seconds` and `schedule_seconds` are asked for."""
     is_rate_given: bool

@@ -186,6 +186,14 @@ def test_the_random_state_of_cuda_is_that_of_the_cpu():
 
 def test_ranks_leave_the_process_that_asks_for_them_as_it_is():
     """Not patched, unless a test before this one did that."""
-    before = megatron_patches.active_names(), "transformer_engine" in sys.modules
+    modules = ("transformer_engine", "megatron.core")
+    before = megatron_patches.active_names(), [name in sys.modules for name in modules]
     run_ranks(rng_round_trip, 1)
-    assert (megatron_patches.active_names(), "transformer_engine" in sys.modules) == before
+    assert (megatron_patches.active_names(), [name in sys.modules for name in modules]) == before
+
+
+def test_asking_which_patches_are_in_force_imports_nothing():
+    """A process that asked would have Megatron unpatched, and could not patch it any more."""
+    code = "import sys, megatron_patches; print(megatron_patches.active_names(), 'megatron.core' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "() False\n"

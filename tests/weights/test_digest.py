@@ -73,6 +73,32 @@ def test_the_kernel_gives_every_block_the_hash_of_the_package():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moerl.weights.verify.block_kernel import ROWS, _hash_kernel
+types = {"words": "*i64", "table": "*i64", "out": "*i64", "count": "i32", "num_kibis": "i32", "low_start": "i64", "high_start": "i64"}
+for capability in (90, 100):
+    source = ASTSource(fn=_hash_kernel, signature=types | {"rows": "constexpr"}, constexprs={"rows": ROWS})
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_the_kernel_compiles_for_hopper_and_blackwell(tmp_path):
+    """By Triton's own compiler and NVIDIA's assembler, which is in its wheel: neither asks for a GPU."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("start", [1, 2, 4])
+def test_a_view_that_begins_within_a_word_of_its_memory_has_its_digest(start):
+    data = drawn(2 * BLOCK_BYTES)[start:]
+    assert hex_digests([halves_on_device(data)]) == [tensor_digest(data)]
+
+
 def test_blocks_that_change_places_change_the_digest():
     data = drawn(2 * BLOCK_BYTES)
     assert tensor_digest(torch.cat([data[BLOCK_BYTES:], data[:BLOCK_BYTES]])) != tensor_digest(data)

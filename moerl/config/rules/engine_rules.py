@@ -64,12 +64,16 @@ def engine_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     yield from unserved(rollout, shape)
     python = Path(interpreter(rollout))
     if can_be(python) and python.is_file():
-        model = facts.hf if shape is not None and shape.model_type in (*FAMILIES[rollout.engine], *OPENED) else None
+        model = facts.hf if shape is not None and shape.model_type in _accepted(rollout.engine) else None
         yield from _found_there(str(python), rollout.engine, json.dumps(rollout.engine_args, sort_keys=True), json.dumps(model))
     elif rollout.python is None and not is_in_image(config):  # one that is given and missing is another rule's
         rule = f"needs an environment for rollout.engine={rollout.engine}; there is none at {python.parents[1]}"
         reason = "engines pin packages that a trainer's environment cannot have"
         yield problem("rollout.python", None, rule, reason, f"make engines ENGINES={rollout.engine}, or rollout.python=/path/to/its/python")
+
+
+def _accepted(engine: str) -> tuple[str, ...]:
+    return (*FAMILIES[engine], *OPENED)
 
 
 def is_in_image(config: RunConfig) -> bool:
@@ -80,8 +84,8 @@ def is_in_image(config: RunConfig) -> bool:
 
 def unserved(rollout: RolloutConfig, shape: ModelShape | None) -> Iterator[Problem]:
     """Why the engine cannot serve a model of `shape`, whose checkpoint need not be there."""
-    if rollout.engine in FAMILIES and shape is not None and shape.model_type not in (*FAMILIES[rollout.engine], *OPENED):
-        rule = f"serves {', '.join((*FAMILIES[rollout.engine], *OPENED))}; the model is {shape.model_type}"
+    if rollout.engine in FAMILIES and shape is not None and shape.model_type not in _accepted(rollout.engine):
+        rule = f"serves {', '.join(_accepted(rollout.engine))}; the model is {shape.model_type}"
         reason = "whether every pushed byte arrives in the engine's own layout is tested for these only"
         yield problem("rollout.engine", rollout.engine, rule, reason, "rollout.engine=hf, or fake to exercise the trainer")
 

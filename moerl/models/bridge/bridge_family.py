@@ -25,7 +25,7 @@ _FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "layernorm_epsilon",
     "init_method_std", "add_bias_linear", "add_qkv_bias", "normalization", "gated_linear_unit", "qk_layernorm",
     "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
-    "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups",
+    "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_num_groups",
     "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype", "moe_grouped_gemm",
 )  # fmt: skip
 """Fields of TransformerConfig that describe an architecture moerl builds."""

@@ -5,6 +5,7 @@ in 16 stripes of 64 bytes, are scrambled, and so on; the last stripe has a secre
 """
 
 import importlib.util
+from functools import cache
 
 import torch
 
@@ -42,11 +43,16 @@ INITIAL = [_signed(each) for each in (_P32[2], _P64[0], _P64[1], _P64[2], _P64[3
 def block_hashes(blocks: torch.Tensor) -> torch.Tensor:
     """uint8 [blocks, bytes], contiguous, bytes a multiple of 1024 -> int64 [blocks, 2]: low and high half of each block's xxh3_128."""
     words_BW = blocks.view(torch.int64)
-    if blocks.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if blocks.device.type == "cuda" and _has_triton():
         from moerl.weights.verify.block_kernel import hash_blocks
 
         return hash_blocks(words_BW, table(blocks.device), starts(blocks.shape[1]))
     return by_torch(words_BW)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def table(device: torch.device) -> torch.Tensor:

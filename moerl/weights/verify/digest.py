@@ -37,15 +37,18 @@ def digest_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hex_digests(halves: Iterable[torch.Tensor]) -> list[str]:
-    """Hex digits of many digests on one device, which is waited for once."""
+    """Hex digits of many digests. A device that has all of them is waited for once."""
     rows = list(halves)
     if not rows:
         return []
-    return [f"{high & _MASK:016x}{low & _MASK:016x}" for low, high in torch.stack(rows).tolist()]
+    together = torch.stack([row.to(rows[0].device) for row in rows])
+    return [f"{high & _MASK:016x}{low & _MASK:016x}" for low, high in together.tolist()]
 
 
 def halves_on_device(data: torch.Tensor) -> torch.Tensor:
     """`data`: uint8 [num_bytes], contiguous."""
+    if data.data_ptr() % 8 or data.storage_offset() % 8:  # a view of a larger tensor, which begins within a word
+        data = data.clone()
     num_blocks, rest = divmod(len(data), BLOCK_BYTES)
     parts = []
     if num_blocks:
