@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
+from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import mismatch_message
@@ -27,6 +28,7 @@ from moerl.types.groups import Group, Prompt
 from moerl.types.push import PushStats, Transport
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.types.stored_batch import StoredBatch
+from moerl.weights.plan.run_plan import RankPlaces
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -213,10 +215,12 @@ class WeightPublisher:
     async def _sync_with(self, members: list[Member]) -> WeightSync:
         """Connected to just these processes."""
         if self._transport is None:
+            self._rank_hosts = await self._train.hosts()
             hosts = [host for member in self._fleet.members for host in member.engine.hosts]
-            self._transport = resolve_transport(
-                self._config.weights.transport, source_hosts=await self._train.hosts(), receiver_hosts=hosts
-            )
+            shares = num_shared(self._config) > 0
+            chosen = self._config.weights.transport
+            self._transport = resolve_transport(chosen, source_hosts=self._rank_hosts, receiver_hosts=hosts, shares_gpus=shares)
+            logger.info("weights go by %s", self._transport)
         wanted = [(member.name, member.num_starts) for member in members]
         if self._sync is None or wanted != self._connected_to:
             receivers = {member.name: member.engine for member in members}
@@ -226,12 +230,22 @@ class WeightPublisher:
                 receivers,
                 transport=self._transport,
                 nodes={member.name: member.engine.hosts for member in members},
+                ranks=self._rank_places(members) if self._transport == "relay" else None,
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
             )
             self._connected_to = wanted
         return self._sync
+
+    def _rank_places(self, members: list[Member]) -> RankPlaces:
+        mapped = gpu_map(self._config)
+        servers = dict(zip(self._fleet.members, mapped.servers, strict=True))
+        return RankPlaces(
+            nodes=self._rank_hosts,
+            gpus=[gpu.index for gpu in mapped.ranks],
+            server_gpus={member.name: [gpu.index for gpu in servers[member]] for member in members},
+        )
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""

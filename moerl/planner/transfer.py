@@ -1,20 +1,21 @@
 """`moerl plan`: what a push of a run's weights moves over the network, from its layout and that of the rollout."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moerl.config.derive.gpu_map import gpu_map
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.weights.plan.buckets import bound_seconds, deliveries, in_order, incomplete_bytes, seconds
-from moerl.weights.plan.run_plan import faults, part_bytes
+from moerl.weights.plan.run_plan import faults, part_bytes, relays_of
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
-from moerl.weights.plan.transfer_plan import RolloutLayout, TransferPlan
+from moerl.weights.plan.transfer_plan import Relays, RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +28,23 @@ class Route:
 
 
 def route_of(config: RunConfig) -> Route:
-    """As a run takes it (weights/sync.py, train/push/push_source.py): `auto` is ipc on one node and nccl over several."""
+    """As a run takes it (weights/sync.py, train/push/push_source.py): `auto` is ipc on one node and nccl over several, which is relay where
+    servers share the trainer's GPUs."""
     placement, chosen = config.placement, config.weights.transport
     transport = chosen if chosen != "auto" else "ipc" if placement.nodes == 1 else "nccl"
     if transport == "disk":
         return Route(words="disk: files that ranks write and servers read, at the file system's rate", is_card_s=False)
     if transport == "ipc":
         return Route(words="ipc, on one node: memory that servers map (CUDA IPC on GPUs); nothing crosses a card", is_card_s=False)
+    relays = _relays(config) is not None
     if placement.device == "cpu":
-        return Route(words="nccl over gloo: TCP from host memory, without GPUs", is_card_s=False)
+        name = "relay" if relays else "nccl"
+        return Route(words=f"{name} over gloo: TCP from host memory, without GPUs", is_card_s=False)
+    if relays:
+        way = "NCCL among the trainer's ranks over their cards, to the rank on the reader's GPU, and CUDA IPC there"
+        return Route(words=f"relay: {way} (not run yet); without GPUs gloo", is_card_s=True)
     if placement.mode != "separate":
-        why = "servers share the trainer's GPUs, and NCCL joins no two processes of one GPU"
+        why = "servers share the trainer's GPUs, and NCCL joins no two processes of one GPU; nodes with servers alone have no rank to relay"
         return Route(words=f"nccl over gloo: TCP through host memory, neither RDMA nor NVLink: {why}", is_card_s=False)
     return Route(words="nccl, from GPU to GPU over their cards (not run yet); without GPUs gloo", is_card_s=True)
 
@@ -69,6 +76,8 @@ class PushPlan:
     num_buckets: int
     num_rounds: int
     schedule_seconds: float
+    relays: bool
+    """Ranks relay to their node: bytes that one of them holds cross no network."""
     incomplete_bytes: float
     """By GPU at most: tensors that come in pieces, until they are whole."""
 
@@ -92,7 +101,8 @@ class PushPlan:
         yield f"model            {_gb(self.expert_bytes)} of experts, {_gb(self.other_bytes)} of all else, in {self.num_tensors} tensors"
         yield f"trainer          {self.trainer_gpus} GPUs"
         yield f"rollout          {rollout.num_servers} servers of {rollout.gpus_per_server} GPUs on {rollout.num_nodes} nodes"
-        once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {_gb(least)} by GPU"
+        least_of_gpu = f"{_gb(least)} by GPU" + (" less what its ranks hold" if self.relays else "")
+        once = f"once per node, {shares} / {rollout.expert_shares} of the experts and all else = {least_of_gpu}"
         yield f"network in       {_range(self.received)} by GPU; {once}"
         yield f"network out      {_range(self.sent)} by trainer GPU"
         yield f"within nodes     {_range(self.spread_in_node)} by GPU"
@@ -122,7 +132,10 @@ def plan_push(
     largest = config.weights.bucket_bytes if bucket_bytes is None else bucket_bytes
     tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
-    plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest))
+    relays = _relays(config) if rollout == rollout_of(config) else None  # a run's ranks and servers are placed together
+    if relays is not None:
+        rollout = replace(rollout, node_of=_nodes_of_servers(config))
+    plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest), relays=relays)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     rate = card_rate(config) if card_gbit is None else card_gbit
@@ -139,7 +152,7 @@ def card_rate(config: RunConfig) -> float:
 
 def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_given: bool, bucket_bytes: int) -> PushPlan:
     rate = card_gbit / 8 * 1e9
-    found = deliveries(plan, bucket_bytes=bucket_bytes, relays=True)
+    found = deliveries(plan, bucket_bytes=bucket_bytes, by_node=True)
     buckets = in_order(found.jobs)
     experts = sum(tensor.num_bytes for tensor in plan.tensors if tensor.expert is not None)
     return PushPlan(
@@ -159,11 +172,32 @@ def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_giv
         num_buckets=len(buckets),
         num_rounds=1 + max(bucket.round for bucket in buckets),
         schedule_seconds=seconds(buckets, bytes_per_second=rate),
+        relays=plan.relays is not None,
         incomplete_bytes=incomplete_bytes(buckets, {spec.name: num_bytes(spec) for spec in found.tensors}),
     )
 
 
-def rollout_of(config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None) -> RolloutLayout:
+def _relays(config: RunConfig) -> Relays | None:
+    """As a run has them; None: it takes another transport."""
+    if config.placement.nodes == 1 or config.placement.mode == "separate" or config.weights.transport not in ("auto", "nccl"):
+        return None
+    mapped = gpu_map(config)
+    servers = [gpu for server in mapped.servers for gpu in server]
+    if not {gpu.node for gpu in servers} <= {gpu.node for gpu in mapped.ranks}:
+        return None
+    ranks = [(gpu.node, gpu.index) for gpu in mapped.ranks]
+    return relays_of(ranks, [(gpu.node, gpu.index) for gpu in servers])
+
+
+def _nodes_of_servers(config: RunConfig) -> tuple[int, ...]:
+    """Node of every GPU of the servers, counted in the order in which they come, as `relays_of` counts them."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(gpu.node, len(numbers)) for server in gpu_map(config).servers for gpu in server)
+
+
+def rollout_of(
+    config: RunConfig, *, servers: int | None = None, gpus_per_server: int | None = None, gpus_per_node: int | None = None
+) -> RolloutLayout:
     layout = config.rollout.layout
     if layout.redundant_experts is not None:
         rule, reason = "cannot be planned", "EPLB decides while it runs which GPUs hold copies"

@@ -219,10 +219,11 @@ class TrainWorker:
         return self._engine.pushed.outline(bucket_bytes)
 
     def listen(
-        self, transport: Transport, job: Job, senders: list[int], seconds: float, secret: RunSecret, weights: WeightsConfig,
+        self, transport: Transport, job: Job, relayed: Job, senders: list[int], seconds: float, secret: RunSecret, weights: WeightsConfig,
         directory: Path, on_gpu: bool,
     ) -> str:  # fmt: skip
-        """This rank sends `job` in every push from now on; nothing if it is empty. The address if it is the first of the `senders`.
+        """This rank sends `job`, and passes on `relayed`, in every push from now on; nothing if both are empty. The address if it is the
+        first of the `senders`, which are all that do something.
 
         `seconds`: how long a call may wait for receivers. `secret`: all sides prove it. `directory`: of the files of
         weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but `digest_push`.
@@ -230,7 +231,7 @@ class TrainWorker:
         if self._sender is not None:
             self._sender.close()
         self._sender, self._senders = None, senders
-        if not job:
+        if not job and not relayed:
             return ""
         self._sender = WeightSender(
             transport,
@@ -238,6 +239,8 @@ class TrainWorker:
             self._engine.pushed.read,
             seconds=seconds,
             secret=secret,
+            rank=self._rank,
+            relayed=relayed,
             device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
@@ -245,10 +248,9 @@ class TrainWorker:
         )
         return self._sender.listen(is_first=self._rank == senders[0])
 
-    def connect(self, address: str, world_size: int) -> None:
+    def connect(self, address: str, num_readers: int) -> None:
         if self._sender is not None:
-            place = self._senders.index(self._rank)
-            self._sender.connect(address, place=place, world_size=world_size, num_senders=len(self._senders))
+            self._sender.connect(address, senders=self._senders, num_readers=num_readers)
 
     def digest_push(self) -> list[str]:
         """Begins a push of the present weights. Collective."""

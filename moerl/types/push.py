@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Transport = Literal["ipc", "nccl", "disk"]
+Transport = Literal["ipc", "nccl", "disk", "relay"]
+"""relay: over a group of the trainer's ranks alone, which lend to the servers of their nodes as ipc does. Servers on the trainer's GPUs
+over several nodes take it, in place of nccl, which joins no two processes of one GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,13 @@ class Bucket:
     node and then read it in its memory."""
     round: int = 0
     """Round of the schedule (weights/plan/buckets.py)."""
+    relay: int | None = None
+    """relay: the trainer rank on the readers' node that has it for them, and gets it from the sender if it is not the sender."""
+
+    @property
+    def lender(self) -> int:
+        """Trainer rank in whose memory, or files, readers find it, but over nccl."""
+        return self.sender if self.relay is None else self.relay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,4 +122,4 @@ class PushStats:
     push_ids: dict[str, str] = field(default_factory=dict, repr=False)
     """Nonce of each receiver, by its name."""
     num_network: int = 0
-    """nccl: bytes of tensors that crossed the network, once to every node that reads them."""
+    """nccl, relay: bytes of tensors that crossed the network, once to every node that reads them (relay: and holds them not)."""

@@ -41,8 +41,8 @@ class LocalSource:
         )  # fmt: skip
         return self.sender.listen(is_first=True)
 
-    async def connect(self, address: str, world_size: int) -> None:
-        await in_thread(self.sender.connect, address, place=0, world_size=world_size, num_senders=1)
+    async def connect(self, address: str, num_readers: int) -> None:
+        await in_thread(self.sender.connect, address, senders=(0,), num_readers=num_readers)
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         self._held = self._tensors()

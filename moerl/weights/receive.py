@@ -60,7 +60,7 @@ class Assembly:
 class Incoming:
     """Buckets of one model process, as they come from memory or files of the senders or over a network, in all pushes until an error.
 
-    The constructor returns when it has connected to those from whom buckets come; nccl: when all have joined.
+    The constructor returns when it has connected to those from whom buckets come; nccl: when all have joined. relay is as ipc here.
     """
 
     def __init__(self, offer: TransportOffer, *, device: torch.device, read: Read | None):
@@ -93,10 +93,10 @@ class Incoming:
             rendezvous.close()
 
     def _borrower(self, rendezvous: Rendezvous, offer: TransportOffer, deadline: Deadline, read: Read | None) -> Borrower:
-        memory = SharedReader() if offer.transport == "ipc" else DiskReader(rendezvous.ask(DIRECTORY_KEY), read=read)
-        borrower = Borrower(memory, lambda bucket: rank_key(bucket.sender))
+        memory = DiskReader(rendezvous.ask(DIRECTORY_KEY), read=read) if offer.transport == "disk" else SharedReader()
+        borrower = Borrower(memory, lambda bucket: rank_key(bucket.lender))
         try:
-            lenders = {rank_key(bucket.sender) for bucket in self._buckets}
+            lenders = {rank_key(bucket.lender) for bucket in self._buckets}
             borrower.join(rendezvous, lenders, reader=offer.reader, name=offer.server, deadline=deadline)
         except WeightError:
             borrower.close()

@@ -5,7 +5,7 @@ Two buffers take turns: one is filled while the other is read. So bucket n is fi
 over a network, has been sent.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskSender
 from moerl.weights.transport.gpu_transport import finished
 from moerl.weights.transport.links import Lender, rank_key
-from moerl.weights.transport.network_transport import DEVICE_KEY, NetworkSender
+from moerl.weights.transport.network_transport import DEVICE_KEY, GroupJoin, NetworkSender
+from moerl.weights.transport.relay_transport import RankRelay, readers_of
 from moerl.weights.transport.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
 from moerl.weights.transport.shared_memory import new_buffer
 from moerl.weights.verify.digest import digest_halves, hex_digests
@@ -41,22 +42,26 @@ class WeightSender:
         *,
         seconds: float,
         secret: RunSecret,
+        rank: int = 0,
+        relayed: Job = (),
         device: torch.device = CPU,
         host: str = "127.0.0.1",
         directory: Path | None = None,
         delta: bool = False,
     ):
-        """`job` is not empty. `seconds` bounds each call. `secret`: all sides of the push prove it. `device` is where the tensors are, and
-        buckets stay; files are written from host memory (disk). `host` is the address at which others reach this process. `directory`,
-        which is this sender's alone, is where its files lie; `delta`: they hold only what changed (disk)."""
+        """`rank` of the trainer. `relayed`: buckets that it gets from others for readers of its node (relay), which has one of both.
+        `seconds` bounds each call. `secret`: all sides of the push prove it. `device` is where the tensors are, and buckets stay; files are
+        written from host memory (disk). `host` is the address at which others reach this process. `directory`, which is this sender's
+        alone, is where its files lie; `delta`: they hold only what changed (disk)."""
         self._transport: Transport = transport
         self._job, self._read, self._seconds, self._host = job, read, seconds, host
-        self._secret = secret
+        self._secret, self._rank, self._relayed = secret, rank, relayed
         self._device = CPU if transport == "disk" else device
         self._buffers = [new_buffer(self._device) for _ in range(NUM_BUFFERS)]
         self._rendezvous: Rendezvous | None = None
         self._lender: Lender | None = None
         self._network: NetworkSender | None = None
+        self._relay: RankRelay | None = None
         self._disk: DiskSender | None = None
         if transport == "disk":
             if directory is None:
@@ -75,21 +80,22 @@ class WeightSender:
         self._rendezvous.tell(DEVICE_KEY, self._device.type)
         return self._rendezvous.address
 
-    def connect(self, address: str, *, place: int, num_senders: int, world_size: int) -> None:
-        """From here on readers can connect to this sender; nccl: returns when all have joined. `address`: what the first sender's listen
-        returned. `place` among the `num_senders`, which with all readers are `world_size`."""
+    def connect(self, address: str, *, senders: Sequence[int], num_readers: int) -> None:
+        """From here on readers can connect to this sender; nccl, relay: returns when all have joined. `address`: what the first sender's
+        listen returned. `senders`: ranks that take part. `num_readers`: processes of all servers."""
         deadline = Deadline(min(self._seconds, JOIN_SECONDS))
         with self._closing_on_error():
             if self._rendezvous is None:
                 self._rendezvous = Rendezvous.join(address, self._secret, deadline)
-            rank, is_network = self._job[0].sender, self._transport == "nccl"
-            readers = {reader for bucket in self._job for reader in bucket.readers[: 1 if is_network else None]}
-            self._lender = Lender(rank_key(rank), f"trainer rank {rank}", self._host, self._rendezvous, readers)
-            if is_network:
-                self._network = NetworkSender(
-                    self._rendezvous, self._lender, device=self._device, host=self._host, place=place, num_senders=num_senders,
-                    world_size=world_size, deadline=deadline, seconds=self._seconds,
-                )  # fmt: skip
+            name, readers = f"trainer rank {self._rank}", readers_of(self._rank, self._job, self._relayed)
+            if self._transport == "nccl":
+                readers = {bucket.readers[0] for bucket in self._job}
+            self._lender = Lender(rank_key(self._rank), name, self._host, self._rendezvous, readers)
+            join = GroupJoin(rendezvous=self._rendezvous, device=self._device, host=self._host, deadline=deadline, seconds=self._seconds)
+            if self._transport == "nccl":
+                self._network = NetworkSender(join, self._lender, rank=self._rank, senders=senders, num_readers=num_readers)
+            if self._transport == "relay":
+                self._relay = RankRelay(join, self._lender, rank=self._rank, job=self._job, relayed=self._relayed, members=senders)
 
     def digests(self) -> list[str]:
         """Digests of every entry of the job, made from what is held, not from what is sent; once of what goes to several nodes."""
@@ -108,6 +114,9 @@ class WeightSender:
             if self._lender is None:
                 raise WeightError("this rank has no connection to readers: it was never connected, or an error ended it; connect again")
             self._lender.accept(deadline)
+            if self._relay is not None:
+                self._relay.carry(lambda index: (self.pack(index), self._buffers[index % NUM_BUFFERS].source), deadline)
+                return 0
             for index in range(len(self._job)):
                 self._wait(index % NUM_BUFFERS, deadline)
                 num_written += self._send(index)
@@ -177,8 +186,10 @@ class WeightSender:
     def _disconnect(self) -> None:
         if self._network is not None:
             self._network.close()
+        if self._relay is not None:
+            self._relay.close()
         if self._lender is not None:
             self._lender.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._network, self._lender, self._rendezvous = None, None, None
+        self._network, self._relay, self._lender, self._rendezvous = None, None, None, None

@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol, TypeVar
 from moerl.cluster.error_texts import is_consequence
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import HangError, WeightError
-from moerl.types.push import Needs, PushStats, Transport, TransportOffer
+from moerl.types.push import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
-from moerl.weights.plan.run_plan import Nodes, Outline, plan_deliveries
+from moerl.weights.plan.run_plan import Nodes, Outline, RankPlaces, plan_deliveries
 from moerl.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class WeightSource(Protocol):
     async def listen(self, transport: Transport, jobs: Mapping[int, Job], seconds: float, secret: RunSecret) -> str:
         """Start afresh with this transport, on these ranks; the address for TransportOffer. `seconds`, `secret`: as there."""
 
-    async def connect(self, address: str, world_size: int) -> None:
-        """Readers can connect to every rank; nccl: returns when all have joined. `world_size`: of senders and readers."""
+    async def connect(self, address: str, num_readers: int) -> None:
+        """Readers can connect to every rank; nccl, relay: returns when all have joined. `num_readers`: processes of all servers."""
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
         """By rank, of all entries of its job. A push begins."""
@@ -72,20 +72,22 @@ class WeightSync:
         *,
         transport: Transport,
         nodes: Nodes | None = None,
+        ranks: RankPlaces | None = None,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
         on_late: OnLate | None = None,
     ):
-        """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `deadline_seconds` bounds one call to
-        all, and so the time in which all bytes must arrive; once one has failed, the others get `settle_seconds` to end by themselves
-        before their calls are cancelled. `on_late`: looks at those first."""
+        """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `ranks`: places of the trainer's, for
+        relay. `deadline_seconds` bounds one call to all, and so the time in which all bytes must arrive; once one has failed, the others
+        get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
         self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
         self._nodes: Nodes | None = None
-        if transport == "nccl":
+        if transport in ("nccl", "relay"):
             self._nodes = dict.fromkeys(receivers, ("",)) if nodes is None else nodes
+        self._ranks = ranks if transport == "relay" else None
         self._deadline_seconds = deadline_seconds
         self._settle_seconds = settle_seconds
         self._deliveries: Deliveries | None = None
@@ -95,12 +97,12 @@ class WeightSync:
         """Plan, and build the transport. `push` does it when there is none or an error ended it; call it after a receiver was restarted."""
         self._connected = False
         needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
-        self._deliveries = await asyncio.to_thread(plan_deliveries, await self._source.outline(), needs, self._nodes)
+        self._deliveries = await asyncio.to_thread(plan_deliveries, await self._source.outline(), needs, self._nodes, self._ranks)
         jobs, seconds = self._deliveries.jobs, _PATIENCE * self._deadline_seconds
         secret = RunSecret.new()  # whoever was to be in an attempt before this one is not in it
         address = await self._source.listen(self._transport, jobs, seconds, secret)
         num_readers = sum(map(len, needs.values()))
-        calls: dict[str, Coroutine[Any, Any, None]] = {SOURCE: self._source.connect(address, len(jobs) + num_readers)}
+        calls: dict[str, Coroutine[Any, Any, None]] = {SOURCE: self._source.connect(address, num_readers)}
         buckets = in_order(jobs)
         for first, (name, processes) in zip(accumulate(map(len, needs.values()), initial=0), needs.items(), strict=False):
             own = frozenset(range(first, first + len(processes)))
@@ -144,7 +146,7 @@ class WeightSync:
             seconds=time.perf_counter() - started,
             num_written=num_written,
             push_ids=push_ids,
-            num_network=0 if self._nodes is None else sum(entry.num_bytes for bucket in buckets for entry in bucket.entries),
+            num_network=0 if self._nodes is None else sum(_num_crossing(bucket) for bucket in buckets),
         )
         logger.info("pushed %s to %d receivers", stats, len(self._receivers))
         return stats
@@ -194,14 +196,20 @@ class WeightSync:
         return silent or (list(failed) if SOURCE in tasks else [])
 
 
+def _num_crossing(bucket: Bucket) -> int:
+    """Bytes of its pieces that cross the network."""
+    return 0 if bucket.relay == bucket.sender else sum(entry.num_bytes for entry in bucket.entries)
+
+
 def resolve_transport(
-    transport: Literal["auto", "ipc", "nccl", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str]
+    transport: Literal["auto", "ipc", "nccl", "disk"], *, source_hosts: Sequence[str], receiver_hosts: Sequence[str], shares_gpus: bool
 ) -> Transport:
-    """auto: ipc if every trainer rank and every receiver run on one host, else nccl. WeightError for a host name that does not resolve."""
-    if transport != "auto":
-        return transport
-    common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
-    return "ipc" if common else "nccl"
+    """auto: ipc if every trainer rank and every receiver run on one host, else nccl. That is relay if servers share the trainer's GPUs and
+    every one has a rank on each of its hosts. WeightError for a host name that does not resolve."""
+    if transport == "auto":
+        common = set.intersection(*(_addresses(host) for host in (*source_hosts, *receiver_hosts)))
+        transport = "ipc" if common else "nccl"
+    return "relay" if transport == "nccl" and shares_gpus and set(receiver_hosts) <= set(source_hosts) else transport
 
 
 def _addresses(host: str) -> set[str]:

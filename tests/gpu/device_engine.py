@@ -1,6 +1,7 @@
 """A server's model on a GPU of its own process, behind a pipe; a WeightReceiver."""
 
 import asyncio
+import os
 import threading
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -20,6 +21,8 @@ SPECS = {name: spec_of(name, tensor) for name, tensor in MODEL.items()}
 
 
 class DeviceEngine:
+    """Sees no GPU but its own, as a server."""
+
     def __init__(self, gpu: int):
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -56,8 +59,8 @@ class DeviceEngine:
 
 
 class _Model:
-    def __init__(self, gpu: int):
-        self._device = torch.device("cuda", gpu)
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", 0)
         self._tensors = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec), device=self._device) for spec in SPECS.values()}
         self._came_on: set[str] = set()
         self.session = WeightSession(SPECS, self._load, device=self._device)
@@ -74,7 +77,8 @@ class _Model:
 
 
 def _serve(pipe: Connection, gpu: int) -> None:
-    model = _Model(gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # before CUDA begins here
+    model = _Model()
     while True:
         try:
             step, arguments = pipe.recv()

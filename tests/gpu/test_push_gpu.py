@@ -6,7 +6,9 @@ from multiprocessing import get_context
 import pytest
 import torch
 from device_engine import MODEL, DeviceEngine
+from ranked_source import RankedSource, on_two_nodes
 
+from moerl.config.schema.layout import Layout
 from moerl.types.errors import WeightError
 from moerl.weights.local_source import LocalSource
 from moerl.weights.sync import WeightSync
@@ -23,6 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs a
     [
         ("ipc", [0], None),
         ("ipc", [0, 0], None),
+        pytest.param("ipc", [1], None, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")),
         # NCCL wants a GPU for every rank: the sender has the first.
         pytest.param("nccl", [1], None, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")),
         pytest.param("nccl", [1, 2], None, marks=pytest.mark.skipif(NUM_GPUS < 3, reason="needs three GPUs")),
@@ -49,6 +52,25 @@ def test_every_byte_arrives_push_after_push_and_no_bucket_is_in_host_memory(tran
         expected = {name: tensor_digest(tensor) for name, tensor in held.items()}
         assert [engine.call("digests") for engine in engines.values()] == [expected] * len(engines)
         assert [engine.call("bucket_devices") for engine in engines.values()] == [{"cuda"}] * len(engines)
+    finally:
+        source.close()
+        for engine in engines.values():
+            engine.close()
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+def test_ranks_relay_to_servers_on_their_gpus_and_no_bucket_is_in_host_memory():
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    source = RankedSource(
+        {name: tensor.cuda(0) for name, tensor in MODEL.items()}, Layout(ranks=2, pp=2), bucket_bytes=20_000, devices=devices
+    )
+    engines = {"server0": DeviceEngine(0), "server1": DeviceEngine(1)}
+    try:
+        stats = asyncio.run(WeightSync(source, engines, transport="relay", **on_two_nodes({"server0": "x", "server1": "y"}, 2)).push(1))
+        assert stats.num_network == sum(tensor.nbytes for tensor in MODEL.values())
+        expected = {name: tensor_digest(tensor) for name, tensor in source.model.items()}
+        assert [engine.call("digests") for engine in engines.values()] == [expected] * 2
+        assert [engine.call("bucket_devices") for engine in engines.values()] == [{"cuda"}] * 2
     finally:
         source.close()
         for engine in engines.values():

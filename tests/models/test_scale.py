@@ -121,7 +121,7 @@ def test_a_plan_knows_who_holds_what_and_loads_no_card_more_than_it_must(case):
     of_experts = sum(tensor.num_bytes for tensor in tensors if tensor.expert is not None)
     others = sum(tensor.num_bytes for tensor in tensors) - of_experts
     assert plan.received().max() <= 1.05 * (of_experts / rollout.gpus_per_server + others / rollout.gpus_per_node)
-    found = deliveries(plan, bucket_bytes=2**28, relays=True)
+    found = deliveries(plan, bucket_bytes=2**28, by_node=True)
     buckets, busiest = in_order(found.jobs), bound_seconds(plan, bytes_per_second=1.0)
     assert seconds(buckets, bytes_per_second=1.0) <= 1.1 * busiest
     sizes = {spec.name: num_bytes(spec) for spec in found.tensors}

@@ -6,6 +6,14 @@ from moerl.check import load_checked
 from moerl.planner.transfer import plan_push, route_of
 
 SEPARATE, SHARED, TINY = "grpo-qwen3-235b-32n8g-async", "grpo-qwen3-235b-16n8g-sync", "grpo-tiny-moe-1n2g-sync"
+HALF_SHARED = (
+    "placement.mode=group_colocated",
+    "placement.num_shared=2",
+    "placement.nodes=24",
+    "max_staleness=1",
+    "train.old_logprobs=rollout",
+)
+ON_TWO_NODES = ("placement.mode=colocated", "placement.nodes=2", "placement.gpus_per_node=1", "placement.device=cpu", "train.offload=all")
 SIZES = {"servers": None, "gpus_per_server": None, "gpus_per_node": None, "bucket_bytes": None}
 
 
@@ -13,7 +21,9 @@ SIZES = {"servers": None, "gpus_per_server": None, "gpus_per_node": None, "bucke
     ("words", "route", "is_card_s"),
     [
         ((f"recipe={SEPARATE}",), "nccl, from GPU to GPU", True),
-        ((f"recipe={SHARED}",), "nccl over gloo: TCP through host memory", False),
+        ((f"recipe={SHARED}",), "relay: NCCL among the trainer's ranks", True),
+        ((f"recipe={SHARED}", *HALF_SHARED), "nccl over gloo: TCP through host memory", False),
+        ((f"recipe={TINY}", *ON_TWO_NODES), "relay over gloo: TCP from host memory", False),
         ((f"recipe={SHARED}", "weights.transport=disk", "weights.disk_delta=false"), "disk: files", False),
         ((f"recipe={TINY}",), "ipc, on one node", False),
         ((f"recipe={TINY}", "weights.transport=nccl"), "nccl, from GPU to GPU", True),

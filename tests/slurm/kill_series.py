@@ -36,7 +36,7 @@ OVERRIDES = (
     "reward.terms.repeat={kind: format, pattern: \".*[0-9].*\"}",
 )  # fmt: skip
 _RUN = "grpo-tiny-moe-1n2g-sync"
-_BRING_UP = (("n0.log", "n1 is here"), ("n0.log", "Ray runs on"), ("run.log", "phase start begins"), ("run.log", "ranks started"))
+_BRING_UP = (("n0.log", "n1 is here"), ("n0.log", "Ray runs on"), ("run.log", "phase start begins"), ("run.log", ": rank; patches: "))
 _PHASES = ("rollout", "switch", "update", "save", "push")
 _SHARE_OF_BRING_UP = 0.25
 _KINDS = (

@@ -70,6 +70,8 @@ def test_a_job_trains_across_two_nodes(jobs: Jobs):
     logs = job.directory / f"{job.number}-0"
     assert [ray_logs_of_ranks(logs, node) for node in ("n0", "n1")] == [1, 1]
     assert not (logs / "meeting.json").exists(), "it holds the job's token"
+    (log,) = jobs.output_dir.glob("*/run.log")
+    assert "weights go by relay" in log.read_text(), "from each rank to the server on its own node"
 
 
 def steps_of(jobs: Jobs) -> list[int]:

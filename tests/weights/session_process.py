@@ -186,7 +186,7 @@ def serve_sender(pipe: Connection) -> None:
     source = Source(bucket_bytes=2**20)
     manifest, offer = first_push(source)
     pipe.send((manifest, offer))
-    asyncio.run(source.connect(offer.address, 2))
+    asyncio.run(source.connect(offer.address, 1))
     asyncio.run(source.send())
     pipe.recv()
 

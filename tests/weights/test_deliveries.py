@@ -114,7 +114,7 @@ def test_buckets_are_full_aligned_and_in_order(case, bucket_bytes):
 def test_all_keep_to_one_order_in_which_nobody_has_two_buckets_of_a_round(case, relays):
     layout, rollout, _, _ = case
     plan = plan_transfers(tensors_of(layout.pp), layout, rollout, num_experts=EXPERTS, part_bytes=64)
-    jobs = deliveries(plan, bucket_bytes=200, relays=relays).jobs
+    jobs = deliveries(plan, bucket_bytes=200, by_node=relays).jobs
     found = in_order(jobs)
     assert {rank: tuple(bucket for bucket in found if bucket.sender == rank) for rank in jobs} == jobs
     assert [bucket.round for bucket in found] == sorted(bucket.round for bucket in found)

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
-from moerl.weights.plan.buckets import first_fit, in_order
+from moerl.weights.plan.buckets import first_fit, in_order, relayed
 from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.receive import Incoming
 from moerl.weights.send import WeightSender
@@ -25,13 +26,32 @@ SECONDS = 60.0
 SECRET = RunSecret.new()
 
 
-def jobs_of(edges, *, relays):
+RANKS_OF = {0: (0, 1), 3: (2, 3)}
+"""Node -> its trainer ranks; rank 3 sends nothing. Readers 0 to 2 are of node 0, and 3 and 4 of node 3."""
+RELAY_OF = {0: 1, 1: 0, 2: 1, 3: 3, 4: 2}
+"""Reader -> the rank that gets for it what comes from other nodes."""
+
+
+def relay_of(transport, sender, readers):
+    if transport != "relay":
+        return None
+    return sender if sender in RANKS_OF[readers[0] // 3 * 3] else RELAY_OF[readers[0]]
+
+
+def jobs_of(edges, transport):
     """`edges`: (sender, readers) of every bucket."""
-    rounds = [number for (number,) in first_fit([(sender, readers[:1] if relays else readers)] for sender, readers in edges)]
+    relays = [relay_of(transport, *edge) for edge in edges]
+    targets = {"ipc": lambda readers, _: readers, "nccl": lambda readers, _: readers[:1], "relay": lambda _, relay: (relay,)}[transport]
+    found = first_fit(
+        [(sender, () if relay == sender else targets(readers, relay))] for (sender, readers), relay in zip(edges, relays, strict=True)
+    )
+    rounds = [number for (number,) in found]
     jobs: dict[int, list[Bucket]] = {}
-    for _, (sender, readers), number in sorted(zip(rounds, edges, range(len(edges)), strict=True), key=lambda edge: (edge[0], edge[2])):
+    for number in sorted(range(len(edges)), key=lambda number: (rounds[number], number)):
+        sender, readers = edges[number]
         mine = jobs.setdefault(sender, [])
-        mine.append(Bucket(sender=sender, index=len(mine), num_bytes=8, entries=(), readers=readers, round=rounds[number]))
+        bucket = Bucket(sender=sender, index=len(mine), num_bytes=8, entries=(), readers=readers, round=rounds[number])
+        mine.append(replace(bucket, relay=relays[number]))
     return {sender: tuple(job) for sender, job in jobs.items()}
 
 
@@ -74,10 +94,13 @@ def plans(draw):
 
 
 @settings(deadline=None, max_examples=25)
-@given(edges=plans(), transport=st.sampled_from(["ipc", "nccl"]), seed=st.integers(0, 1000))
+@given(edges=plans(), transport=st.sampled_from(["ipc", "nccl", "relay"]), seed=st.integers(0, 1000))
 def test_every_plan_ends_push_after_push_and_every_bucket_comes_once_to_each_reader(edges, transport, seed):
-    jobs, num_readers = jobs_of(edges, relays=transport == "nccl"), 5
-    senders = [Sender(transport, job, None, seconds=SECONDS, secret=SECRET) for _, job in sorted(jobs.items())]
+    jobs, num_readers = jobs_of(edges, transport), 5
+    passed_on = relayed(jobs)
+    members = sorted({*jobs, *passed_on})
+    ranks = [(rank, jobs.get(rank, ()), passed_on.get(rank, ())) for rank in members]
+    senders = [Sender(transport, job, None, seconds=SECONDS, secret=SECRET, rank=rank, relayed=mine) for rank, job, mine in ranks]
     address, *_ = [sender.listen(is_first=place == 0) for place, sender in enumerate(senders)]
     order = tuple(in_order(jobs))
 
@@ -91,8 +114,7 @@ def test_every_plan_ends_push_after_push_and_every_bucket_comes_once_to_each_rea
     incoming = []
     with ThreadPoolExecutor(16) as pool:
         try:
-            world = {"num_senders": len(senders), "world_size": len(senders) + num_readers}
-            joining = [pool.submit(sender.connect, address, place=place, **world) for place, sender in enumerate(senders)]
+            joining = [pool.submit(sender.connect, address, senders=members, num_readers=num_readers) for sender in senders]
             incoming += pool.map(connect, range(num_readers))
             for each in joining:
                 each.result()
@@ -127,7 +149,7 @@ def test_gloo_s_connections_close_although_the_traceback_of_a_failure_is_kept():
         )
         for sender, mine in sizes.items()
     }
-    senders = [Failing("nccl", job, None, seconds=SECONDS, secret=SECRET) for job in jobs.values()]
+    senders = [Failing("nccl", job, None, seconds=SECONDS, secret=SECRET, rank=rank) for rank, job in jobs.items()]
     address, _ = [sender.listen(is_first=place == 0) for place, sender in enumerate(senders)]
     offer = TransportOffer(
         transport="nccl", address=address, server="reader", senders=(0, 1), num_readers=1, reader=0, buckets=tuple(in_order(jobs)),
@@ -142,7 +164,7 @@ def test_gloo_s_connections_close_although_the_traceback_of_a_failure_is_kept():
             raise
 
     with ThreadPoolExecutor(3) as pool:
-        joining = [pool.submit(sender.connect, address, place=place, num_senders=2, world_size=3) for place, sender in enumerate(senders)]
+        joining = [pool.submit(sender.connect, address, senders=(0, 1), num_readers=1) for sender in senders]
         incoming = Incoming(offer, device=CPU, read=None)
         for each in joining:
             each.result()

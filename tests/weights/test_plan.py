@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moerl.config.schema.layout import Layout
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import bound_seconds, deliveries, in_order, incomplete_bytes, seconds
-from moerl.weights.plan.run_plan import faults
+from moerl.weights.plan.run_plan import faults, relays_of
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, holders, readers
 
@@ -65,7 +65,7 @@ def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, b
     layout, rollout, dense_bytes, expert_bytes = case
     tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
     plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=500)
-    found = in_order(deliveries(plan, bucket_bytes=bucket_bytes, relays=True).jobs)
+    found = in_order(deliveries(plan, bucket_bytes=bucket_bytes, by_node=True).jobs)
     assert max(bucket.num_bytes for bucket in found) <= bucket_bytes
     for card in ([bucket.sender for bucket in found], [bucket.readers[0] for bucket in found]):
         pairs = list(zip((bucket.round for bucket in found), card, strict=True))
@@ -77,6 +77,34 @@ def test_a_round_of_the_schedule_uses_each_card_once_and_nothing_is_lost(case, b
     assert seconds(found, bytes_per_second=1.0) >= bound_seconds(plan, bytes_per_second=1.0)
 
 
+@given(cases(), st.integers(0, 1000))
+def test_ranks_relay_to_their_own_node_what_none_of_it_holds_each_in_one_bucket_at_a_time(case, seed):
+    layout, rollout, dense_bytes, expert_bytes = case
+    nodes = rollout.node_numbers().tolist()
+    assume(layout.ranks >= rollout.num_nodes)
+    rank_nodes = [rank % rollout.num_nodes for rank in np.random.default_rng(seed).permutation(layout.ranks).tolist()]
+    relays = relays_of([(node, rank) for rank, node in enumerate(rank_nodes)], [(node, None) for node in nodes])
+    tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
+    plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=500, relays=relays)
+    assert faults(plan, EXPERTS) == []
+    found = in_order(deliveries(plan, bucket_bytes=1000, by_node=True).jobs)
+    crossing = [bucket for bucket in found if bucket.lender != bucket.sender]
+    for bucket in found:
+        assert {rank_nodes[bucket.lender]} == {nodes[reader] for reader in bucket.readers}
+    for card, buckets in (("sender", found), ("lender", crossing)):
+        turns = [(bucket.round, getattr(bucket, card)) for bucket in buckets]
+        assert len(set(turns)) == len(turns)
+    wanted = 0
+    for tensor, shard in {(plan.parts.tensor[part], plan.parts.shard[part]) for part in range(len(plan.parts.tensor))}:
+        is_it = (plan.parts.tensor == tensor) & (plan.parts.shard == shard)
+        held = {rank_nodes[rank] for rank in holders(plan.tensors[tensor], int(shard), layout, EXPERTS)}
+        needed = {nodes[gpu] for gpu in readers(plan.tensors[tensor], rollout, EXPERTS)}
+        wanted += len(needed - held) * plan.parts.num_bytes[is_it].sum()
+    # What every tensor-parallel rank has whole goes with one's shards, also where another one is nearer.
+    most = wanted + (rollout.num_nodes * 7 * layout.pp if layout.tp > 1 else 0)
+    assert wanted <= sum(entry.num_bytes for bucket in crossing for entry in bucket.entries) == plan.received().sum() <= most
+
+
 @pytest.mark.parametrize("shares", [1, 2])
 def test_over_a_network_experts_come_before_all_else_and_each_batch_by_itself(shares):
     """Of 8000 bytes: eight attentions, or the experts of a few layers."""
@@ -86,7 +114,7 @@ def test_over_a_network_experts_come_before_all_else_and_each_batch_by_itself(sh
     kinds = {
         tensor.name: (tensor.expert is None, tensor.stage, batch) for tensor, batch in zip(plan.tensors, batches_of(plan), strict=True)
     }
-    for job in deliveries(plan, bucket_bytes=500, relays=True).jobs.values():
+    for job in deliveries(plan, bucket_bytes=500, by_node=True).jobs.values():
         by_reader = defaultdict(list)
         for bucket in job:
             (kind,) = {kinds[entry.name] for entry in bucket.entries}
@@ -109,7 +137,7 @@ def test_what_is_incomplete_at_a_time_is_counted(case, bucket_bytes):
     layout, rollout, dense_bytes, expert_bytes = case
     tensors = tensors_of(layout.pp, dense_bytes=dense_bytes, expert_bytes=expert_bytes)
     plan = plan_transfers(tensors, layout, rollout, num_experts=EXPERTS, part_bytes=500)
-    buckets, sizes = in_order(deliveries(plan, bucket_bytes=bucket_bytes, relays=True).jobs), {t.name: t.num_bytes for t in tensors}
+    buckets, sizes = in_order(deliveries(plan, bucket_bytes=bucket_bytes, by_node=True).jobs), {t.name: t.num_bytes for t in tensors}
     most = 0
     for gpu in range(rollout.num_gpus):
         came = defaultdict(int)

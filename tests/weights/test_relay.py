@@ -10,12 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ranked_source import RankedSource
 from session_process import EngineProcess, Halves, Source
 from test_deliveries import an_outline, shares
 
 from moerl.config.schema.layout import Layout
 from moerl.types.errors import WeightError
-from moerl.weights.plan.run_plan import Outline, plan_deliveries, plan_of_run
+from moerl.weights.plan.run_plan import Outline, RankPlaces, plan_deliveries, plan_of_run
 from moerl.weights.plan.tensor_specs import expert_of, spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.digest import tensor_digest
@@ -89,12 +90,24 @@ def sent_by_sockets() -> int:
     return total
 
 
-def test_the_network_carries_to_every_node_what_it_reads_once():
+SOURCES = {
+    "nccl": (lambda: Source(model=MODEL, bucket_bytes=BUCKET_BYTES), None),
+    "relay": (lambda: RankedSource(MODEL, Layout(ranks=4, pp=2, ep=2), bucket_bytes=BUCKET_BYTES), ["x", "x", "y", "y"]),
+    "relay, replicas": (lambda: RankedSource(MODEL, Layout(ranks=4, pp=2, ep=1), bucket_bytes=BUCKET_BYTES), ["x", "y", "x", "y"]),
+}
+"""Kind of source, and nodes of its ranks. Stages on nodes: half of the model crosses to each. Replicas on nodes: nothing does."""
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_the_network_carries_to_every_node_what_it_reads_and_has_not_once(case):
     servers = {name: two_processes() for name in "abc"}
     nodes = {"a": ["x"], "b": ["x"], "c": ["y"]}
-    source = Source(model=MODEL, bucket_bytes=BUCKET_BYTES)
+    (make, rank_nodes), ranks = SOURCES[case], None
+    source = make()
+    if rank_nodes is not None:
+        ranks = RankPlaces(nodes=rank_nodes, gpus=[0, 1, 0, 1], server_gpus={"a": [0, 1], "b": [0, 1], "c": [0, 1]})
     try:
-        sync = WeightSync(source, servers, transport="nccl", nodes=nodes)
+        sync = WeightSync(source, servers, transport=case.partition(",")[0], nodes=nodes, ranks=ranks)
 
         async def push_and_count():
             await sync.push(1)  # connections, and what they say to each other first
@@ -104,8 +117,9 @@ def test_the_network_carries_to_every_node_what_it_reads_once():
 
         stats, by_sockets = asyncio.run(push_and_count())
         of_model = sum(tensor.nbytes for tensor in MODEL.values())
-        plan = plan_of_run(asyncio.run(source.outline()), {name: asyncio.run(server.needs()) for name, server in servers.items()}, nodes)
-        assert stats.num_network == 2 * of_model == plan.received().sum()
+        needs = {name: asyncio.run(server.needs()) for name, server in servers.items()}
+        plan = plan_of_run(asyncio.run(source.outline()), needs, nodes, ranks)
+        assert stats.num_network == {"nccl": 2, "relay": 1, "relay, replicas": 0}[case] * of_model == plan.received().sum()
         # gloo's headers and the padding between pieces; less than a hundredth of the model, which a second copy would exceed
         assert stats.num_network <= by_sockets < stats.num_network + 0.01 * of_model
         for server in servers.values():

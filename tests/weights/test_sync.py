@@ -209,9 +209,15 @@ def test_when_each_side_only_lost_or_awaited_another_all_are_looked_at(source):
     ],
 )
 def test_auto_is_shm_only_when_ranks_and_servers_are_on_one_host(source_hosts, receiver_hosts, expected):
-    assert resolve_transport("auto", source_hosts=source_hosts, receiver_hosts=receiver_hosts) == expected
+    assert resolve_transport("auto", source_hosts=source_hosts, receiver_hosts=receiver_hosts, shares_gpus=False) == expected
+
+
+@pytest.mark.parametrize(("receiver_hosts", "expected"), [(["192.0.2.7", "192.0.2.8"], "relay"), (["192.0.2.7", "192.0.2.9"], "nccl")])
+def test_ranks_relay_where_servers_share_their_gpus_and_no_host_has_servers_alone(receiver_hosts, expected):
+    hosts = {"source_hosts": ["192.0.2.7", "192.0.2.8"], "receiver_hosts": receiver_hosts}
+    assert [resolve_transport("auto", **hosts, shares_gpus=shares) for shares in (True, False)] == [expected, "nccl"]
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_a_named_transport_is_taken_as_it_is(transport):
-    assert resolve_transport(transport, source_hosts=["127.0.0.1"], receiver_hosts=["192.0.2.7"]) == transport
+    assert resolve_transport(transport, source_hosts=["127.0.0.1"], receiver_hosts=["192.0.2.7"], shares_gpus=True) == transport

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranked_source import RankedSource, on_two_nodes
 from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first_push, serve_sender
 
+from moerl.config.schema.layout import Layout
 from moerl.rollout.engines.process_push import needed_names
 from moerl.types.errors import HangError, WeightError
 from moerl.weights.plan.tensor_specs import spec_of
@@ -39,8 +41,12 @@ def start():
 def make_source():
     sources = []
 
-    def make(**arguments):
-        sources.append(Source(**arguments))
+    def make(transport="ipc", *, model=MODEL, **arguments):
+        """Of one rank; to relay, of two stages on two nodes."""
+        if transport == "relay":
+            sources.append(RankedSource(model, Layout(ranks=2, pp=2), bucket_bytes=8192, **arguments))
+        else:
+            sources.append(Source(model=model, **arguments))
         return sources[-1]
 
     yield make
@@ -52,10 +58,15 @@ def named(*engines):
     return {f"server{i}": engine for i, engine in enumerate(engines)}
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def places(transport, engines):
+    """The first server is on the second rank's node, where half of what it reads comes from the first."""
+    return on_two_nodes({name: "yxy"[i % 3] for i, name in enumerate(engines)}, 2) if transport == "relay" else {}
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "relay"])
 def test_every_byte_arrives_in_every_process_push_after_push(transport, start, make_source):
-    source, engines = make_source(), named(start(), start())
-    sync = WeightSync(source, engines, transport=transport)
+    source, engines = make_source(transport), named(start(), start())
+    sync = WeightSync(source, engines, transport=transport, **places(transport, engines))
 
     async def push_twice():
         first = await sync.push(1)
@@ -86,10 +97,10 @@ def test_processes_of_a_server_get_the_experts_they_serve_and_no_others(transpor
     assert stats.num_bytes < 2 * sum(tensor.nbytes for tensor in model.values())
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "relay"])
 def test_a_receiver_that_fails_mid_bucket_stops_nobody_for_long(transport, start, make_source):
     engines = named(start(), start(damages="layers.0.norm.weight"), start())
-    sync = WeightSync(make_source(), engines, transport=transport)
+    sync = WeightSync(make_source(transport), engines, transport=transport, **places(transport, engines))
     started = time.monotonic()
     with pytest.raises(WeightError, match="(?s)at the transfer.*server1: WeightError: tensor 'layers.0.norm.weight'.*digest"):
         asyncio.run(sync.push(1))
@@ -98,7 +109,7 @@ def test_a_receiver_that_fails_mid_bucket_stops_nobody_for_long(transport, start
         engines["server1"].call("finish", 1)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "relay"])
 def test_a_receiver_that_is_killed_in_a_push_ends_the_wait_of_all_others(transport, start, make_source):
     engines = named(start(), start(), start())
 
@@ -109,12 +120,13 @@ def test_a_receiver_that_is_killed_in_a_push_ends_the_wait_of_all_others(transpo
 
     started = time.monotonic()
     with pytest.raises(WeightError, match="server1: EngineError: server process [0-9]+ died\nlost them, or waited for them:\n") as caught:
-        asyncio.run(WeightSync(make_source(before=kill), engines, transport=transport).push(1))
+        sync = WeightSync(make_source(transport, before=kill), engines, transport=transport, **places(transport, engines))
+        asyncio.run(sync.push(1))
     assert "\n* trainer: WeightError: " in str(caught.value).partition("lost them")[2]
     assert time.monotonic() - started < 40
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "relay"])
 def test_a_receiver_that_hangs_in_a_push_is_the_one_that_is_silent_at_the_deadline(transport, start, make_source):
     engines = named(start(), start(), start())
     found = []
@@ -128,15 +140,17 @@ def test_a_receiver_that_hangs_in_a_push_is_the_one_that_is_silent_at_the_deadli
         engines["server1"].process.kill()
         return HangError("it hangs")
 
-    sync = WeightSync(make_source(before=freeze), engines, transport=transport, deadline_seconds=4, settle_seconds=1, on_late=look)
+    options = {"deadline_seconds": 4, "settle_seconds": 1, "on_late": look, **places(transport, engines)}
+    sync = WeightSync(make_source(transport, before=freeze), engines, transport=transport, **options)
     with pytest.raises(WeightError, match=r"(?s)\* server1: did not end in time.*lost them, or waited.*\nit hangs$"):
         asyncio.run(sync.push(1))
     assert found == [("the transfer", ["server1"])]
 
 
-def test_nccl_after_a_failed_push_the_next_one_connects_anew(start, make_source):
-    source, engines = make_source(), named(start(), start())
-    sync = WeightSync(source, engines, transport="nccl")
+@pytest.mark.parametrize("transport", ["nccl", "relay"])
+def test_after_a_failed_push_the_next_one_connects_anew(transport, start, make_source):
+    source, engines = make_source(transport), named(start(), start())
+    sync = WeightSync(source, engines, transport=transport, **places(transport, engines))
     asyncio.run(sync.push(1))
     engines["server0"].call("damage", "steps")
     with pytest.raises(WeightError, match="server0: WeightError: tensor 'steps'"):
@@ -152,7 +166,7 @@ def test_ipc_a_receiver_that_never_connects_is_bounded_by_the_deadline(start, ma
     _, offer = first_push(source, readers=2)
 
     async def send_without_the_second():
-        await asyncio.gather(source.connect(offer.address, 3), engine.connect(offer))
+        await asyncio.gather(source.connect(offer.address, 2), engine.connect(offer))
         source.sender._seconds = 1.0
         await source.send()
 
@@ -167,7 +181,7 @@ def test_nccl_a_receiver_that_never_connects_is_bounded_by_the_deadline(start, m
     started = time.monotonic()
 
     async def connect_without_the_second():
-        connecting = source.connect(offer.address, 3), engine.connect(replace(offer, seconds=1.0))
+        connecting = source.connect(offer.address, 2), engine.connect(replace(offer, seconds=1.0))
         return await asyncio.gather(*connecting, return_exceptions=True)
 
     mine, theirs = asyncio.run(connect_without_the_second())

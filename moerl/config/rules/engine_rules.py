@@ -107,7 +107,7 @@ def _found_there(python: str, engine: str, arguments: str, model: str) -> tuple[
 
 
 def joins_by_nccl(config: RunConfig) -> bool:
-    """Whether a push makes one communicator of trainer and servers on GPUs; where they share these, it goes through host memory."""
+    """Whether a push makes one communicator of trainer and servers on GPUs; where they share these, the trainer's ranks make it alone."""
     transport, placement = config.weights.transport, config.placement
     goes = transport == "nccl" or (transport == "auto" and placement.nodes > 1)
     return goes and placement.mode == "separate" and placement.device != "cpu" and config.rollout.engine in FAMILIES

@@ -1,8 +1,9 @@
 """From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
 
 A bucket has pieces of one batch for the same readers, in the order of their tensors' names, but scales next to their values. On one host,
-what a plan passes on within a node is read by every GPU of it where the first of them reads it. Over a network (`relays`) a bucket goes
-to one GPU, and from there to others of its node. Every rank sends, and every reader reads, in the order of the schedule's rounds.
+what a plan passes on within a node is read by every GPU of it where the first of them reads it. Over a network (`by_node`) a bucket goes
+to one GPU, and from there to others of its node; or to a trainer rank of the node, which all of them read it from (`Bucket.relay`).
+Every rank sends, and every reader reads, in the order of the schedule's rounds.
 """
 
 import heapq
@@ -33,17 +34,29 @@ class Deliveries:
     """By trainer rank; only those that send."""
 
 
-def deliveries(plan: TransferPlan, *, bucket_bytes: int, relays: bool = False) -> Deliveries:
+def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
     groups: dict[_Group, list[Bucket]] = defaultdict(list)
-    for (group, sender, readers), parts in sorted(_by_readers(plan, relays=relays).items()):
+    for (group, sender, readers), parts in sorted(_by_readers(plan, by_node=by_node).items()):
+        relay = _relay(plan, sender, readers[0])
         for entries in _buckets(list(_units(plan, parts)), bucket_bytes):
-            groups[group].append(Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers))
+            groups[group].append(
+                Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers, relay=relay)
+            )
     jobs: dict[int, list[Bucket]] = {}
-    for bucket in _in_rounds(_by_turns(groups, plan.layout.pp), relays=relays):
+    for bucket in _in_rounds(_by_turns(groups, plan.layout.pp), by_node=by_node):
         mine = jobs.setdefault(bucket.sender, [])
         mine.append(replace(bucket, index=len(mine)))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
+
+
+def relayed(jobs: Mapping[int, Job]) -> dict[int, Job]:
+    """By trainer rank the buckets that it gets from others for the readers of its node, in order; only those that get some."""
+    found: dict[int, list[Bucket]] = defaultdict(list)
+    for bucket in in_order(jobs):
+        if bucket.lender != bucket.sender:
+            found[bucket.lender].append(bucket)
+    return {rank: tuple(buckets) for rank, buckets in found.items()}
 
 
 def in_order(jobs: Mapping[int, Job]) -> list[Bucket]:
@@ -105,9 +118,17 @@ def _by_turns(groups: Mapping[_Group, Sequence[Bucket]], num_stages: int) -> lis
     return [groups[group] for group in order]
 
 
-def _in_rounds(groups: Sequence[Sequence[Bucket]], *, relays: bool) -> list[Bucket]:
-    """By round, of which every sender and reader is in one bucket; of readers to whom one relays, the first."""
-    edges = [[(bucket.sender, bucket.readers[:1] if relays else bucket.readers) for bucket in group] for group in groups]
+def _relay(plan: TransferPlan, sender: int, reader: int) -> int | None:
+    """Rank on the reader's node that lends it what the sender has."""
+    if plan.relays is None:
+        return None
+    is_near = plan.relays.node_of_rank[sender] == plan.rollout.node_numbers()[reader]
+    return sender if is_near else plan.relays.of_gpu[reader]
+
+
+def _in_rounds(groups: Sequence[Sequence[Bucket]], *, by_node: bool) -> list[Bucket]:
+    """By round, of which every sender, and every relay or reader, is in one bucket; of readers of a node, the first."""
+    edges = [[(bucket.sender, _targets(bucket, by_node=by_node)) for bucket in group] for group in groups]
     placed = [
         replace(bucket, round=number)
         for group, rounds in zip(groups, first_fit(edges), strict=True)
@@ -116,20 +137,27 @@ def _in_rounds(groups: Sequence[Sequence[Bucket]], *, relays: bool) -> list[Buck
     return sorted(placed, key=lambda bucket: bucket.round)
 
 
-def _by_readers(plan: TransferPlan, *, relays: bool) -> dict[tuple[_Group, int, tuple[int, ...]], list[int]]:
-    """Parts by group, sender, and all who read them from there. With `relays` readers are of one node, and the first gets the parts over
-    the network."""
+def _targets(bucket: Bucket, *, by_node: bool) -> Sequence[int]:
+    """Who is busy with it: a relay, unless it sends the bucket itself, or readers."""
+    if bucket.relay is not None:
+        return () if bucket.relay == bucket.sender else (bucket.relay,)
+    return bucket.readers[:1] if by_node else bucket.readers
+
+
+def _by_readers(plan: TransferPlan, *, by_node: bool) -> dict[tuple[_Group, int, tuple[int, ...]], list[int]]:
+    """Parts by group, sender, and all who read them from there. `by_node`: readers are of one node, and the first gets the parts over the
+    network."""
     passed_on: dict[tuple[int, int], list[int]] = defaultdict(list)
     for relay, target, part in zip(plan.spread.source.tolist(), plan.spread.target.tolist(), plan.spread.part.tolist(), strict=True):
         passed_on[part, relay].append(target)
     readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for source, target, part in zip(plan.network.source.tolist(), plan.network.target.tolist(), plan.network.part.tolist(), strict=True):
-        # The one who relays is named first.
-        readers[part, source, target if relays else -1] += [target, *sorted(passed_on.get((part, target), []))]
+        # The one who passes them on is named first.
+        readers[part, source, target if by_node else -1] += [target, *sorted(passed_on.get((part, target), []))]
     nodes = plan.rollout.node_numbers()
     found: dict[tuple[_Group, int, tuple[int, ...]], list[int]] = defaultdict(list)
     for (part, source, _), gpus in readers.items():
-        gpus = gpus if relays else sorted(gpus)
+        gpus = gpus if by_node else sorted(gpus)
         tensor, batch = plan.tensors[plan.parts.tensor[part]], int(plan.parts.batch[part])
         place = int(nodes[gpus[0]]) if tensor.expert is None else gpus[0]
         group = _Group(is_late=tensor.expert is None, batch=batch, stage=tensor.stage, place=place)
@@ -239,10 +267,12 @@ def _first_free(busy: int) -> int:
 
 def seconds(buckets: Iterable[Bucket], *, bytes_per_second: float) -> float:
     """Until the last of `buckets`, in the order of their rounds, is over the network: each begins when both its cards are through with
-    those before."""
+    those before. What its own node's rank has crosses none."""
     sending, receiving = defaultdict[int, float](float), defaultdict[int, float](float)
     for bucket in buckets:
-        source, target = bucket.sender, bucket.readers[0]
+        if bucket.relay == bucket.sender:
+            continue
+        source, target = bucket.sender, bucket.readers[0] if bucket.relay is None else bucket.relay
         end = max(sending[source], receiving[target]) + bucket.num_bytes / bytes_per_second
         sending[source] = receiving[target] = end
     return max(receiving.values(), default=0.0)

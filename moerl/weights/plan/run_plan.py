@@ -3,10 +3,11 @@
 It is the plan that `moerl plan` prints for the same layouts; what it assumes of a server's processes is compared with what they say.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from moerl.types.push import Needs
 from moerl.weights.plan.buckets import Deliveries, deliveries
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import expert_of, first_few
-from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, RolloutLayout, TransferPlan, holders, readers
+from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, Relays, RolloutLayout, TransferPlan, holders, readers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,25 +39,68 @@ Nodes = Mapping[str, Sequence[str]]
 """By server: the nodes over which its model processes are spread, equally and in order. Any names, the same for the same node."""
 
 
-def plan_deliveries(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> Deliveries:
-    """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlaces:
+    """Nodes and GPUs of the trainer's ranks, which relay to servers on them. All GPUs are counted within their node."""
+
+    nodes: Sequence[str]
+    """Node of every rank; names as in Nodes."""
+    gpus: Sequence[int]
+    """GPU of every rank."""
+    server_gpus: Mapping[str, Sequence[int]]
+    """By server, of every model process, if each has one."""
+
+
+def plan_deliveries(
+    outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None
+) -> Deliveries:
+    """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write. `ranks`: if they
+    relay.
 
     WeightError if the plan has a fault or is not what the servers need.
     """
-    plan = plan_of_run(outline, needs, nodes)
+    plan = plan_of_run(outline, needs, nodes, ranks)
     if wrong := [*_misread(plan, outline.num_experts, needs), *faults(plan, outline.num_experts)]:
         raise WeightError(f"the plan of the push is wrong, nothing was sent: {'; '.join(wrong)}")
-    return deliveries(plan, bucket_bytes=outline.bucket_bytes, relays=nodes is not None)
+    return deliveries(plan, bucket_bytes=outline.bucket_bytes, by_node=nodes is not None)
 
 
-def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> TransferPlan:
+def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None) -> TransferPlan:
     return plan_transfers(
         outline.tensors,
         outline.layout,
         _rollout(outline.num_experts, needs, nodes),
         num_experts=outline.num_experts,
         part_bytes=part_bytes(outline.bucket_bytes),
+        relays=None if ranks is None or nodes is None else _relays(ranks, needs, nodes),
     )
+
+
+def _relays(ranks: RankPlaces, needs: Mapping[str, Needs], nodes: Nodes) -> Relays:
+    places: list[tuple[str, int | None]] = []
+    for server, processes in needs.items():
+        gpus: Sequence[int | None] = ranks.server_gpus[server]
+        if len(gpus) != len(processes):  # an engine that computes on CPU
+            gpus = (None,) * len(processes)
+        places += zip(_each_node(nodes[server], len(processes)), gpus, strict=True)
+    return relays_of(list(zip(ranks.nodes, ranks.gpus, strict=True)), places)
+
+
+def relays_of(ranks: Sequence[tuple[Hashable, int]], processes: Sequence[tuple[Hashable, int | None]]) -> Relays:
+    """Node and GPU of every rank, and of every model process of the servers in order; a GPU is counted within its node. A process without
+    one, or on one without a rank, gets a rank of its node in turn. WeightError where a node has none."""
+    numbers: dict[Hashable, int] = {}
+    for node, _ in processes:
+        numbers.setdefault(node, len(numbers))
+    at = {place: rank for rank, place in enumerate(ranks)}
+    on_node: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, (node, _) in enumerate(ranks):
+        on_node[node].append(rank)
+    if alone := [node for node in numbers if node not in on_node]:
+        raise WeightError(f"servers on {alone[0]!r} have no rank of the trainer on their node that could relay to them")
+    turns = {node: cycle(members) for node, members in on_node.items()}
+    of_gpu = tuple(at[place] if place in at else next(turns[place[0]]) for place in processes)
+    return Relays(node_of_rank=tuple(numbers.get(node, -1) for node, _ in ranks), of_gpu=of_gpu)
 
 
 def part_bytes(bucket_bytes: int) -> int:
@@ -82,12 +126,14 @@ def _rollout(num_experts: int, needs: Mapping[str, Needs], nodes: Nodes | None) 
 def _node_of(size: int, nodes: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Node of every process of servers of `size` processes each."""
     numbers: dict[str, int] = {}
-    found = []
-    for names in nodes:
-        if size % len(names):
-            raise WeightError(f"{size} model processes of a server on {len(names)} nodes: every node of a server must have equally many")
-        found += [numbers.setdefault(names[process * len(names) // size], len(numbers)) for process in range(size)]
-    return tuple(found)
+    return tuple(numbers.setdefault(node, len(numbers)) for names in nodes for node in _each_node(names, size))
+
+
+def _each_node(names: Sequence[str], size: int) -> list[str]:
+    """Node of each of the `size` model processes of a server on these."""
+    if size % len(names):
+        raise WeightError(f"{size} model processes of a server on {len(names)} nodes: every node of a server must have equally many")
+    return [names[process * len(names) // size] for process in range(size)]
 
 
 def _experts(names: Sequence[str]) -> frozenset[str]:

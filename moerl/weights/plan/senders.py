@@ -13,7 +13,7 @@ import numpy as np
 from moerl.config.schema.layout import Layout
 from moerl.models.fp8_names import BLOCK
 from moerl.weights.plan.tensor_specs import torch_dtype
-from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, RolloutLayout, TransferPlan, Transfers, holders, readers
+from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, Relays, RolloutLayout, TransferPlan, Transfers, holders, readers
 
 BATCH_PARTS = 16
 """A batch has as many bytes as so many of the largest parts: two of them for each GPU of a node of eight."""
@@ -110,44 +110,52 @@ _Row = tuple[int, int, int]
 
 
 def plan_transfers(
-    tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, num_experts: int, part_bytes: int
-) -> TransferPlan:
+    tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, num_experts: int, part_bytes: int,
+    relays: Relays | None = None,
+) -> TransferPlan:  # fmt: skip
     """`part_bytes`: largest part, of one row at least, of a tensor that every GPU reads; smaller parts spread a node's load more evenly.
+    `relays`: of what ranks on a node hold, nothing is brought to it over the network.
 
     `layout` must be without problems, and `num_experts` a multiple of rollout.expert_shares. The order of `tensors` does not matter.
     """
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     parts = parts_of(tensors, layout, rollout, part_bytes=part_bytes)
-    routes = _Routes(tensors, parts, layout, rollout, num_experts)
+    routes = _Routes(tensors, parts, layout, rollout, num_experts, relays)
     for batch in _in_batches(tensors, parts, of_experts=True):
         routes.add_experts(batch)
     for batch in _in_batches(tensors, parts, of_experts=False):
         routes.add_others(batch)
     network, within = (_with_followers(_transfers(rows), parts) for rows in (routes.network, routes.within))
-    return TransferPlan(tensors=tuple(tensors), parts=parts, network=network, spread=within, layout=layout, rollout=rollout)
+    return TransferPlan(tensors=tuple(tensors), parts=parts, network=network, spread=within, layout=layout, rollout=rollout, relays=relays)
 
 
 class _Routes:
-    def __init__(self, tensors: Sequence[PlannedTensor], parts: Parts, layout: Layout, rollout: RolloutLayout, num_experts: int):
+    def __init__(
+        self, tensors: Sequence[PlannedTensor], parts: Parts, layout: Layout, rollout: RolloutLayout, num_experts: int,
+        relays: Relays | None,
+    ):  # fmt: skip
         self._tensors, self._parts, self._sizes = tensors, parts, parts.unit_bytes().tolist()
         self._layout, self._rollout, self._num_experts = layout, rollout, num_experts
         self._sent, self._received = [0] * layout.ranks, [0] * rollout.num_gpus
+        self._node_of = rollout.node_numbers().tolist()
         self._nodes = self._by_node(range(rollout.num_gpus))
+        self._rank_nodes = None if relays is None else relays.node_of_rank
+        self._on_node: dict[tuple[range, int], Sequence[int]] = {}
         self._nodes_of: dict[int | None, list[list[int]]] = {}
         self.network: list[_Row] = []
         self.within: list[_Row] = []
 
     def add_experts(self, batch: Sequence[int]) -> None:
         """Within a node go those of which it holds copies: of several servers, or of groups of GPUs that share experts."""
-        senders: dict[tuple[int, range], int] = {}
+        senders: dict[tuple[int, Sequence[int]], int] = {}
         for part in batch:
             tensor, having = self._tensors[self._parts.tensor[part]], self._having(part)
             if (groups := self._nodes_of.get(tensor.expert)) is None:
                 groups = self._nodes_of[tensor.expert] = self._by_node(readers(tensor, self._rollout, self._num_experts))
             for group in groups:
-                target = min(group, key=self._received.__getitem__)
-                if (source := senders.get((target, having))) is None:
-                    source = senders[target, having] = min(having, key=self._sent.__getitem__)
+                target, near = min(group, key=self._received.__getitem__), self._near(having, group[0])
+                if (source := senders.get((target, near))) is None:
+                    source = senders[target, near] = min(near, key=self._sent.__getitem__)
                 self._add(part, source, target, group)
 
     def add_others(self, batch: Sequence[int]) -> None:
@@ -156,7 +164,7 @@ class _Routes:
         for node in self._nodes:
             for lane in lanes:
                 chunks = self._chunks(lane, max(1, round(len(node) / len(lanes))))
-                having = self._having(lane[0])
+                having = self._near(self._having(lane[0]), node[0])
                 blocks = [having[first : first + len(chunks)] for first in range(0, len(having), len(chunks))]
                 block = min(blocks, key=lambda ranks: sum(self._sent[rank] for rank in ranks) / len(ranks))
                 ranks = sorted(block, key=self._sent.__getitem__)
@@ -170,6 +178,15 @@ class _Routes:
         self._received[target] += self._sizes[part]
         self.network.append((source, target, part))
         self.within += [(target, gpu, part) for gpu in group if gpu != target]
+
+    def _near(self, having: range, gpu: int) -> Sequence[int]:
+        """Those on the node of that GPU, if there are any: what they send to it crosses no network."""
+        if self._rank_nodes is None:
+            return having
+        key = having, self._node_of[gpu]
+        if (found := self._on_node.get(key)) is None:
+            found = self._on_node[key] = tuple(rank for rank in having if self._rank_nodes[rank] == key[1]) or having
+        return found
 
     def _having(self, part: int) -> range:
         return holders(self._tensors[self._parts.tensor[part]], int(self._parts.shard[part]), self._layout, self._num_experts)

@@ -108,14 +108,26 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Relays:
+    """Trainer ranks on the nodes of the rollout: each gets over the network what a GPU of its node reads first, and lends it there."""
+
+    node_of_rank: tuple[int, ...]
+    """Node of every trainer rank, as RolloutLayout.node_numbers counts them; -1: one without servers."""
+    of_gpu: tuple[int, ...]
+    """By GPU of the rollout the rank that gets for it what it is the first of its node to read: the one on that GPU, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
     tensors: tuple[PlannedTensor, ...]
     parts: Parts
     network: Transfers
+    """From trainer ranks to the first readers of nodes; with `relays` also on the sender's own node, where nothing crosses a network."""
     spread: Transfers
-    """Within nodes, of what arrived over the network."""
+    """Within nodes, of what the first readers got."""
     layout: Layout
     rollout: RolloutLayout
+    relays: Relays | None = None
 
     def box(self, part: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Where a part begins in its tensor, and its shape."""
@@ -126,11 +138,19 @@ class TransferPlan:
 
     def received(self) -> np.ndarray:
         """int64 [GPUs of the rollout]: bytes over the network."""
-        return _sum_by(self.network.target, self.parts.num_bytes[self.network.part], self.rollout.num_gpus)
+        return _sum_by(self.network.target, self._crossing(), self.rollout.num_gpus)
 
     def sent(self) -> np.ndarray:
         """int64 [trainer ranks]: bytes over the network."""
-        return _sum_by(self.network.source, self.parts.num_bytes[self.network.part], self.layout.ranks)
+        return _sum_by(self.network.source, self._crossing(), self.layout.ranks)
+
+    def _crossing(self) -> np.ndarray:
+        """int64 [transfers]: bytes that leave a node."""
+        num_bytes = self.parts.num_bytes[self.network.part]
+        if self.relays is None:
+            return num_bytes
+        stays = np.array(self.relays.node_of_rank)[self.network.source] == self.rollout.node_numbers()[self.network.target]
+        return np.where(stays, 0, num_bytes)
 
     def spread_in_node(self) -> np.ndarray:
         """int64 [GPUs of the rollout]: bytes from GPUs of the same node."""

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,17 @@ class DeviceBuffer:
 
 
 def map_device(source: str) -> torch.Tensor:
-    """All of a DeviceBuffer in another process of this host."""
+    """All of a DeviceBuffer in another process of this host. The tensor is one of this process's own GPU if it does not see the other's."""
     *shared, uuid = json.loads(source.removeprefix(ON_GPU))
-    device = _device_of(uuid)
     torch.cuda.init()
-    arguments = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared]
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *arguments)
+    device = _device_of(uuid)
+    *arguments, _ = [bytes.fromhex(value) if isinstance(value, str) else value for value in shared]
+    # No event to wait for, the last argument: the sender's GPU was done with the bucket when it told of it (`finished`).
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *arguments, False)
+    except RuntimeError as error:
+        rule = f"GPU {uuid} has the bucket, and this process cannot map its memory on {device} ({str(error).splitlines()[0]})"
+        raise WeightError(f"{rule}; they must be peers, by NVLink or PCIe: set weights.transport=nccl") from error
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
@@ -59,11 +64,13 @@ def _source_of(memory: torch.Tensor) -> str:
 
 
 def _device_of(uuid: str) -> torch.device:
-    """Processes number the GPUs that they see, each in its own way."""
+    """The GPU from which this process maps memory of that one: itself if it is seen, which processes number each in its own way. A server
+    sees its own GPUs alone: cudaIpcOpenMemHandle then maps the memory for the current one, which must reach it as a peer, by NVLink or PCIe
+    ("can open handles to devices that may not be visible in the process calling the API", cuda_runtime_api.h)."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return torch.device("cuda", index)
-    raise WeightError(f"GPU {uuid} has the bucket, and this process does not see it (CUDA_VISIBLE_DEVICES); set weights.transport=nccl")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def finished(device: torch.device) -> None:
@@ -71,6 +78,15 @@ def finished(device: torch.device) -> None:
     other streams: NCCL's has sends and receives whose other side may wait for this one."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class Transfer(NamedTuple):
+    """Bucket between this process and another of a group."""
+
+    data: torch.Tensor  # uint8
+    peer: int
+    """The other's rank in the group."""
+    tag: int
 
 
 class NcclGroup:
@@ -91,30 +107,29 @@ class NcclGroup:
             self.close()
             raise
 
-    def send(self, data: torch.Tensor, rank: int, tag: int) -> Any:
-        """Work that has begun; NCCL knows no tags."""
-        return self._coalesced("send", data, rank, tag)
-
-    def receive(self, data: torch.Tensor, rank: int, tag: int) -> Any:
-        """Work that has begun."""
-        return self._coalesced("recv", data, rank, tag)
+    def begin(self, out: Transfer | None, into: Transfer | None) -> Any:
+        """Work to wait for; None: nothing. Both are one operation to NCCL, so that a ring of ranks which each send and receive does not
+        wait for itself. Outside of a batch torch makes a communicator for every two ranks. NCCL knows no tags."""
+        if out is None and into is None:
+            return None
+        self._only._start_coalescing()
+        if out is not None:
+            self._only.send([out.data], out.peer, out.tag)
+        if into is not None:
+            self._only.recv([into.data], into.peer, into.tag)
+        return self._only._end_coalescing()
 
     def wait(self, work: Any, deadline: Deadline, check: Callable[[], None] | None = None) -> None:
         """Returns when the GPU has done it. `check` raises when a side is gone, which NCCL would not tell."""
-        while not work.is_completed():
+        while work is not None and not work.is_completed():
             if deadline.has_passed():
                 raise WeightError(f"a bucket {LATE} {deadline} over NCCL")
             if check is not None:
                 check()
             time.sleep(0.0005)  # wait() would return when the GPU has queued the work, not when it is done
-        work.wait()
+        if work is not None:
+            work.wait()
 
     def close(self) -> None:
         self._only.abort()
         del self._only
-
-    def _coalesced(self, verb: str, data: torch.Tensor, rank: int, tag: int) -> Any:
-        """A batch of one: outside of batches torch makes a communicator for every two ranks."""
-        self._only._start_coalescing()
-        getattr(self._only, verb)([data], rank, tag)
-        return self._only._end_coalescing()

@@ -106,12 +106,11 @@ class Lender:
             self._links[reader].say(f"{bucket.sender} {bucket.index} {source}")
 
     def wait(self, slot: int, deadline: Deadline) -> None:
-        """Returns when all have read what was lent from that slot last. Slots are waited for in the order in which they were lent."""
-        if slot not in self._lent:
-            return
-        bucket, readers = self._lent.pop(slot)
-        for reader in readers:
-            self._links[reader].hear(f"word that {describe(bucket)} is installed", deadline)
+        """Returns when all have read what was lent from that slot last, and before it: a reader's word does not say of what it is."""
+        while slot in self._lent:
+            bucket, readers = self._lent.pop(next(iter(self._lent)))
+            for reader in readers:
+                self._links[reader].hear(f"word that {describe(bucket)} is installed", deadline)
 
     def drain(self, deadline: Deadline) -> None:
         """Returns when all have read everything that was lent."""

@@ -10,6 +10,7 @@ group; its closed connections then end the others' waiting at once, and the dead
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -21,7 +22,7 @@ from moerl.cluster.error_texts import LATE
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
 from moerl.weights.plan.tensor_specs import CPU
-from moerl.weights.transport.gpu_transport import DeviceBuffer, NcclGroup
+from moerl.weights.transport.gpu_transport import DeviceBuffer, NcclGroup, Transfer
 from moerl.weights.transport.links import Borrower, Lender, describe, rank_key, reader_key
 from moerl.weights.transport.rendezvous import Deadline, Rendezvous, explained
 from moerl.weights.transport.shared_memory import SharedBuffer, SharedReader, new_buffer
@@ -36,27 +37,38 @@ Check = Callable[[], None]
 """WeightError if a side that this one may wait for is gone."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupJoin:
+    """Joining of the processes that make a group for pushes."""
+
+    rendezvous: Rendezvous
+    device: torch.device
+    """Where buckets are."""
+    host: str
+    """Address at which others reach this process."""
+    deadline: Deadline
+    """Time for all to join."""
+    seconds: float
+    """Length of one push at most."""
+
+
 class NetworkSender:
     """One of the first ranks of the group; readers come after the senders. The constructor returns when all have joined."""
 
-    def __init__(
-        self, rendezvous: Rendezvous, lender: Lender, *, device: torch.device, host: str, place: int, num_senders: int, world_size: int,
-        deadline: Deadline, seconds: float,
-    ):  # fmt: skip
-        """`lender` is that of this process: it lends nothing here, but hears when a reader ends. `place`: this sender's rank. `seconds`: of
-        one push."""
-        self._lender, self._num_senders = lender, num_senders
+    def __init__(self, join: GroupJoin, lender: Lender, *, rank: int, senders: Sequence[int], num_readers: int):
+        """`lender` is that of this process: it lends nothing here, but hears when a reader ends. `senders`: ranks of the trainer, of which
+        this is `rank`."""
+        self._lender, self._num_senders = lender, len(senders)
         self._sending: dict[int, tuple[Any, Bucket]] = {}
         """By slot: what the group gave to wait for."""
-        with explained(f"weights.transport = nccl: not all {world_size - num_senders} readers and {num_senders} senders met at {host}"):
-            self._group: GlooGroup | NcclGroup = _group(
-                rendezvous.store, device, rank=place, world_size=world_size, host=host, deadline=deadline, seconds=seconds
-            )
+        place, world_size = list(senders).index(rank), len(senders) + num_readers
+        with explained(f"weights.transport = nccl: not all {num_readers} readers and {len(senders)} senders met at {join.host}"):
+            self._group = join_group(join, rank=place, world_size=world_size)
 
     def send(self, data: torch.Tensor, bucket: Bucket, *, slot: int) -> None:
         """Begin to send uint8 `data` to the bucket's first reader; `wait(slot)` before it is overwritten."""
         with explained(f"weights.transport = nccl: {describe(bucket)} could not be sent"):
-            self._sending[slot] = (self._group.send(data, self._num_senders + bucket.readers[0], bucket.index), bucket)
+            self._sending[slot] = (self._group.begin(Transfer(data, self._num_senders + bucket.readers[0], bucket.index), None), bucket)
 
     def wait(self, slot: int, deadline: Deadline) -> None:
         """Wait until the buffer that was sent last may be overwritten."""
@@ -98,17 +110,15 @@ class NetworkReader:
     def _join(
         self, rendezvous: Rendezvous, offer: TransportOffer, buckets: Sequence[Bucket], device: torch.device, deadline: Deadline
     ) -> None:
-        host = rendezvous.own_host()
+        join = GroupJoin(rendezvous=rendezvous, device=device, host=rendezvous.own_host(), deadline=deadline, seconds=offer.seconds)
         others = {reader for bucket in self._own for reader in bucket.readers[1:]}
         if others:
-            self._lender = Lender(reader_key(self._number), self._name, host, rendezvous, others)
+            self._lender = Lender(reader_key(self._number), self._name, join.host, rendezvous, others)
         lenders = [rank_key(bucket.sender) if bucket.readers[0] == self._number else reader_key(bucket.readers[0]) for bucket in buckets]
         self._borrower.join(rendezvous, lenders, reader=self._number, name=self._name, deadline=deadline)
         rank, world_size = len(offer.senders) + self._number, len(offer.senders) + offer.num_readers
         with explained(f"weights.transport = nccl: could not join the trainer at {offer.address!r}"):
-            self._group = _group(
-                rendezvous.store, device, rank=rank, world_size=world_size, host=host, deadline=deadline, seconds=offer.seconds
-            )
+            self._group = join_group(join, rank=rank, world_size=world_size)
 
     def fetch(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
         """uint8 [bucket.num_bytes], valid until `done`. In every push all buckets must be fetched, in the order of the constructor's."""
@@ -156,7 +166,7 @@ class NetworkReader:
         data = self._slots[slot].reserve(bucket.num_bytes)[: bucket.num_bytes]
         with explained(f"weights.transport = nccl: {describe(bucket)} did not arrive"):
             assert self._group is not None, "an error ends the push"
-            self._arriving[position] = (data, self._group.receive(data, self._ranks[bucket.sender], bucket.index))
+            self._arriving[position] = (data, self._group.begin(None, Transfer(data, self._ranks[bucket.sender], bucket.index)))
 
     def _check(self) -> None:
         self._borrower.check()
@@ -174,12 +184,12 @@ def _as_trainer(kind: str, device: torch.device) -> torch.device:
     return device
 
 
-def _group(
-    store: Store, device: torch.device, *, rank: int, world_size: int, host: str, deadline: Deadline, seconds: float
-) -> "GlooGroup | NcclGroup":
-    if device.type == "cuda":
-        return NcclGroup(store, rank=rank, world_size=world_size, device=device, deadline=deadline, seconds=seconds)
-    return GlooGroup(store, rank=rank, world_size=world_size, host=host, deadline=deadline)
+def join_group(join: GroupJoin, *, rank: int, world_size: int) -> "GlooGroup | NcclGroup":
+    """Returns when all have joined."""
+    store, deadline = join.rendezvous.store, join.deadline
+    if join.device.type == "cuda":
+        return NcclGroup(store, rank=rank, world_size=world_size, device=join.device, deadline=deadline, seconds=join.seconds)
+    return GlooGroup(store, rank=rank, world_size=world_size, host=join.host, deadline=deadline)
 
 
 class GlooGroup:
@@ -193,33 +203,32 @@ class GlooGroup:
         options._timeout = timedelta(seconds=deadline.left())
         self._store = store  # C++ alone would not keep one that is written in Python
         self._only = ProcessGroupGloo(PrefixStore("moerl/weights", store), rank, world_size, options)
-        self._begun: dict[int, Any] = {}
+        self._begun: dict[int, list[Any]] = {}
         self._numbers = count()
 
-    def send(self, data: torch.Tensor, rank: int, tag: int) -> int:
-        """Begins; what to wait for."""
-        return self._begin(self._only.send([data], rank, tag))  # type: ignore[attr-defined]  # absent from torch's stubs
-
-    def receive(self, data: torch.Tensor, rank: int, tag: int) -> int:
-        """Begins; what to wait for."""
-        return self._begin(self._only.recv([data], rank, tag))  # type: ignore[attr-defined]  # absent from torch's stubs
+    def begin(self, out: Transfer | None, into: Transfer | None) -> int:
+        """Number of what to wait for."""
+        number = next(self._numbers)
+        begun = self._begun[number] = []
+        if into is not None:
+            begun.append(self._only.recv([into.data], into.peer, into.tag))  # type: ignore[attr-defined]  # absent from torch's stubs
+        if out is not None:
+            begun.append(self._only.send([out.data], out.peer, out.tag))  # type: ignore[attr-defined]  # absent from torch's stubs
+        return number
 
     def wait(self, number: int, deadline: Deadline, check: Check) -> None:
         """`check` is not needed: a connection that closes ends the wait."""
         try:
-            self._begun[number].wait(timedelta(seconds=deadline.left()))
+            for work in self._begun[number]:
+                work.wait(timedelta(seconds=deadline.left()))
         except RuntimeError as error:
             if "Timed out" not in str(error):
                 raise
             raise WeightError(f"a bucket {LATE} {deadline} ({error})") from error
         finally:
+            work = None  # this frame may outlive the group, in a traceback
             del self._begun[number]
 
     def close(self) -> None:
         self._begun.clear()
         del self._only
-
-    def _begin(self, work: Any) -> int:
-        number = next(self._numbers)
-        self._begun[number] = work
-        return number
