@@ -11,8 +11,9 @@ from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
-from moerl.weights.plan.buckets import bound_seconds, deliveries, in_order, incomplete_bytes, seconds
+from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.run_plan import faults, part_bytes, relays_of
+from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
 from moerl.weights.plan.transfer_plan import Relays, RolloutLayout, TransferPlan

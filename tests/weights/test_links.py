@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
-from moerl.weights.plan.buckets import first_fit, in_order, relayed
+from moerl.weights.plan.buckets import in_order, relayed
+from moerl.weights.plan.schedule import first_fit
 from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.receive import Incoming
 from moerl.weights.send import WeightSender

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from moerl.config.schema.layout import Layout
 from moerl.types.push import TensorSpec
-from moerl.weights.plan.buckets import bound_seconds, deliveries, in_order, incomplete_bytes, seconds
+from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.run_plan import faults, relays_of
+from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, holders, readers
 

@@ -1,24 +1,24 @@
 """From a plan to what runs: the buckets that every trainer rank will fill, known before any byte moves. Pure.
 
-A bucket has pieces of one batch for the same readers, in the order of their tensors' names, but scales next to their values. On one host,
-what a plan passes on within a node is read by every GPU of it where the first of them reads it. Over a network (`by_node`) a bucket goes
-to one GPU, and from there to others of its node; or to a trainer rank of the node, which all of them read it from (`Bucket.relay`).
-Every rank sends, and every reader reads, in the order of the schedule's rounds.
+A bucket has pieces of one batch for the same readers (travel_groups.py), in the order of their tensors' names, but scales next to their
+values. Over a network (`by_node`) a bucket goes to one GPU, and from there to others of its node; or to a trainer rank of the node, from
+which all of them read it (`Bucket.relay`). Every rank sends, and every reader reads, in the order of the schedule's rounds (schedule.py).
 """
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from math import inf
-from operator import or_
-from typing import NamedTuple
+
+import numpy as np
 
 from moerl.models.expert_stacks import stack_of, stored_name
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, BucketEntry, Manifest, Piece, TensorSpec
+from moerl.weights.plan.schedule import first_fit
 from moerl.weights.plan.transfer_plan import PlannedTensor, TransferPlan
+from moerl.weights.plan.travel_groups import Group, travel_groups
 
 ALIGNMENT = 64
 """Alignment of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
@@ -36,12 +36,13 @@ class Deliveries:
 
 def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
-    groups: dict[_Group, list[Bucket]] = defaultdict(list)
-    for (group, sender, readers), parts in sorted(_by_readers(plan, by_node=by_node).items()):
-        relay = _relay(plan, sender, readers[0])
-        for entries in _buckets(list(_units(plan, parts)), bucket_bytes):
-            groups[group].append(
-                Bucket(sender=sender, index=0, num_bytes=_end(entries), entries=tuple(entries), readers=readers, relay=relay)
+    groups: dict[Group, list[Bucket]] = defaultdict(list)
+    contents = _Contents(plan, bucket_bytes)
+    for each in travel_groups(plan, by_node=by_node):
+        relay = _relay(plan, each.sender, each.readers[0])
+        for entries in contents.of(each.parts):
+            groups[each.group].append(
+                Bucket(sender=each.sender, index=0, num_bytes=_end(entries), entries=entries, readers=each.readers, relay=relay)
             )
     jobs: dict[int, list[Bucket]] = {}
     for bucket in _in_rounds(_by_turns(groups, plan.layout.pp), by_node=by_node):
@@ -95,21 +96,10 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
     return tuple(found.values())
 
 
-class _Group(NamedTuple):
-    """Key of buckets that should come together: a batch, where it is read."""
-
-    is_late: bool
-    """Experts, which go to fewer readers, go before all else."""
-    batch: int
-    stage: int
-    place: int
-    """The first of the readers of experts; the node of all else."""
-
-
-def _by_turns(groups: Mapping[_Group, Sequence[Bucket]], num_stages: int) -> list[Sequence[Bucket]]:
+def _by_turns(groups: Mapping[Group, Sequence[Bucket]], num_stages: int) -> list[Sequence[Bucket]]:
     """Batch by batch. Places that the same rank serves begin with different stages, so that all stages have something to do."""
     num_served = Counter[tuple[bool, int, int]]()
-    turns: dict[_Group, int] = {}
+    turns: dict[Group, int] = {}
     for group in sorted(groups):
         served = group.is_late, group.batch, min(bucket.sender for bucket in groups[group])
         turns[group] = (group.stage + num_served[served]) % num_stages
@@ -144,81 +134,64 @@ def _targets(bucket: Bucket, *, by_node: bool) -> Sequence[int]:
     return bucket.readers[:1] if by_node else bucket.readers
 
 
-def _by_readers(plan: TransferPlan, *, by_node: bool) -> dict[tuple[_Group, int, tuple[int, ...]], list[int]]:
-    """Parts by group, sender, and all who read them from there. `by_node`: readers are of one node, and the first gets the parts over the
-    network."""
-    passed_on: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for relay, target, part in zip(plan.spread.source.tolist(), plan.spread.target.tolist(), plan.spread.part.tolist(), strict=True):
-        passed_on[part, relay].append(target)
-    readers: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    for source, target, part in zip(plan.network.source.tolist(), plan.network.target.tolist(), plan.network.part.tolist(), strict=True):
-        # The one who passes them on is named first.
-        readers[part, source, target if by_node else -1] += [target, *sorted(passed_on.get((part, target), []))]
-    nodes = plan.rollout.node_numbers()
-    found: dict[tuple[_Group, int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for (part, source, _), gpus in readers.items():
-        gpus = gpus if by_node else sorted(gpus)
-        tensor, batch = plan.tensors[plan.parts.tensor[part]], int(plan.parts.batch[part])
-        place = int(nodes[gpus[0]]) if tensor.expert is None else gpus[0]
-        group = _Group(is_late=tensor.expert is None, batch=batch, stage=tensor.stage, place=place)
-        found[group, source, tuple(gpus)].append(part)
-    return found
+class _Contents:
+    """Buckets' entries. What goes to several places is put into buckets once, and the entries are shared."""
 
+    def __init__(self, plan: TransferPlan, bucket_bytes: int):
+        self._plan, self._bucket_bytes = plan, bucket_bytes
+        self._sizes, self._follows = plan.parts.num_bytes.tolist(), plan.parts.follows.tolist()
+        self._known: dict[bytes, list[tuple[BucketEntry, ...]]] = {}
 
-def _entry(plan: TransferPlan, part: int) -> BucketEntry:
-    name = plan.tensors[plan.parts.tensor[part]].name
-    start, shape = plan.box(part)
-    if (stack := stack_of(name)) is not None:
-        name, start, shape = stack[0], (stack[1], *start), (1, *shape)
-    return BucketEntry(name=name, start=start, shape=shape, offset=0, num_bytes=int(plan.parts.num_bytes[part]))
+    def of(self, parts: np.ndarray) -> list[tuple[BucketEntry, ...]]:
+        """`parts`: ascending. As few buckets as there must be, and of about one size, so that those of a round take equally long."""
+        key = parts.tobytes()
+        if key not in self._known:
+            units = list(self._units(parts.tolist()))
+            full = [end for _, end in self._filled(units, share=inf)]
+            filled = self._filled(units, share=sum(full) / len(full))
+            self._known[key] = [tuple(self._placed(members)) for members, _ in filled]
+        return self._known[key]
 
+    def _units(self, parts: Sequence[int]) -> Iterator[list[int]]:
+        """Units that may not be separated: a piece, and the scales that follow it."""
+        unit: list[int] = []
+        for part in parts:
+            if unit and not self._follows[part]:
+                yield unit
+                unit = []
+            unit.append(part)
+        yield unit
 
-def _units(plan: TransferPlan, parts: Sequence[int]) -> Iterator[list[BucketEntry]]:
-    """Units that may not be separated: a piece, and the scales that follow it."""
-    unit: list[BucketEntry] = []
-    for part in sorted(parts):
-        if unit and not plan.parts.follows[part]:
-            yield unit
-            unit = []
-        unit.append(_entry(plan, part))
-    yield unit
-
-
-def _buckets(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int) -> Iterator[list[BucketEntry]]:
-    """As few as there must be, and of about one size, so that those of a round take equally long."""
-    full = [end for _, end in _filled(units, bucket_bytes, share=inf)]
-    return (_placed(entries) for entries, _ in _filled(units, bucket_bytes, share=sum(full) / len(full)))
-
-
-def _filled(units: Sequence[Sequence[BucketEntry]], bucket_bytes: int, *, share: float) -> Iterator[tuple[list[BucketEntry], int]]:
-    """Each with where it ends. `share`: how many bytes each bucket has on average, if it can."""
-    filled: list[BucketEntry] = []
-    num_closed = before = end = 0
-    for unit in units:
-        after = _after(unit, end)
-        if filled and (after > bucket_bytes or before + end >= (num_closed + 1) * share):
+    def _filled(self, units: Sequence[Sequence[int]], *, share: float) -> Iterator[tuple[list[int], int]]:
+        """Parts of a bucket, and where they end. `share`: how many bytes each bucket has on average, if it can."""
+        filled: list[int] = []
+        num_closed = before = end = 0
+        for unit in units:
+            after = self._after(unit, end)
+            if filled and (after > self._bucket_bytes or before + end >= (num_closed + 1) * share):
+                yield filled, end
+                num_closed, before = num_closed + 1, before + end
+                filled, after = [], self._after(unit, 0)
+            filled += unit
+            end = after
+        if filled:
             yield filled, end
-            num_closed, before = num_closed + 1, before + end
-            filled, after = [], _after(unit, 0)
-        filled += unit
-        end = after
-    if filled:
-        yield filled, end
 
+    def _after(self, unit: Sequence[int], end: int) -> int:
+        """Where `unit` ends after what ends at `end`."""
+        for part in unit:
+            end = _aligned(end) + self._sizes[part]
+        return end
 
-def _after(unit: Sequence[BucketEntry], end: int) -> int:
-    """Where `unit` ends after what ends at `end`."""
-    for entry in unit:
-        end = _aligned(end) + entry.num_bytes
-    return end
-
-
-def _placed(entries: Sequence[BucketEntry]) -> list[BucketEntry]:
-    found, end = [], 0
-    for entry in entries:
-        found.append(replace(entry, offset=_aligned(end)))
-        end = found[-1].offset + entry.num_bytes
-    return found
+    def _placed(self, parts: Sequence[int]) -> Iterator[BucketEntry]:
+        end = 0
+        for part in parts:
+            offset, name = _aligned(end), self._plan.tensors[self._plan.parts.tensor[part]].name
+            start, shape = self._plan.box(part)
+            if (stack := stack_of(name)) is not None:
+                name, start, shape = stack[0], (stack[1], *start), (1, *shape)
+            end = offset + self._sizes[part]
+            yield BucketEntry(name=name, start=start, shape=shape, offset=offset, num_bytes=self._sizes[part])
 
 
 def _aligned(offset: int) -> int:
@@ -227,75 +200,3 @@ def _aligned(offset: int) -> int:
 
 def _end(entries: Sequence[BucketEntry]) -> int:
     return entries[-1].offset + entries[-1].num_bytes
-
-
-# When each bucket travels: rounds in which every rank sends at most one and every reader receives at most one. Over a network this is a
-# coloring of the edges of a bipartite multigraph (trainer ranks, GPUs of the rollout; an edge is a bucket): first fit, by groups that
-# belong together. On one host a bucket may have several readers.
-
-Edge = tuple[int, Sequence[int]]
-"""Source and targets of a bucket."""
-
-
-def first_fit(groups: Iterable[Sequence[Edge]]) -> list[list[int]]:
-    """By group and edge the first round in which its source and none of its targets is busy with one before; but none of a group before the
-    round in which the last of them could have been, so that they come at about one time."""
-    sending, receiving = Counter[int](), Counter[int]()  # bit r: busy in round r
-    found = []
-    for group in groups:
-        begin = max((_first_free(_busy(edge, sending, receiving)) for edge in group), default=0)
-        rounds = []
-        for source, targets in group:
-            before = (1 << begin) - 1
-            rounds.append(_first_free(_busy((source, targets), sending, receiving) | before))
-            sending[source] |= 1 << rounds[-1]
-            for target in targets:
-                receiving[target] |= 1 << rounds[-1]
-        found.append(rounds)
-    return found
-
-
-def _busy(edge: Edge, sending: Counter[int], receiving: Counter[int]) -> int:
-    source, targets = edge
-    return reduce(or_, (receiving[target] for target in targets), sending[source])
-
-
-def _first_free(busy: int) -> int:
-    """The lowest bit that is not set."""
-    return (~busy & (busy + 1)).bit_length() - 1
-
-
-def seconds(buckets: Iterable[Bucket], *, bytes_per_second: float) -> float:
-    """Until the last of `buckets`, in the order of their rounds, is over the network: each begins when both its cards are through with
-    those before. What its own node's rank has crosses none."""
-    sending, receiving = defaultdict[int, float](float), defaultdict[int, float](float)
-    for bucket in buckets:
-        if bucket.relay == bucket.sender:
-            continue
-        source, target = bucket.sender, bucket.readers[0] if bucket.relay is None else bucket.relay
-        end = max(sending[source], receiving[target]) + bucket.num_bytes / bytes_per_second
-        sending[source] = receiving[target] = end
-    return max(receiving.values(), default=0.0)
-
-
-def incomplete_bytes(buckets: Iterable[Bucket], tensors: Mapping[str, int]) -> int:
-    """The most of one reader at a time, in the order of `buckets`: of all tensors that have begun to come in pieces and are not complete,
-    whole. `tensors`: bytes by name."""
-    left: dict[tuple[int, str], int] = {}
-    held, most = Counter[int](), 0
-    pieces = ((bucket, entry) for bucket in buckets for entry in bucket.entries if entry.num_bytes < tensors[entry.name])
-    for bucket, entry in pieces:
-        for reader in bucket.readers:
-            if (reader, entry.name) not in left:
-                left[reader, entry.name] = tensors[entry.name]
-                held[reader] += tensors[entry.name]
-                most = max(most, held[reader])
-            left[reader, entry.name] -= entry.num_bytes
-            if left[reader, entry.name] == 0:
-                held[reader] -= tensors[entry.name]
-    return most
-
-
-def bound_seconds(plan: TransferPlan, *, bytes_per_second: float) -> float:
-    """No schedule of this plan is faster: what the busiest card sends or receives."""
-    return float(max(plan.sent().max(), plan.received().max())) / bytes_per_second

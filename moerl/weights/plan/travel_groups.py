@@ -1,0 +1,97 @@
+"""What travels together in a push: parts of one batch that one rank sends to the same readers. Pure, and by columns: large models have a
+million transfers.
+
+On one host, what a plan passes on within a node is read by every GPU of it where the first of them reads it. Over a network (`by_node`)
+readers are of one node.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from moerl.weights.plan.transfer_plan import TransferPlan
+
+
+class Group(NamedTuple):
+    """Key of buckets that should come together: a batch, where it is read."""
+
+    is_late: bool
+    """Experts, which go to fewer readers, go before all else."""
+    batch: int
+    stage: int
+    place: int
+    """The first of the readers of experts; the node of all else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Parts of one batch from one rank to the same readers."""
+
+    group: Group
+    sender: int
+    readers: tuple[int, ...]
+    """The first gets them over the network, with `by_node`; else in order."""
+    parts: np.ndarray  # int64, ascending
+
+
+def travel_groups(plan: TransferPlan, *, by_node: bool) -> Iterator[Together]:
+    """By group, sender and readers."""
+    units, sets = _units(plan, by_node=by_node)
+    part, sender, readers = units
+    experts = np.array([-1 if tensor.expert is None else tensor.expert for tensor in plan.tensors])
+    tensor, first = plan.parts.tensor[part], np.array([found[0] for found in sets])[readers]
+    is_late = experts[tensor] < 0
+    stage = np.array([each.stage for each in plan.tensors])[tensor]
+    place = np.where(is_late, plan.rollout.node_numbers()[first], first)
+    columns = np.stack([is_late.astype(np.int64), plan.parts.batch[part].astype(np.int64), stage, place, sender, readers])
+    order = np.lexsort((part, *columns[::-1]))
+    columns, part = columns[:, order], part[order]
+    begins = np.flatnonzero(np.concatenate([[True], (columns[:, 1:] != columns[:, :-1]).any(axis=0)]))
+    for key, parts in zip(columns[:, begins].T.tolist(), np.split(part, begins[1:]), strict=True):
+        late, batch, of_stage, where, source, found = key
+        yield Together(group=Group(bool(late), batch, of_stage, where), sender=source, readers=sets[found], parts=parts)
+
+
+_Units = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Columns: part, sender, number of the set of its readers."""
+
+
+def _units(plan: TransferPlan, *, by_node: bool) -> tuple[_Units, list[tuple[int, ...]]]:
+    """A unit is a part from one rank to all who read it there; and the sets of readers, in order."""
+    network = plan.network
+    rows = row = np.arange(len(network))  # that stand for a unit, and the unit of each
+    if not by_node:
+        key = network.part.astype(np.int64) * plan.layout.ranks + network.source
+        _, rows, row = np.unique(key, return_index=True, return_inverse=True)
+    unit = np.concatenate([row, row[_arrivals(plan)]])
+    gpu = np.concatenate([network.target, plan.spread.target]).astype(np.int64)
+    is_second = by_node & (np.arange(len(unit)) >= len(network))  # who passes it on is named first
+    order = np.lexsort((gpu, is_second, unit))
+    unit, gpu = unit[order], gpu[order]
+    numbers, sets = _numbered(gpu, np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]])))
+    return (network.part[rows].astype(np.int64), network.source[rows].astype(np.int64), numbers), sets
+
+
+def _arrivals(plan: TransferPlan) -> np.ndarray:
+    """int [spread]: the transfer over the network by which what is passed on has come."""
+    num_parts = len(plan.parts.tensor)
+    came = plan.network.target.astype(np.int64) * num_parts + plan.network.part
+    order = np.argsort(came)
+    return order[np.searchsorted(came[order], plan.spread.source.astype(np.int64) * num_parts + plan.spread.part)]
+
+
+def _numbered(gpus: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """Number of every set of readers, and the sets in order. Sets lie end to end in `gpus`."""
+    ends = np.append(begins[1:], len(gpus))
+    found: dict[bytes, int] = {}
+    numbers = np.empty(len(begins), dtype=np.int64)
+    memory = gpus.tobytes()
+    for index, (begin, end) in enumerate(zip((begins * 8).tolist(), (ends * 8).tolist(), strict=True)):
+        numbers[index] = found.setdefault(memory[begin:end], len(found))
+    sets = [tuple(np.frombuffer(each, dtype=np.int64).tolist()) for each in found]
+    in_order = sorted(range(len(sets)), key=sets.__getitem__)
+    rank = np.empty(len(sets), dtype=np.int64)
+    rank[in_order] = np.arange(len(sets))
+    return rank[numbers], [sets[number] for number in in_order]
