@@ -14,9 +14,9 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
 from moerl.weights.loading import Loader
-from moerl.weights.places import copy_into
 from moerl.weights.plan.tensor_specs import torch_dtype
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import copy_into
 
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -9,11 +9,11 @@ import torch
 
 from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec
-from moerl.weights.places import Place, Start, parts_of
 from moerl.weights.plan.tensor_specs import CPU, box_of, first_few, torch_dtype, view_as
 from moerl.weights.verify.diagnose import Damage, Installed, describe_absent, explain_damage
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.installed import found_digest
+from moerl.weights.verify.places import Place, Start, parts_of
 
 DEVICE_BYTES = 2 * 256 * 2**20
 """Two buckets of weights.bucket_bytes as it is by default."""
@@ -82,7 +82,7 @@ class Loading:
         """WeightError if pieces cannot make up a tensor. `last`: of the push before."""
         self.manifest = manifest
         self.digests: dict[tuple[str, Start], str] = {}
-        """Of every piece of which this process holds something that has been compared."""
+        """Digest of every compared piece of which this process holds something."""
         self._expected, self._loader, self._last = expected, loader, last
         self._waiting = {name: _new(expected[name], manifest.pieces.get(name, ())) for name in needs}
         self._num_needed = len(self._waiting)

@@ -15,7 +15,6 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, Manifest, TensorSpec, TransportOffer
 from moerl.weights.loading import Loader, Loading
-from moerl.weights.places import Place
 from moerl.weights.plan.tensor_specs import CPU, manifest_difference
 from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskReader, Read
 from moerl.weights.transport.gpu_transport import finished
@@ -24,6 +23,7 @@ from moerl.weights.transport.network_transport import NetworkReader
 from moerl.weights.transport.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
 from moerl.weights.transport.shared_memory import SharedReader
 from moerl.weights.verify.diagnose import Installed, explain_difference
+from moerl.weights.verify.places import Place
 
 
 class Incoming:

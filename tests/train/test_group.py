@@ -33,10 +33,10 @@ from moerl.types.errors import CheckpointError, ConfigError, HangError, Residenc
 from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
 from moerl.weights.loading import Loader
-from moerl.weights.places import place_of_all
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
+from moerl.weights.verify.places import place_of_all
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 DEADLINES = DeadlineConfig()

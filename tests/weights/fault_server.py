@@ -14,8 +14,8 @@ import torch
 import moerl.rollout.engines.hf.__main__ as server
 from moerl.types.push import TensorSpec
 from moerl.weights.loading import Loader
-from moerl.weights.places import Place, Start, copy_into
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start, copy_into
 
 FAULT = Path(sys.argv.pop(1))
 

@@ -9,12 +9,12 @@ from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Piece, TensorSpec
 from moerl.weights import send
 from moerl.weights.loading import Loader
-from moerl.weights.places import copy_into, place_of_all
 from moerl.weights.plan.buckets import ALIGNMENT
 from moerl.weights.plan.tensor_specs import box_of
 from moerl.weights.transport.shared_memory import SharedReader
 from moerl.weights.verify import installed
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import copy_into, place_of_all
 
 PIECES = {
     name: (Piece(start=(0,) * tensor.dim(), shape=tuple(tensor.shape), ranks=(0,), digest=tensor_digest(tensor)),)

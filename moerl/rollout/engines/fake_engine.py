@@ -24,8 +24,8 @@ from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
 from moerl.weights.loading import Loader
-from moerl.weights.places import Place, Start, copy_into
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start, copy_into
 
 
 class FakeEngine(Gate):

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.places import Place, Start, copy_piece, places_of
 from moerl.weights.plan.tensor_specs import first_few, torch_dtype
+from moerl.weights.verify.places import Place, Start, copy_piece, places_of
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader, e.g. a model's load_weights."""

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from moerl.weights.places import Part
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import Part
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,7 +33,7 @@ def _same_bytes(held: torch.Tensor, sent: torch.Tensor) -> bool:
 
 
 def _digest_with(parts: Sequence[Part], received: torch.Tensor) -> str:
-    """Of what came, with what is there instead of it."""
+    """Digest of what came, with what is there instead of it."""
     if parts[0].held.dtype != received.dtype:
         return tensor_digest(parts[0].held)
     piece = received.clone()

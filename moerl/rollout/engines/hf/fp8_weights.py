@@ -11,9 +11,9 @@ import torch
 from moerl.models.fp8_blocks import SCALE_SUFFIX, dequantized
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.places import Place, Start, copy_into, place_of_all
 from moerl.weights.plan.transfer_plan import FP8_DTYPE
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import Place, Start, copy_into, place_of_all
 
 
 class FP8Weights:

@@ -18,8 +18,8 @@ from moerl.rollout.engines.sglang import sglang_fp8
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
 from moerl.weights.loading import Loader
-from moerl.weights.places import Place, Start
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start
 
 logger = logging.getLogger(__name__)
 

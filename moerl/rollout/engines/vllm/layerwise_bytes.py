@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from moerl.rollout.engines.installed_bytes import Copies, CopyLog, LoadWeights, memory_of
-from moerl.weights.places import Place, places_of
+from moerl.weights.verify.places import Place, places_of
 
 Verify = Callable[[str, list[Place]], None]
 """WeightSession.verify."""

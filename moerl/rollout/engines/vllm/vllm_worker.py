@@ -28,9 +28,9 @@ from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
 from moerl.weights.loading import Loader
-from moerl.weights.places import Place, Start
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start
 
 logger = logging.getLogger(__name__)
 

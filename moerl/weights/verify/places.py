@@ -22,12 +22,12 @@ class Place:
     target: torch.Tensor
     """A view with the axes of the tensor, in their order."""
     start: Start
-    """Of its first element in the tensor."""
+    """Index of its first element in the tensor."""
     steps: tuple[int, ...]
     """From one of its elements to the next in the tensor, along every axis."""
 
     def part(self, start: Start, piece: torch.Tensor) -> "Part | None":
-        """What it has of the piece that begins at `start` in the tensor; None: nothing."""
+        """Elements that it has of the piece that begins at `start` in the tensor; None: nothing."""
         held, sent = [], []
         for first, step, size, begin, length in zip(self.start, self.steps, self.target.shape, start, piece.shape, strict=True):
             low, stop = max(0, -(-(begin - first) // step)), min(size, -(-(begin + length - first) // step))
@@ -51,7 +51,7 @@ class Part:
 
 
 def parts_of(places: Iterable[Place], start: Start, piece: torch.Tensor) -> list[Part]:
-    """Those of the piece that begins at `start` in the tensor."""
+    """Parts of the piece that begins at `start` in the tensor."""
     return [part for place in places if (part := place.part(start, piece)) is not None]
 
 
@@ -62,7 +62,7 @@ def copy_piece(places: Iterable[Place], start: Start, piece: torch.Tensor) -> No
 
 
 def place_of_all(view: torch.Tensor) -> Place:
-    """Of a `view` that holds a whole tensor."""
+    """Place of a `view` that holds a whole tensor."""
     return Place(target=view, start=(0,) * view.dim(), steps=(1,) * view.dim())
 
 
