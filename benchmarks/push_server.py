@@ -13,8 +13,10 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
+from moerl.weights.loading import Loader
 from moerl.weights.plan.tensor_specs import torch_dtype
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import copy_into
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -55,7 +57,7 @@ class Server:
 class Model:
     def __init__(self, specs: dict[str, TensorSpec]):
         self.tensors = {name: torch.ones(spec.shape, dtype=torch_dtype(spec)) for name, spec in specs.items()}
-        self.session = WeightSession(specs, lambda name, tensor: self.tensors[name].copy_(tensor))
+        self.session = WeightSession(specs, Loader(load=lambda name, start, piece: copy_into(self.tensors[name], start, piece)))
         self._before = resident("VmRSS")
         reset_peak()
 

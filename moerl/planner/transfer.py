@@ -1,7 +1,8 @@
 """`moerl plan`: what a push of a run's weights moves over the network, from its layout and that of the rollout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -9,14 +10,16 @@ from moerl.config.derive.gpu_map import gpu_map
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
+from moerl.models.fp8_blocks import SCALE_SUFFIX
 from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
+from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.run_plan import faults, part_bytes, relays_of
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
-from moerl.weights.plan.transfer_plan import Relays, RolloutLayout, TransferPlan
+from moerl.weights.plan.transfer_plan import FP8_DTYPE, Relays, RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class PushPlan:
     relays: bool
     """Ranks relay to their node: bytes that one of them holds cross no network."""
     incomplete_bytes: float
-    """By GPU at most: tensors that come in pieces, until they are whole."""
+    """By GPU at most: tensors that come in pieces and are loaded whole, until they are."""
 
     @property
     def seconds_without_plan(self) -> float:
@@ -115,7 +118,8 @@ class PushPlan:
         else:
             yield "bound            not told: the rate of this transport is not a card's; --card-gbit=N computes it, for N Gbit/s by GPU"
         yield f"schedule         {self.num_rounds} rounds of {of}" + (f", {self.schedule_seconds:.2f} s" if is_told else "")
-        yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: tensors that come in pieces, until they are whole"
+        what = "tensors that come in pieces and are loaded whole, until they are"
+        yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: {what}"
         if is_told:
             yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
 
@@ -140,7 +144,8 @@ def plan_push(
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     rate = card_rate(config) if card_gbit is None else card_gbit
-    return _measured(plan, route_of(config), card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest)
+    joined = partial(_is_joined, config)
+    return _measured(plan, route_of(config), joined, card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest)
 
 
 def card_rate(config: RunConfig) -> float:
@@ -151,7 +156,16 @@ def card_rate(config: RunConfig) -> float:
     return gpu.card_gbit * (1 if gpu.cards_per_node is None or gpus is None else min(1.0, gpu.cards_per_node / gpus))
 
 
-def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_given: bool, bucket_bytes: int) -> PushPlan:
+def _is_joined(config: RunConfig, spec: TensorSpec) -> bool:
+    """Whether servers of the run put a tensor that comes in pieces together before they load it. vLLM's loader keeps tensors until it has
+    all of a layer (vllm/layerwise_bytes.py), and hf widens FP8 from whole pairs; other loaders take pieces as they come."""
+    is_pair = spec.dtype == FP8_DTYPE or spec.name.endswith(SCALE_SUFFIX)
+    return config.rollout.engine == "vllm" or (config.rollout.engine == "hf" and is_pair)
+
+
+def _measured(
+    plan: TransferPlan, route: Route, is_joined: Callable[[TensorSpec], bool], *, card_gbit: float, is_rate_given: bool, bucket_bytes: int
+) -> PushPlan:
     rate = card_gbit / 8 * 1e9
     found = deliveries(plan, bucket_bytes=bucket_bytes, by_node=True)
     buckets = in_order(found.jobs)
@@ -174,7 +188,7 @@ def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_giv
         num_rounds=1 + max(bucket.round for bucket in buckets),
         schedule_seconds=seconds(buckets, bytes_per_second=rate),
         relays=plan.relays is not None,
-        incomplete_bytes=incomplete_bytes(buckets, {spec.name: num_bytes(spec) for spec in found.tensors}),
+        incomplete_bytes=incomplete_bytes(buckets, {spec.name: num_bytes(spec) if is_joined(spec) else 0 for spec in found.tensors}),
     )
 
 

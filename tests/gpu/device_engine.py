@@ -11,9 +11,11 @@ import torch
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
+from moerl.weights.loading import Loader
 from moerl.weights.plan.tensor_specs import spec_of, torch_dtype
 from moerl.weights.receive import WeightSession
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import Place, Start, copy_into
 
 MODEL = {f"layers.{layer}.proj": torch.linspace(layer, 4, 4096).reshape(64, 64).to(torch.bfloat16) for layer in range(8)}
 MODEL |= {"norm": torch.linspace(0, 1, 7)}
@@ -63,7 +65,7 @@ class _Model:
         self._device = torch.device("cuda", 0)
         self._tensors = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec), device=self._device) for spec in SPECS.values()}
         self._came_on: set[str] = set()
-        self.session = WeightSession(SPECS, self._load, device=self._device)
+        self.session = WeightSession(SPECS, Loader(load=self._load), device=self._device)
 
     def digests(self) -> dict[str, str]:
         return {name: tensor_digest(tensor) for name, tensor in self._tensors.items()}
@@ -71,9 +73,9 @@ class _Model:
     def bucket_devices(self) -> set[str]:
         return self._came_on
 
-    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._came_on.add(tensor.device.type)
-        return self._tensors[name].copy_(tensor)
+    def _load(self, name: str, start: Start, piece: torch.Tensor) -> list[Place]:
+        self._came_on.add(piece.device.type)
+        return copy_into(self._tensors[name], start, piece)
 
 
 def _serve(pipe: Connection, gpu: int) -> None:

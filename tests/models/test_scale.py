@@ -126,7 +126,7 @@ def test_a_plan_knows_who_holds_what_and_loads_no_card_more_than_it_must(case):
     buckets, busiest = in_order(found.jobs), bound_seconds(plan, bytes_per_second=1.0)
     assert seconds(buckets, bytes_per_second=1.0) <= 1.1 * busiest
     sizes = {spec.name: num_bytes(spec) for spec in found.tensors}
-    # The embedding and the output layer, which engines want whole as they do all others, and two batches; a third begins before those end
+    # The embedding and the output layer, which vLLM wants whole as it does all others, and two batches; a third begins before those end
     # where tensor parallelism cuts what is no expert too.
     assert incomplete_bytes(buckets, sizes) <= 2 * max(sizes.values()) + (2 if layout.tp == 1 else 3) * 2**29
     for tensor in tensors[:: len(tensors) // 200]:

@@ -60,7 +60,8 @@ def test_either_half_of_a_pair_may_come_first_in_every_push(order):
     for factor in (1, 7):
         pairs = as_pairs({NAME: torch.randn(130, 200, generator=torch.Generator().manual_seed(factor)) * factor})
         for name in order:
-            assert torch.equal(weights.load(name, pairs[name]).view(torch.uint8), pairs[name].view(torch.uint8))
+            (place,) = weights.load(name, (0, 0), pairs[name])
+            assert torch.equal(place.target.view(torch.uint8), pairs[name].view(torch.uint8))
             assert torch.equal(weights.read(name).view(torch.uint8), pairs[name].view(torch.uint8))
         assert torch.equal(views[NAME], values_of(pairs)[NAME])
 
@@ -69,9 +70,9 @@ def test_a_model_that_does_not_keep_what_was_installed_is_refused():
     views = {NAME: torch.zeros(300).as_strided((2, 200), (100, 1))}  # its rows overlap
     weights = FP8Weights(views, in_fp8([spec_of(NAME, views[NAME])]))
     pairs = as_pairs({NAME: torch.arange(400.0).reshape(2, 200)})
-    weights.load(NAME, pairs[NAME])
+    weights.load(NAME, (0, 0), pairs[NAME])
     with pytest.raises(WeightError, match="does not hold what its blocks of FP8"):
-        weights.load(SCALES, pairs[SCALES])
+        weights.load(SCALES, (0, 0), pairs[SCALES])
 
 
 @pytest.mark.parametrize("engine", ["fake", "hf"])

@@ -32,9 +32,11 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import CheckpointError, ConfigError, HangError, ResidencyError, TrainError
 from moerl.types.exit_codes import ExitCode
 from moerl.weights.in_thread import in_thread
+from moerl.weights.loading import Loader
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
+from moerl.weights.verify.places import place_of_all
 
 BATCH = sft_batch([((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10))])
 DEADLINES = DeadlineConfig()
@@ -86,7 +88,7 @@ class Received:
     WeightReceiver."""
 
     def __init__(self, specs, on_load):
-        self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
+        self._session = WeightSession({spec.name: spec for spec in specs}, Loader(load=self._load, takes_whole=lambda name: True))
         self._num_loaded, self._on_load = 0, on_load
         for step in ("connect", "begin", "install"):
             setattr(self, step, partial(in_thread, getattr(self._session, step)))
@@ -97,10 +99,10 @@ class Received:
     async def finish(self, version, push_id):
         await in_thread(self._session.finish, version)
 
-    def _load(self, name, tensor):
+    def _load(self, name, start, tensor):
         self._on_load(self._num_loaded)
         self._num_loaded += 1
-        return tensor.clone()
+        return [place_of_all(tensor)]
 
 
 async def push_to_one(group, on_load=lambda number: None, transport="ipc", **options):

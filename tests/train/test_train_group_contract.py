@@ -26,9 +26,11 @@ from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ResidencyError, WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.in_thread import in_thread
+from moerl.weights.loading import Loader
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
+from moerl.weights.verify.places import place_of_all
 
 BUCKET_BYTES, KEEP, LR = 20_000, 1, 1e-3
 ALGORITHM, BATCH = algorithm("grpo", "kl_coefficient=0.1"), random_batch()
@@ -97,7 +99,7 @@ class Received:
     def __init__(self, specs):
         self.tensors = {}
         self.fails = False
-        self._session = WeightSession({spec.name: spec for spec in specs}, self._load)
+        self._session = WeightSession({spec.name: spec for spec in specs}, Loader(load=self._load, takes_whole=lambda name: True))
         for step in ("connect", "begin", "install"):
             setattr(self, step, partial(in_thread, getattr(self._session, step)))
 
@@ -107,11 +109,11 @@ class Received:
     async def finish(self, version, push_id):
         await in_thread(self._session.finish, version)
 
-    def _load(self, name, tensor):
+    def _load(self, name, start, tensor):
         if self.fails:
             raise MemoryError("no more")
-        self.tensors[name] = tensor.clone()
-        return self.tensors[name]
+        self.tensors[name] = tensor
+        return [place_of_all(tensor)]
 
 
 async def receiver_for(group):

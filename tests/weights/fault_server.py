@@ -5,7 +5,7 @@ reaches the memory that the model computes with. Anything else: no fault.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,24 @@ import torch
 
 import moerl.rollout.engines.hf.__main__ as server
 from moerl.types.push import TensorSpec
-from moerl.weights.receive import Load, WeightSession
+from moerl.weights.loading import Loader
+from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start, copy_into
 
 FAULT = Path(sys.argv.pop(1))
 
 
-def session(specs: Mapping[str, TensorSpec], load: Load, **options: Any) -> WeightSession:
-    def damaging(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def session(specs: Mapping[str, TensorSpec], loader: Loader, **options: Any) -> WeightSession:
+    def damaging(name: str, start: Start, piece: torch.Tensor) -> Sequence[Place] | None:
         fault, _, target = FAULT.read_text().partition(" ")
         if fault == "repack":
-            return tensor.clone()
-        installed = load(name, tensor)
-        if fault == "flip" and name == target:
-            installed.view(torch.uint8).view(-1)[0] ^= 1
-        return installed
+            return copy_into(torch.empty(specs[name].shape, dtype=piece.dtype), start, piece)
+        places = loader.load(name, start, piece)
+        if fault == "flip" and name == target and places:
+            places[0].target.view(torch.uint8).view(-1)[0] ^= 1
+        return places
 
-    return WeightSession(specs, damaging, **options)
+    return WeightSession(specs, Loader(load=damaging), **options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -13,12 +14,14 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, Transport, TransportOffer
 from moerl.weights.in_thread import in_thread
+from moerl.weights.loading import Loader
 from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.buckets import Job, manifest_of
 from moerl.weights.plan.run_plan import plan_deliveries
 from moerl.weights.plan.tensor_specs import spec_of, torch_dtype
 from moerl.weights.receive import WeightSession
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import Place, Start, copy_into
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["moerl.weights.receive"])
@@ -36,7 +39,8 @@ SPECS = {name: spec_of(name, tensor) for name, tensor in MODEL.items()}
 
 
 class Engine:
-    """A model that starts as zeros, and its session. The loader damages tensor `damages`, and fails on tensor `fails_on`."""
+    """A model that starts as zeros, and its session. The loader damages tensor `damages`, and fails on tensor `fails_on`. `takes_whole`: it
+    takes no pieces."""
 
     def __init__(
         self,
@@ -45,19 +49,21 @@ class Engine:
         needs: Collection[str] | None = None,
         damages: str = "",
         fails_on: str = "",
+        takes_whole: bool = False,
     ):
         held = specs if needs is None else needs
         self.tensors = {name: torch.zeros(specs[name].shape).to(torch_dtype(specs[name])) for name in held}
-        self.session = WeightSession(specs, self.load, needs=needs, read=self.tensors.__getitem__)
+        loader = Loader(load=self.load, takes_whole=lambda name: takes_whole)
+        self.session = WeightSession(specs, loader, needs=needs, read=self.tensors.__getitem__)
         self.damages, self.fails_on = damages, fails_on
 
-    def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def load(self, name: str, start: Start, piece: torch.Tensor) -> list[Place]:
         if name == self.fails_on:
             raise KeyError(name)
-        self.tensors[name].copy_(tensor)
+        places = copy_into(self.tensors[name], start, piece)
         if name == self.damages:
             self.tensors[name].view(torch.uint8).reshape(-1)[0] ^= 1
-        return self.tensors[name]
+        return places
 
     def names(self) -> tuple[str, ...]:
         return self.session.needs
@@ -67,6 +73,14 @@ class Engine:
 
     def digests(self) -> dict[str, str]:
         return {name: tensor_digest(tensor) for name, tensor in self.tensors.items()}
+
+    def forget_peak(self) -> None:
+        self._before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def growth(self) -> int:
+        """Bytes of this process at its peak since `forget_peak`, above those that it had then."""
+        return _resident("VmHWM") - self._before
 
     async def needs(self) -> Needs:
         return (self.session.needs,)
@@ -82,6 +96,11 @@ class Engine:
 
     async def finish(self, version: int, push_id: str) -> None:
         await asyncio.to_thread(self.session.finish, version)
+
+
+def _resident(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 class EngineProcess:
@@ -134,7 +153,7 @@ def _serve_engine(pipe: Connection, engine_arguments: dict) -> None:
             step, arguments = pipe.recv()
         except EOFError:
             return
-        target = engine if step in ("digests", "names", "damage") else engine.session
+        target = engine.session if hasattr(engine.session, step) else engine
         try:
             pipe.send(getattr(target, step)(*arguments))
         except WeightError as error:
@@ -163,18 +182,20 @@ class Source(LocalSource):
         return address
 
 
-def first_push(source: Source, transport: Transport = "ipc", *, version: int = 1, readers: int = 1) -> tuple[Manifest, TransportOffer]:
-    """The manifest, and the offer to the first of `readers`, who need everything. Nobody has connected yet."""
+def first_push(
+    source: Source, transport: Transport = "ipc", *, version: int = 1, readers: int = 1, processes: int = 1
+) -> tuple[Manifest, TransportOffer]:
+    """The manifest, and the offer to the first of `readers`, servers of `processes` each, who need everything. Nobody has connected yet."""
 
     async def prepare() -> tuple[Manifest, TransportOffer]:
         outline = await source.outline()
         names = tuple(tensor.name for tensor in outline.tensors)
-        found = plan_deliveries(outline, {f"server{i}": (names,) for i in range(readers)})
+        found = plan_deliveries(outline, {f"server{i}": (names,) * processes for i in range(readers)})
         secret = RunSecret.new()
         address = await source.listen(transport, found.jobs, 10.0, secret)
         offer = TransportOffer(
-            transport=transport, address=address, server="server0", senders=(0,), num_readers=readers, reader=0, buckets=found.jobs[0],
-            seconds=10.0, secret=secret.key,
+            transport=transport, address=address, server="server0", senders=(0,), num_readers=readers * processes, reader=0,
+            buckets=found.jobs[0], seconds=10.0, secret=secret.key,
         )  # fmt: skip
         return manifest_of(found, await source.digests(), version=version), offer
 

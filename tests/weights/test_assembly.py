@@ -3,8 +3,8 @@
 import torch
 
 from moerl.types.push import TensorSpec
+from moerl.weights.loading import Assembly
 from moerl.weights.plan.tensor_specs import CPU
-from moerl.weights.receive import Assembly
 
 DEVICE = torch.device("meta")
 

@@ -80,9 +80,9 @@ def test_two_buckets_are_on_disk_at_any_time_and_none_after_a_push(make_source, 
     source, seen = make_source(), []
 
     class Watching(Engine):
-        def load(self, name, tensor):
+        def load(self, name, start, piece):
             seen.append(len(list((tmp_path / "push").glob("push-*"))))
-            return super().load(name, tensor)
+            return super().load(name, start, piece)
 
     asyncio.run(WeightSync(source, {"a": Watching(specs=LARGE_SPECS)}, transport="disk").push(1))
     assert len(seen) > 3

@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from moerl.config.schema.layout import Layout
 from moerl.types.push import TensorSpec
+from moerl.weights.plan import senders
 from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.run_plan import faults, relays_of
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
@@ -59,6 +61,37 @@ def test_every_reader_gets_every_byte_once_from_a_rank_that_holds_it(case, part_
         wanted[list(readers(tensor, rollout, EXPERTS))] += tensor.num_bytes
     np.testing.assert_array_equal(total, wanted)
     assert plan.sent().sum() == plan.received().sum()
+
+
+@given(st.data())
+def test_parts_make_up_a_tensor_and_end_where_shares_of_a_servers_gpus_do(data):
+    rows, columns, cut_dim = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 1]))
+    expert = data.draw(st.sampled_from([None, 0]))
+    layout = Layout(ranks=4, tp=data.draw(st.sampled_from([1, 2, 4])), etp=data.draw(st.sampled_from([1, 2, 4])))
+    gpus, shares = data.draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (8, 1)]))
+    rollout = RolloutLayout(num_servers=1, gpus_per_server=gpus, gpus_per_node=4, expert_parallel=shares)
+    spec = TensorSpec(name="a", shape=(rows, columns), dtype="bfloat16")
+    tensor = PlannedTensor(spec=spec, stage=0, expert=expert, cut_dim=cut_dim)
+    with mock.patch.object(senders, "SHARE_BYTES", 1):
+        parts = senders.parts_of([tensor], layout, rollout, part_bytes=data.draw(st.integers(1, 4000)))
+    count = np.zeros((rows, columns), dtype=int)
+    width = min(4, gpus if expert is None else gpus // shares)
+    share = -(-spec.shape[cut_dim] // (width if tensor.num_bytes >= width else 1))
+    for start, size, num_bytes in zip(parts.start.tolist(), parts.size.tolist(), parts.num_bytes.tolist(), strict=True):
+        count[start[0] : start[0] + size[0], start[1] : start[1] + size[1]] += 1
+        assert num_bytes == 2 * size[0] * size[1] > 0
+        assert start[cut_dim] // share == (start[cut_dim] + size[cut_dim] - 1) // share
+    assert (count == 1).all()
+
+
+def test_small_shares_get_no_parts_of_their_own():
+    def num_parts(num_bytes):
+        tensor = planned("a", num_bytes, stage=0, expert=None, cut_dim=0)
+        rollout = RolloutLayout(num_servers=1, gpus_per_server=4, gpus_per_node=4)
+        return len(senders.parts_of([tensor], Layout(ranks=1), rollout, part_bytes=2**25).tensor)
+
+    assert num_parts(4 * senders.SHARE_BYTES - 1) == 1
+    assert num_parts(4 * senders.SHARE_BYTES) == 4
 
 
 @given(cases(), st.integers(500, 3000))

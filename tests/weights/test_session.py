@@ -7,10 +7,14 @@ from session_process import MODEL, SPECS, Engine, Source, first_push
 
 from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Piece, TensorSpec
-from moerl.weights import receive, send
+from moerl.weights import send
+from moerl.weights.loading import Loader
 from moerl.weights.plan.buckets import ALIGNMENT
+from moerl.weights.plan.tensor_specs import box_of
 from moerl.weights.transport.shared_memory import SharedReader
+from moerl.weights.verify import installed
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import copy_into, place_of_all
 
 PIECES = {
     name: (Piece(start=(0,) * tensor.dim(), shape=tuple(tensor.shape), ranks=(0,), digest=tensor_digest(tensor)),)
@@ -70,14 +74,14 @@ def install(source):
 
 def test_every_byte_is_read_once_for_its_digest_by_who_sends_it_and_by_who_installed_it(source, install, bucket, monkeypatch):
     read = {"sent": 0, "installed": 0}
-    halves, digest = send.digest_halves, receive.tensor_digest
+    halves, digest = send.digest_halves, installed.tensor_digest
 
     def counting(side, function, tensor):
         read[side] += tensor.nbytes
         return function(tensor)
 
     monkeypatch.setattr(send, "digest_halves", partial(counting, "sent", halves))
-    monkeypatch.setattr(receive, "tensor_digest", partial(counting, "installed", digest))
+    monkeypatch.setattr(installed, "tensor_digest", partial(counting, "installed", digest))
     num_bytes = sum(tensor.nbytes for tensor in MODEL.values())
     source.sender._job = (bucket, replace(bucket, index=1))  # to two nodes
     source.sender.digests()
@@ -137,7 +141,7 @@ def test_bytes_damaged_on_the_way_are_found(install, source, bucket):
 
 def test_a_loader_that_keeps_the_bucket_s_memory_is_refused(install, bucket):
     engine = Engine()
-    engine.session._load = lambda name, tensor: tensor
+    engine.session._loader = Loader(load=lambda name, start, piece: [place_of_all(piece)])
     engine.session.begin(MANIFEST)
     with pytest.raises(WeightError, match="kept the bucket's memory"):
         install(engine, bucket)
@@ -147,12 +151,12 @@ def test_a_view_into_a_fused_parameter_is_verified(install, bucket):
     fused = torch.zeros(100, 60, dtype=torch.bfloat16)
     engine = Engine()
 
-    def load(name, tensor):
+    def load(name, start, piece):
         if name != "layers.0.mlp.experts.0.up_proj.weight":
-            return engine.load(name, tensor)
-        return fused[:, 10:40].copy_(tensor.T).T
+            return engine.load(name, start, piece)
+        return copy_into(fused[:, 10:40].T, start, piece)
 
-    engine.session._load = load
+    engine.session._loader = Loader(load=load)
     engine.session.begin(MANIFEST)
     install(engine, bucket)
     engine.session.finish(4)
@@ -207,20 +211,95 @@ def test_the_version_must_be_the_manifest_s(install, bucket):
     assert engine.session.version is None
 
 
-def test_a_tensor_comes_in_pieces_and_is_loaded_when_it_is_whole(install, source):
+@pytest.fixture
+def in_pieces(source):
+    """A tensor of 8448 bytes in three buckets: manifest and offer."""
     source.model = {"embed.weight": MODEL["embed.weight"]}
-    source._bucket_bytes = 3000  # of 8448
+    source._bucket_bytes = 3000
     manifest, offer = first_push(source)
     assert sorted(piece.start for piece in manifest.pieces["embed.weight"]) == [(0, 0), (22, 0), (43, 0)]
-    engine, loaded = Engine(specs={"embed.weight": SPECS["embed.weight"]}), []
-    engine.session._load = lambda name, tensor: loaded.append(name) or engine.load(name, tensor)
+    return manifest, offer
+
+
+ONE = {"embed.weight": SPECS["embed.weight"]}
+
+
+def test_pieces_of_a_tensor_are_loaded_and_compared_as_they_come(install, source, in_pieces):
+    manifest, offer = in_pieces
+    engine = Engine(specs=ONE)
+    engine.session.begin(manifest)
+    for count, bucket in enumerate(offer.buckets, start=1):
+        source.sender.pack(bucket.index)
+        install(engine, bucket)
+        came = {entry.start: entry.shape for done in offer.buckets[:count] for entry in done.entries}
+        expected = torch.zeros(64, 33)
+        for start, shape in came.items():
+            box_of(expected, start, shape).copy_(box_of(MODEL["embed.weight"], start, shape))
+        assert torch.equal(engine.tensors["embed.weight"], expected)
+    engine.session.finish(1)
+
+
+def test_a_loader_that_wants_a_tensor_whole_gets_it_when_it_is_in_memory_that_it_may_keep(install, source, in_pieces):
+    manifest, offer = in_pieces
+    engine, loaded = Engine(specs=ONE), []
+
+    def load(name, start, tensor):
+        loaded.append((name, start, tensor))
+        return [place_of_all(tensor)]
+
+    engine.session._loader = Loader(load=load, takes_whole=lambda name: True)
     engine.session.begin(manifest)
     for bucket in offer.buckets:
         assert loaded == []
         source.sender.pack(bucket.index)
         install(engine, bucket)
     engine.session.finish(1)
-    assert loaded == ["embed.weight"]
+    ((name, start, tensor),) = loaded
+    assert (name, start) == ("embed.weight", (0, 0))
+    assert torch.equal(tensor, MODEL["embed.weight"])
+
+
+def keeping(engine, *, verifies, damages=False):
+    """A loader that copies at the end of a push."""
+    kept = []
+
+    def load(name, start, tensor):
+        kept.append((name, tensor))
+
+    def settle():
+        for name, tensor in kept if verifies else ():
+            places = copy_into(engine.tensors[name], (0,) * tensor.dim(), tensor)
+            if damages:
+                engine.tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+            engine.session.verify(name, places)
+
+    return Loader(load=load, takes_whole=lambda name: True, settle=settle)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"verifies": False}, "did not take, or not by a plain copy, 1 tensors: embed.weight"),
+        ({"verifies": True, "damages": True}, r"'embed.weight'.*installed bytes have digest.*the engine's loader changed them"),
+    ],
+)
+def test_what_a_loader_keeps_must_be_copied_and_is_compared_then(install, source, in_pieces, options, said):
+    manifest, offer = in_pieces
+    engine = Engine(specs=ONE)
+    engine.session._loader = keeping(engine, **options)
+    engine.session.begin(manifest)
+    for bucket in offer.buckets:
+        source.sender.pack(bucket.index)
+        install(engine, bucket)
+    with pytest.raises(WeightError, match=said):
+        engine.session.finish(1)
+    assert engine.session.version is None
+    engine.session._loader = keeping(engine, verifies=True)
+    engine.session.begin(manifest)
+    for bucket in offer.buckets:
+        source.sender.pack(bucket.index)
+        install(engine, bucket)
+    engine.session.finish(1)
     assert torch.equal(engine.tensors["embed.weight"], MODEL["embed.weight"])
 
 

@@ -23,7 +23,9 @@ from moerl.types.completion import Completion, FinishReason, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
+from moerl.weights.loading import Loader
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start, copy_into
 
 
 class FakeEngine(Gate):
@@ -83,8 +85,8 @@ class FakeCore(Core):
         self.tensors: dict[str, torch.Tensor] = {}
         """Tensors that pushes installed."""
         self.version: int | None = None
-        self._limits = limits
-        self._session = WeightSession(expected, self._load, read=lambda name: self.tensors[name])
+        self._limits, self._expected = limits, expected
+        self._session = WeightSession(expected, Loader(load=self._load), read=lambda name: self.tensors[name])
         self._in_flight: set[str] = set()
         self._is_held = False
         self._changed = asyncio.Condition()
@@ -163,9 +165,10 @@ class FakeCore(Core):
         ]
         return np.array(drawn, dtype=shape.dtype)
 
-    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self.tensors[name] = tensor.clone()
-        return self.tensors[name]
+    def _load(self, name: str, start: Start, piece: torch.Tensor) -> list[Place]:
+        if name not in self.tensors:
+            self.tensors[name] = torch.empty(self._expected[name].shape, dtype=piece.dtype)
+        return copy_into(self.tensors[name], start, piece)
 
 
 def _generator(*key: object) -> np.random.Generator:

@@ -1,36 +1,44 @@
 """Bytes that an engine's own loader put into its model.
 
-Engines fuse and cut tensors as they load them (q, k and v in one parameter, a rank's share of an expert). So that the bytes in the
-model can be compared with those that were sent, the copies the loader makes are noted while it runs, and read back through. A parameter
-that no copy reached has values of its own, which no digest of what was sent can show.
+Engines fuse and cut tensors as they load them (q, k and v in one parameter, a rank's share of an expert). The loader knows where every
+element goes: it is asked with a tensor that has no memory, and the copies that it would make are noted and not made. Pieces then go there
+as they come, and are compared there. A loader that does more than copy gets the tensor whole, and the copies it makes are noted. A
+parameter that no copy reached has values of its own, which no digest of what was sent can show.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from moerl.types.errors import WeightError
-from moerl.weights.plan.tensor_specs import first_few
+from moerl.types.push import TensorSpec
+from moerl.weights.plan.tensor_specs import first_few, torch_dtype
+from moerl.weights.verify.places import Place, Start, copy_piece, places_of
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader, e.g. a model's load_weights."""
 
 
 class InstalledBytes:
-    """The `load` of a WeightSession, for a model with a `load_weights`."""
+    """`load` and `takes_whole` of a WeightSession's loader, for a model with a `load_weights` that copies at once."""
 
-    def __init__(self, load_weights: LoadWeights):
-        self._load_weights = load_weights
+    def __init__(self, load_weights: LoadWeights, specs: Mapping[str, TensorSpec]):
+        """`specs`: of what a push brings, by name."""
+        self._load_weights, self._specs = load_weights, specs
         self._reached: set[int] = set()
+        self._places: dict[str, list[Place]] = {}
 
     def begin(self) -> None:
-        """Forget which parameters were reached."""
+        """Forget which parameters were reached, and where: they may have other memory in the next push."""
         self._reached.clear()
+        self._places.clear()
 
     def check_reached(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """WeightError for those of the model's parameters, by name, that got nothing since `begin`."""
+        """WeightError for those of the model's parameters, by name, that got nothing since `begin`. When everything has come: where it
+        went is forgotten, as engines free some of that memory after a push."""
+        self._places.clear()
         missed = [name for name, parameter in parameters if parameter.numel() and memory_of(parameter) not in self._reached]
         if missed:
             raise WeightError(
@@ -38,33 +46,41 @@ class InstalledBytes:
                 "the checkpoint, or its loader lost some; it would compute with values nobody sent"
             )
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as the model holds it: the parts this rank has taken are read back, the others are as they were sent."""
-        with CopyLog() as log:
+    def takes_whole(self, name: str) -> bool:
+        """Whether the loader must have this tensor's values, and not only its shape, to put it into the model."""
+        if name not in self._places:
+            spec = self._specs[name]
+            asked = torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
+            try:
+                self._places[name] = self._load(name, asked)
+            except Exception:  # the engine's own code, which was not written for such a tensor
+                self._places[name] = []
+        return not self._places[name]
+
+    def __call__(self, name: str, start: Start, piece: torch.Tensor) -> list[Place]:
+        """Where this process holds something of the tensor."""
+        if self.takes_whole(name):
+            places = self._load(name, piece)
+        else:
+            places = self._places[name]
+            copy_piece(places, start, piece)
+        self._reached.update(memory_of(place.target) for place in places)
+        return places
+
+    def _load(self, name: str, tensor: torch.Tensor) -> list[Place]:
+        with CopyLog(makes_none=tensor if tensor.is_meta else None) as log:
             self._load_weights([(name, tensor)])
-        copies = [(target, source) for target, source in log.copies if not target.is_meta and memory_of(source) == memory_of(tensor)]
+        copies = [(target, source) for target, source in log.copies if not target.is_meta and _is_of(source, tensor)]
         if not copies:
             raise WeightError(
-                "the engine's loader took nothing of it, or not by a plain copy. It may not know the name, or quantize what it loads; "
-                "engine arguments that change the weights' format are not supported"
+                f"tensor {name!r}: the engine's loader took nothing of it, or not by a plain copy. It may not know the name, or quantize "
+                "what it loads; engine arguments that change the weights' format are not supported"
             )
-        self._reached.update(memory_of(target) for target, _ in copies)
-        if len(copies) == 1 and copies[0][0].numel() == tensor.numel():
-            return copies[0][0].view(tensor.shape) if copies[0][0].is_contiguous() else copies[0][0].reshape(tensor.shape)
-        return read_back(tensor, copies)
+        return [place for target, source in copies for place in places_of(target, source, tensor)]
 
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Target and source."""
-
-
-def read_back(tensor: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """`tensor`, with what now lies where parts of it were copied to."""
-    whole = tensor.clone(memory_format=torch.contiguous_format)
-    for target, source in copies:
-        offset = source.storage_offset() - tensor.storage_offset() * tensor.element_size() // source.element_size()
-        whole.as_strided(source.shape, source.stride(), offset).copy_(target.reshape(source.shape))
-    return whole
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -76,22 +92,38 @@ class CopyLog(TorchFunctionMode):
     """Every `target.copy_(source)` and `target[...] = source` of this thread while it is entered. The source of what was made contiguous,
     a transposed tensor say, is the tensor that it was made of."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, makes_none: torch.Tensor | None = None) -> None:
+        """`makes_none`: a tensor on meta, of which no copies are made."""
         super().__init__()
         self.copies: Copies = []
+        self._makes_none = makes_none
         self._contiguous: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Contiguous tensors and what they were made of, by the address of their memory, which is kept from others thereby."""
+        """Contiguous tensors and what they were made of, by their storage, which is kept from others thereby."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        copy = None
         if func is torch.Tensor.copy_ and isinstance(args[1], torch.Tensor):
-            self.copies.append((args[0].detach(), self._origin(args[1])))
+            copy = (args[0].detach(), self._origin(args[1]))
         elif func is torch.Tensor.__setitem__ and isinstance(args[2], torch.Tensor):
-            self.copies.append((args[0].detach()[args[1]], self._origin(args[2])))
+            copy = (args[0].detach()[args[1]], self._origin(args[2]))
+        if copy is not None:
+            self.copies.append(copy)
+            if self._makes_none is not None and _is_of(copy[1], self._makes_none):
+                return args[0]
         found = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.contiguous and memory_of(found) != memory_of(args[0]):
-            self._contiguous[memory_of(found)] = (found, args[0].detach())
+        if func is torch.Tensor.contiguous and not _is_of(found, args[0]):
+            self._contiguous[_storage(found)] = (found, args[0].detach())
         return found
 
     def _origin(self, source: torch.Tensor) -> torch.Tensor:
-        made, origin = self._contiguous.get(memory_of(source), (source, source))
+        made, origin = self._contiguous.get(_storage(source), (source, source))
         return (origin if made.shape == source.shape else source).detach()
+
+
+def _is_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return _storage(view) == _storage(tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Tells storages apart, also on meta, where none has an address."""
+    return int(tensor.untyped_storage()._cdata)

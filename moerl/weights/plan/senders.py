@@ -18,12 +18,19 @@ from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, Relays, Rollo
 BATCH_PARTS = 16
 """A batch has as many bytes as so many of the largest parts: two of them for each GPU of a node of eight."""
 
+SHARE_BYTES = 2**18
+"""Smallest share of a GPU that is worth a part of its own: of smaller ones it compares the whole tensor."""
+
 _Box = tuple[int, int, int, int, int]
 """First row and column, numbers of rows and columns, bytes."""
 
 
 def parts_of(tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, part_bytes: int) -> Parts:
-    """`part_bytes`: largest part, of one row at least, of a tensor that every GPU reads; experts are cut by tensor parallelism only."""
+    """`part_bytes`: largest part, of one row at least, of a tensor that every GPU reads; experts are cut by tensor parallelism only.
+
+    Tensor parallelism of a server cuts along the axis along which the trainer's does. So parts end where shares of a server's GPUs do, and
+    a GPU compares those of its share with their digests, and no others.
+    """
     rows: list[tuple[int, ...]] = []
     scales = {tensor.scales_of: index for index, tensor in enumerate(tensors) if tensor.scales_of is not None}
     batches = _batches(tensors, rollout, limit=BATCH_PARTS * part_bytes)
@@ -31,8 +38,9 @@ def parts_of(tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutL
         if tensor.scales_of is not None:
             continue
         num_shards = 1 if tensor.cut_dim is None else layout.tp if tensor.expert is None else layout.etp
+        num_shares = _num_shares(tensor, rollout)
         for shard in range(num_shards):
-            for part in _parts_of(tensor, shard, num_shards, part_bytes):
+            for part in _parts_of(tensor, shard, num_shards, num_shares, part_bytes):
                 rows.append((index, shard, *part, 0, batches[index]))
                 if (place := scales.get(tensor.name)) is not None and (box := _scales_part(part, tensors[place])) is not None:
                     rows.append((place, shard, *box, 1, batches[index]))
@@ -76,22 +84,33 @@ def _scales_part(values: _Box, scales: PlannedTensor) -> _Box | None:
     return (first, left, stop - first, right - left, size * torch_dtype(scales.spec).itemsize) if size else None
 
 
-def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, part_bytes: int) -> Iterator[_Box]:
-    """Parts of one shard, which is cut into parts by rows."""
+def _num_shares(tensor: PlannedTensor, rollout: RolloutLayout) -> int:
+    """Shares of a server's GPUs in a tensor, if they cut it. Small ones are not worth parts of their own. Over several nodes a server has
+    copies of what is no expert, or nearly always: a tensor-parallel group of data-parallel attention on each."""
+    width = rollout.gpus_per_server if tensor.expert is None else rollout.gpus_per_server // rollout.expert_shares
+    num_gpus = min(width, rollout.gpus_per_node)
+    return num_gpus if tensor.cut_dim is not None and tensor.num_bytes >= num_gpus * SHARE_BYTES else 1
+
+
+def _parts_of(tensor: PlannedTensor, shard: int, num_shards: int, num_shares: int, part_bytes: int) -> Iterator[_Box]:
+    """Parts of one shard: what is of each share of a server's GPUs, cut by rows."""
     extents = (*tensor.spec.shape, 1, 1)[:2]
+    element_bytes = tensor.num_bytes // max(prod(extents), 1)
     bounds = [(0, extent) for extent in extents]
-    if tensor.cut_dim is not None:
-        bounds[tensor.cut_dim] = _shard(extents[tensor.cut_dim], num_shards, shard)
-    (first, stop), (left, right) = bounds
-    if first == stop and tensor.num_bytes:
-        return  # the rows that padding added to a vocabulary, and no others
-    row_bytes = tensor.num_bytes // max(prod(extents), 1) * (right - left)
-    num_rows = stop - first
-    num_parts = 1 if tensor.expert is not None else max(min(-(-num_rows * row_bytes // part_bytes), num_rows), 1)
-    for part in range(num_parts):
-        share = _share(num_rows, num_parts, part)
-        yield first, left, share, right - left, share * row_bytes
-        first += share
+    cut = 0 if tensor.cut_dim is None else tensor.cut_dim
+    for share in range(num_shares):
+        if tensor.cut_dim is not None:
+            ranges = _shard(extents[cut], num_shards, shard), _shard(extents[cut], num_shares, share)
+            bounds[cut] = max(first for first, _ in ranges), min(stop for _, stop in ranges)
+        (first, stop), (left, right) = bounds
+        if (first >= stop or left >= right) and tensor.num_bytes:
+            continue  # another shard's share, or the rows that padding added to a vocabulary, and no others
+        num_rows, row_bytes = stop - first, element_bytes * (right - left)
+        num_parts = 1 if tensor.expert is not None else max(min(-(-num_rows * row_bytes // part_bytes), num_rows), 1)
+        for part in range(num_parts):
+            size = _share(num_rows, num_parts, part)
+            yield first, left, size, right - left, size * row_bytes
+            first += size
 
 
 def _shard(size: int, count: int, index: int) -> tuple[int, int]:

@@ -22,8 +22,10 @@ from moerl.rollout.engines.hf.hf_model import checkpoint_views, load_model, tens
 from moerl.rollout.engines.hf.scheduler import Scheduler
 from moerl.rollout.server.child import add_options, private_stdout, running, serve
 from moerl.rollout.server.limits import Limits
+from moerl.weights.loading import Loader
 from moerl.weights.plan.transfer_plan import in_fp8
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import copy_into
 
 
 def main() -> None:
@@ -71,10 +73,11 @@ def _start(options: argparse.Namespace) -> tuple[HFCore, Limits]:
 
 def _session(views: dict[str, torch.Tensor], *, takes_fp8: bool) -> WeightSession:
     if not takes_fp8:
-        return WeightSession(tensor_specs(views), lambda name, tensor: views[name].copy_(tensor), read=views.__getitem__)
+        loader = Loader(load=lambda name, start, piece: copy_into(views[name], start, piece))
+        return WeightSession(tensor_specs(views), loader, read=views.__getitem__)
     expected = in_fp8(tensor_specs(views).values())
     weights = FP8Weights(views, expected)
-    return WeightSession(expected, weights.load, read=weights.read)
+    return WeightSession(expected, Loader(load=weights.load, takes_whole=weights.is_of_pair), read=weights.read)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,29 @@ from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.transfer_plan import FP8_DTYPE
 from moerl.weights.verify.digest import tensor_digest
+from moerl.weights.verify.places import Place, Start, copy_into, place_of_all
 
 
 class FP8Weights:
-    """`load` and `read` of a WeightSession. The pairs stay, for deltas on disk, and because in a push either half may come first."""
+    """`load` and `read` of a WeightSession. The pairs stay, for deltas on disk, and because in a push either half may come first. They are
+    taken whole: a piece of either stands for nothing."""
 
     def __init__(self, views: Mapping[str, torch.Tensor], expected: Mapping[str, TensorSpec]):
         """`views`: of the model, by the names of checkpoints. `expected`: the same with pairs for what comes in FP8."""
         self._views, self._expected = views, expected
         self._received: dict[str, torch.Tensor] = {}
 
-    def load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        values = name.removesuffix(SCALE_SUFFIX)
-        if self._expected[values].dtype != FP8_DTYPE:
-            return self._views[name].copy_(tensor)
-        self._received[name] = tensor.clone()
+    def is_of_pair(self, name: str) -> bool:
+        return self._expected[name.removesuffix(SCALE_SUFFIX)].dtype == FP8_DTYPE
+
+    def load(self, name: str, start: Start, tensor: torch.Tensor) -> list[Place]:
+        if not self.is_of_pair(name):
+            return copy_into(self._views[name], start, tensor)
+        self._received[name], values = tensor, name.removesuffix(SCALE_SUFFIX)
         # With one half of the push before it is overwritten when the other one comes.
         if values in self._received and values + SCALE_SUFFIX in self._received:
             self._install(values)
-        return self._received[name]
+        return [place_of_all(tensor)]
 
     def read(self, name: str) -> torch.Tensor:
         return self._received[name] if name in self._received else self._views[name]

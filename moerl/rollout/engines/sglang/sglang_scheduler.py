@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from moerl.rollout.engines.process_push import needs_of_processes, run_step
 from moerl.rollout.engines.sglang import sglang_fp8
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
+from moerl.weights.loading import Loader
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +125,6 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
         sglang_fp8.unpack(model.parameters())
         model.installed.begin()
     run_step(model.session, step, body, process=scheduler.tp_group.rank_in_group)
-    if step == "finish":
-        model.installed.check_reached(model.parameters())
 
 
 def _loader(model: torch.nn.Module, draft: torch.nn.Module | None, num_layers: int) -> LoadWeights:
@@ -174,20 +175,29 @@ class _Model:
         self._modules: dict[str, torch.nn.Module] = {"": runner.model} | ({} if draft is None else {"draft.": draft})
         config = runner.model_config.hf_config
         self._ties = bool(config.tie_word_embeddings)
-        self.installed = InstalledBytes(_loader(runner.model, draft, config.num_hidden_layers))
         specs = specs_of(scheduler.server_args, runner.dtype)
+        known = specs | ({_OUTPUT: replace(specs[_EMBEDDING], name=_OUTPUT)} if self._has_copy(_EMBEDDING) else {})
+        self.installed = InstalledBytes(_loader(runner.model, draft, config.num_hidden_layers), known)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
-        self.session = WeightSession(specs, self._load, needs=needs, device=next(runner.model.parameters()).device)
+        loader = Loader(load=self._load, takes_whole=self._takes_whole, settle=self._check_reached)
+        self.session = WeightSession(specs, loader, needs=needs, device=next(runner.model.parameters()).device)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         named = ((before + name, parameter) for before, module in self._modules.items() for name, parameter in module.named_parameters())
         return ((name, parameter) for name, parameter in named if sglang_fp8.comes_by_push(name))
 
-    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _load(self, name: str, start: Start, piece: torch.Tensor) -> list[Place]:
         if self._takes_powers:
-            check_powers_of_two(name, tensor, "SGLang")
-        # Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says.
-        has_copy = name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters())
-        if has_copy and not torch.equal(self.installed(_OUTPUT, tensor), tensor):
-            raise WeightError(f"the engine's loader changed the bytes of {_OUTPUT}, which is tied to it")
-        return self.installed(name, tensor)
+            check_powers_of_two(name, piece, "SGLang")
+        places = self.installed(name, start, piece)
+        return places + self.installed(_OUTPUT, start, piece) if self._has_copy(name) else places
+
+    def _takes_whole(self, name: str) -> bool:
+        return self.installed.takes_whole(name) or (self._has_copy(name) and self.installed.takes_whole(_OUTPUT))
+
+    def _has_copy(self, name: str) -> bool:
+        """Some of SGLang's models (Qwen3-MoE) have an output layer of their own whatever the configuration says."""
+        return name == _EMBEDDING and self._ties and _OUTPUT in dict(self.parameters())
+
+    def _check_reached(self) -> None:
+        self.installed.check_reached(self.parameters())

@@ -6,35 +6,37 @@ with what the kernels read if that has the checkpoint's layout, and otherwise wi
 canary's log-probs only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from moerl.rollout.engines.installed_bytes import Copies, CopyLog, LoadWeights, memory_of, read_back
-from moerl.types.errors import WeightError
-from moerl.weights.plan.tensor_specs import first_few
+from moerl.rollout.engines.installed_bytes import Copies, CopyLog, LoadWeights, memory_of
+from moerl.weights.verify.places import Place, places_of
+
+Verify = Callable[[str, list[Place]], None]
+"""WeightSession.verify."""
 
 
 class LayerwiseBytes:
-    """The `load` of a WeightSession."""
+    """The `load` of a WeightSession's loader, of tensors that are whole and that it keeps."""
 
-    def __init__(self, load_weights: LoadWeights):
-        self._load_weights = load_weights
+    def __init__(self, load_weights: LoadWeights, verify: Verify):
+        """`verify` is told where each tensor lies once vLLM has copied it."""
+        self._load_weights, self._verify = load_weights, verify
         self.begin()
 
     def begin(self) -> None:
         self._kept: dict[int, tuple[str, torch.Tensor]] = {}
         """Tensors that vLLM has not copied yet, by the address of their memory."""
-        self._changed: list[str] = []
 
-    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy of `tensor` that vLLM got; `check` says whether it then installed that."""
-        kept = tensor.clone(memory_format=torch.contiguous_format)
-        self._kept[memory_of(kept)] = (name, kept)
+    def __call__(self, name: str, tensor: torch.Tensor) -> list[Place] | None:
+        """None: it is kept, and `verify` is told."""
+        if tensor.numel():
+            self._kept[memory_of(tensor)] = (name, tensor)
         with self.watching():
-            self._load_weights([(name, kept)])
-        return kept
+            self._load_weights([(name, tensor)])
+        return None if tensor.numel() else []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -43,27 +45,14 @@ class LayerwiseBytes:
             yield
         self._compare([(target, source) for target, source in log.copies if not target.is_meta and not source.is_meta])
 
-    def check(self) -> None:
-        """WeightError for tensors that did not arrive as they were sent, or not at all."""
-        absent = [name for name, kept in self._kept.values() if kept.numel()]
-        for names, what in ((self._changed, "changed the bytes of"), (absent, "did not take, or not by a plain copy,")):
-            if names:
-                raise WeightError(
-                    f"vLLM's loader {what} {len(names)} tensors: {first_few(names)}. It may not know the names, or convert what it loads; "
-                    "engine arguments that change the weights' format are not supported"
-                )
-
     def _compare(self, copies: Copies) -> None:
-        installed: dict[int, Copies] = {}
+        places: dict[int, list[Place]] = {}
         moves = [(target, source) for target, source in copies if memory_of(source) not in self._kept and _is_whole(source)]
         for target, source in copies:
-            if memory_of(source) in self._kept:
-                installed.setdefault(memory_of(source), []).append((_followed(target, moves), source))
-        for address, parts in installed.items():
-            name, kept = self._kept.pop(address)
-            found = read_back(kept, parts)
-            if any(part.dtype != kept.dtype for part, _ in parts) or not torch.equal(found.view(torch.uint8), kept.view(torch.uint8)):
-                self._changed.append(name)
+            if (kept := self._kept.get(memory_of(source))) is not None:
+                places.setdefault(memory_of(source), []).extend(places_of(_followed(target, moves), source, kept[1]))
+        for address, found in places.items():
+            self._verify(self._kept.pop(address)[0], found)
 
 
 def _is_whole(source: torch.Tensor) -> bool:

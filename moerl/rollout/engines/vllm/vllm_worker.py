@@ -27,8 +27,10 @@ from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
 from moerl.types.errors import WeightError
+from moerl.weights.loading import Loader
 from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.receive import WeightSession
+from moerl.weights.verify.places import Place, Start
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +83,11 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._on_cpu = device.type == "cpu"
         self._draft: torch.nn.Module | None = None
-        self._installed = LayerwiseBytes(through_loaders(model))
+        self._installed = LayerwiseBytes(through_loaders(model), self._verify)
         expected = specs_of(vllm_config, vllm_config.model_config.dtype)
         needs = needs_of(self.parallel_config, expected)[process_number(self.parallel_config)]
-        self._session = WeightSession(expected, self._load, needs=needs, device=device)
+        loader = Loader(load=self._load, takes_whole=lambda name: True, settle=self._finish)
+        self._session = WeightSession(expected, loader, needs=needs, device=device)
         self.failures: tuple[str, ...] = ()
         """Failures of the last step, of all workers."""
 
@@ -98,7 +101,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 layer = _LAYER.match(name)
                 (load if layer is None or int(layer[1]) < num_layers else load_draft)([(name, tensor)])
 
-        self._installed = LayerwiseBytes(load_weights)
+        self._installed = LayerwiseBytes(load_weights, self._verify)
 
     @property
     def _loaded(self) -> torch.nn.Module:
@@ -120,10 +123,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self._session.close()
 
-    def _load(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _load(self, name: str, start: Start, tensor: torch.Tensor) -> list[Place] | None:
         if is_deep_gemm_e8m0_used():
             check_powers_of_two(name, tensor, "vLLM")
         return self._installed(name, tensor)
+
+    def _verify(self, name: str, places: list[Place]) -> None:
+        self._session.verify(name, places)
 
     def _together(self, step: Callable[[], None]) -> None:
         failure, group = "", get_tp_group()
@@ -141,8 +147,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if update_info.step == "begin":
             self._installed.begin()
             begin_reload(self._loaded, on_cpu=self._on_cpu)
-        elif update_info.step == "finish":
-            self._finish()
 
     def _run_step(self, step: str, body: str) -> None:
         run_step(self._session, step, body, process=process_number(self.parallel_config))
@@ -151,7 +155,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_reached(self._loaded)
         with self._installed.watching():
             finish_reload(self._loaded, self.model_config, on_cpu=self._on_cpu)
-        self._installed.check()
         if vllm_sampling.saw_nan.is_set():
             self._clean_caches()
             vllm_sampling.saw_nan.clear()
