@@ -79,6 +79,10 @@ class Incoming:
             finished(self._device)
             self._from.done(bucket)
 
+    def rest(self) -> None:
+        """The push has ended; the next one goes over the same connections."""
+        self._from.rest()
+
     def close(self) -> None:
         """Safe to call twice."""
         self._from.close()
@@ -194,6 +198,8 @@ class WeightSession:
                     f"{describe_absent(self._waiting, manifest.pieces)}. "
                     "Likely cause: a trainer rank drops tensors of its share, or a bucket was lost"
                 )
+            if self._incoming is not None:
+                self._incoming.rest()
             self._manifest, self._version = None, version
             self._last = Installed(version=version, digests=self._digests)
 
