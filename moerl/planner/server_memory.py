@@ -21,7 +21,7 @@ class ServerMemory:
     weights: int
     """FP8 as if nothing stayed wider."""
     unsent: int
-    """Of them those that no push brings, which are in host memory while the server sleeps: a drafting layer that is not trained."""
+    """Weights that no push brings, among these: a drafting layer that is not trained; in host memory while the server sleeps."""
     token: int
     """Keys and values of a token of a request."""
     available: int | None

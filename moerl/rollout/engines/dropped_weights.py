@@ -1,4 +1,4 @@
-"""What becomes of a model's memory when its server drops the weights, because the next push brings them all.
+"""Memory of a model whose server drops the weights, because the next push brings them all: what goes, and what is kept.
 
 A push brings the parameters that checkpoints have. Beside them there are rotary caches, scales of keys and values, maps of experts, and
 constants of kernels, as buffers or as attributes of any object: they are kept in host memory. What an engine computes of the weights after

@@ -107,7 +107,7 @@ class OptimizerShards:
 
 
 def _hand_down(hybrid: HybridDeviceOptimizer) -> None:
-    """What was loaded goes to the optimizers that it is made of, as where Megatron loads by itself. They count steps; the count that a load
+    """Give what was loaded to the optimizers that it is made of, as where Megatron loads by itself. They count steps; the count that a load
     leaves beside theirs would be handed to them anew in every step, and never rise (0.16.1)."""
     hybrid._sync_hdo_state_to_sub_optimizers()
     for group in hybrid.param_groups:
