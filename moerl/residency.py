@@ -5,10 +5,12 @@
 
               trainer                                      servers on its GPUs
     serving   asleep                                       weights and caches: they serve
-    training  awake                                        asleep, weights in host memory, caches lost
-    sharing   awake, with what scoring and a push need     weights, no caches: a push has somewhere to go
+    training  awake                                        asleep: weights and caches are dropped
+    sharing   awake, with what scoring and a push need     memory for weights, no caches: a push has somewhere to go
 
 Whoever leaves goes first. Servers on GPUs of their own take no part in it: without shared ones only the trainer sleeps and wakes.
+Whoever trained pushes before servers serve (moerl/publish.py), so that they bring no weights back: from training on they are stale, and one
+that a push did not reach serves nothing. In sharing from serving, as for a canary, they keep them.
 What of it leaves the GPU is train.offload's to say (moerl/train/memory/memory_states.py).
 """
 

@@ -30,7 +30,7 @@ VLLM_FRACTION = 0.92
 RECEIVED = 512 * MIB
 """Bytes of tensors that come in pieces, on each GPU of a server in a push (moerl/weights/receive.py, DEVICE_BYTES)."""
 PUSH_BUFFERS = 2
-"""Buffers of weights.bucket_bytes each, on every rank that sends (moerl/weights/send.py); kept between pushes."""
+"""Buffers of weights.bucket_bytes each, on every rank that sends (moerl/weights/send.py); given back after each push."""
 HOST_PROCESS = 3 * GIB
 """Host memory of a process with PyTorch, CUDA's libraries and Transformer Engine or an engine. An assumption."""
 

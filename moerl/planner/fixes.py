@@ -57,12 +57,18 @@ def serving_fixes(config: RunConfig, facts: Facts, phases: Sequence[Phase], room
     smaller = (
         Change(f"rollout.layout.memory_fraction={share:g}", _served(config, replace(layout, memory_fraction=share))) for share in shares
     )
-    kinds = [smaller]
+    kinds = [iter(_smaller_buckets(config)), smaller]
     if train.offload == "all" and not train.destroy_groups:
         ended = replace(config, train=replace(train, destroy_groups=True))
         kinds.append(Change("train.destroy_groups=true", config) for config in (ended,))
     found = (_first_fitting(changes, config, facts, phases, room, serves=True) for changes in kinds)
     return "; or ".join(fix for fix in found if fix is not None) or "servers on GPUs of their own: placement.mode=separate"
+
+
+def _smaller_buckets(config: RunConfig) -> list[Change]:
+    if config.weights.bucket_bytes <= _BUCKET_BYTES:
+        return []
+    return [Change(f"weights.bucket_bytes={_BUCKET_BYTES}", replace(config, weights=replace(config.weights, bucket_bytes=_BUCKET_BYTES)))]
 
 
 def _served(config: RunConfig, layout: ServerLayout) -> RunConfig:
@@ -85,7 +91,7 @@ def _first_fitting(
 
 def _training_changes(config: RunConfig, facts: Facts) -> Iterator[tuple[frozenset[str], Iterator[Change]]]:
     """Kinds of changes by the settings they touch, those that cost least first; of each kind the smallest first."""
-    train, model, weights = config.train, config.model, config.weights
+    train, model = config.train, config.model
 
     def trained(text: str, **values: Any) -> Change:
         return Change(text, replace(config, train=replace(train, **values)))
@@ -99,9 +105,7 @@ def _training_changes(config: RunConfig, facts: Facts) -> Iterator[tuple[frozens
             change = trained(" ".join(f"train.layout.{name}={value}" for name, value in values.items()), layout=changed)
             yield _on_nodes(change, factor) if "ranks" in names else change
 
-    if weights.bucket_bytes > _BUCKET_BYTES:
-        smaller = replace(config, weights=replace(weights, bucket_bytes=_BUCKET_BYTES))
-        yield frozenset({"bucket_bytes"}), iter([Change(f"weights.bucket_bytes={_BUCKET_BYTES}", smaller)])
+    yield frozenset({"bucket_bytes"}), iter(_smaller_buckets(config))
     if not isinstance(train.recompute, FullRecompute):
         others = ", and no train.recompute.modules" if isinstance(train.recompute, SelectiveRecompute) else ""
         yield frozenset({"recompute"}), iter([trained(f"train.recompute={{kind: full}}{others}", recompute=FullRecompute())])
@@ -112,7 +116,7 @@ def _training_changes(config: RunConfig, facts: Facts) -> Iterator[tuple[frozens
     for names in (("ep",), ("pp",), ("tp",)):
         yield frozenset(names), laid_out(*names)
     memory = train.optimizer.memory
-    if memory.cpu_fraction == 0 and train.offload == "none" and train.dtype == "bfloat16":
+    if memory.cpu_fraction == 0 and train.dtype == "bfloat16":
         states = replace(train.optimizer, memory=replace(memory, cpu_fraction=1.0, precision_aware=True))
         yield frozenset({"memory"}), iter([trained("train.optimizer.memory={cpu_fraction: 1.0, precision_aware: true}", optimizer=states)])
     for names in (("ranks",), ("ranks", "ep"), ("ranks", "pp")):

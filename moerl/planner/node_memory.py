@@ -59,7 +59,7 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
             kinds.update(host)
         if server is not None:
             kinds["process"] += serving[node] * fixed.HOST_PROCESS
-            kinds["weights of servers asleep"] = asleep[node] * server.weights
+            kinds["drafting layers of servers asleep"] = asleep[node] * server.unsent
             kinds["tensors on their way to servers"] = serving[node] * largest_tensors(hf, config)
         if node < holders:  # where collectors are, at most
             kinds["object store, samples"] = round(samples * (1 - routes) / holders)

@@ -15,7 +15,7 @@ from moerl.planner.parameter_counts import ChunkParameters, rank_parameters
 from moerl.planner.saved_activations import FP8_WEIGHT_BYTES, WIDTHS
 from moerl.planner.server_memory import ServerMemory
 from moerl.planner.stage_activations import StageActivations, StageModel
-from moerl.train.memory.memory_states import KINDS, ON_DEVICE, State
+from moerl.train.memory.memory_states import KINDS, ON_DEVICE, Offload, State
 
 Phase = Literal["load", "rollout", "log-probs", "companions", "update", "save", "push"]
 """load: when the run starts. rollout: servers answer, the trainer sleeps. companions: models beside the policy, on its ranks, are asked and
@@ -32,6 +32,10 @@ DURING: Mapping[Phase, str] = {
     "companions": "while a model beside the policy learns", "update": "in an update",
     "save": "while it is saved", "push": "in a push",
 }  # fmt: skip
+
+_WITHOUT_FP8_COPIES: Mapping[Offload, tuple[Phase, ...]] = {"none": (), "optimizer": ("push",), "all": ("push", "rollout")}
+"""Phases into which something has left the GPU, and these copies with it (moerl/train/memory/offload.py); a canary that is scored
+makes them again."""
 
 IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the mean that margins allow for."""
@@ -231,8 +235,10 @@ def _phase(
         resting = sum(guest.asleep for guest in guests)
         # They wake one at a time, when the policy has left what only training needs.
         kinds["companions"] = resting + (max(guest.awake - guest.asleep for guest in guests) if phase == "companions" else 0)
-    if phase != "load":  # from the first update and the first push on
-        kinds |= {"FP8 copies": static.fp8, "push buffers": fixed.PUSH_BUFFERS * config.weights.bucket_bytes if pushes else 0}
+    if phase not in ("load", *_WITHOUT_FP8_COPIES[train.offload]):
+        kinds["FP8 copies"] = static.fp8
+    if phase == "push" and pushes:
+        kinds["push buffers"] = fixed.PUSH_BUFFERS * config.weights.bucket_bytes
     if phase == "update":
         kinds |= {
             "activations": activations.kept,
@@ -260,10 +266,15 @@ def _communicators(hf: Mapping[str, Any], config: RunConfig, phase: Phase) -> in
     layout = config.train.layout
     if phase == "load":
         return 0
+    # Of trainer and servers, for pushes; where they share GPUs it is gloo's (moerl/train/push/push_source.py).
+    transport, spread = config.weights.transport, config.placement.nodes > 1
+    pushes_by_nccl = config.placement.mode == "separate" and (transport == "nccl" or (transport == "auto" and spread))
+    of_pushes = fixed.COMMUNICATOR[True] if pushes_by_nccl else 0
     if phase == "rollout" and config.train.destroy_groups:
-        return fixed.default_group_bytes(layout)
+        return fixed.default_group_bytes(layout) + of_pushes
     has_shared = is_tied(hf) or (config.train.mtp_loss > 0 and num_mtp_layers(hf) > 0)
-    return fixed.communicator_bytes(layout, config.placement.gpus_per_node or layout.ranks, has_shared_embedding=has_shared)
+    per_node = config.placement.gpus_per_node or layout.ranks
+    return fixed.communicator_bytes(layout, per_node, has_shared_embedding=has_shared) + of_pushes
 
 
 def _margin(phase: Phase, kinds: Kinds, activations: StageActivations, busier: StageActivations, server: ServerMemory | None) -> int:

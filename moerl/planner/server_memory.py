@@ -20,6 +20,8 @@ class ServerMemory:
 
     weights: int
     """FP8 as if nothing stayed wider."""
+    unsent: int
+    """Weights that no push brings, among these: a drafting layer that is not trained; in host memory while the server sleeps."""
     token: int
     """Keys and values of a token of a request."""
     available: int | None
@@ -50,29 +52,37 @@ class ServerMemory:
 def server_memory(hf: Mapping[str, Any], config: RunConfig) -> ServerMemory:
     rollout, layout, gpu = config.rollout, config.rollout.layout, config.placement.gpu
     is_sglang = rollout.engine == "sglang"
-    others, experts = server_parameters(
-        hf,
-        tp=layout.tp,
-        dense_tp=1 if is_sglang and layout.dp > 1 else layout.tp,  # moe_dense_tp_size
-        shared_tp=1 if is_sglang and layout.uses_deepep else layout.tp,
-        drafts=layout.mtp_tokens > 0,
-    )
-    if layout.redundant_experts is not None and (number := shape_of_config(hf).num_experts) is not None:
-        experts = experts * (number + layout.redundant_experts) // number
-    wide = 1 if layout.weights == "fp8" else WIDTHS[config.rollout_dtype]
+    drafts = layout.mtp_tokens > 0
+    weights = _weights(hf, config, drafts=drafts)
     available = None
     if gpu is not None:
         # Of vLLM what it computes with is in its share, and was measured before caches were made: at least its context.
         share = fixed.static_fraction(rollout, gpu.memory_bytes)
         available = int(gpu.memory_bytes * share) - (0 if is_sglang else fixed.CUDA_CONTEXT)
     return ServerMemory(
-        weights=(others + experts // layout.gpus) * wide,
+        weights=weights,
+        unsent=weights - _weights(hf, config, drafts=False) if drafts and not config.pushes_mtp else 0,
         token=token_bytes(hf, config),
         available=available,
         runtime=fixed.ENGINE_ASLEEP if is_sglang else fixed.CUDA_CONTEXT,
         margin=fixed.SGLANG_RUNTIME - fixed.ENGINE_ASLEEP if is_sglang else 0,
         groups=layout.dp,
     )
+
+
+def _weights(hf: Mapping[str, Any], config: RunConfig, *, drafts: bool) -> int:
+    """Bytes on each GPU; `drafts`: with a drafting layer."""
+    layout, is_sglang = config.rollout.layout, config.rollout.engine == "sglang"
+    others, experts = server_parameters(
+        hf,
+        tp=layout.tp,
+        dense_tp=1 if is_sglang and layout.dp > 1 else layout.tp,  # moe_dense_tp_size
+        shared_tp=1 if is_sglang and layout.uses_deepep else layout.tp,
+        drafts=drafts,
+    )
+    if layout.redundant_experts is not None and (number := shape_of_config(hf).num_experts) is not None:
+        experts = experts * (number + layout.redundant_experts) // number
+    return (others + experts // layout.gpus) * (1 if layout.weights == "fp8" else WIDTHS[config.rollout_dtype])
 
 
 def token_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:

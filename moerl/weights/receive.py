@@ -48,6 +48,10 @@ class Incoming:
             finished(self._device)
             self._from.done(bucket)
 
+    def rest(self) -> None:
+        """The push has ended; the next one goes over the same connections."""
+        self._from.rest()
+
     def close(self) -> None:
         """Safe to call twice."""
         self._from.close()
@@ -144,6 +148,8 @@ class WeightSession:
             push.check_came()
             self._loader.settle()
             push.check_copied()
+            if self._incoming is not None:
+                self._incoming.rest()
             self._push, self._version = None, version
             self._last = Installed(version=version, digests=push.digests)
 

@@ -134,7 +134,11 @@ class WeightSender:
         return data
 
     def finish(self) -> None:
-        """Every bucket of the push was installed everywhere."""
+        """Every bucket of the push was installed everywhere, and no reader has this rank's memory mapped any more. It is given back."""
+        for buffer in self._buffers:
+            buffer.release()
+        if self._relay is not None:
+            self._relay.rest()
         if self._disk is not None:
             self._disk.end()
 

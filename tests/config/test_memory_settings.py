@@ -45,7 +45,7 @@ def words(overrides):
         (f"{MEMORY}.main_params_dtype=bfloat16", f"{MEMORY}.main_params_dtype", "must be one of float32, float16"),
         (f"{MEMORY}.cpu_fraction=1.5", f"{MEMORY}.cpu_fraction", "<= 1"),
         (f"{MEMORY}.cpu_overlap=true", f"{MEMORY}.cpu_overlap", "needs cpu_fraction > 0"),
-        (f"{MEMORY}.cpu_fraction=0.5 train.offload=all", f"{MEMORY}.cpu_fraction", "needs train.offload=none"),
+        (f"{MEMORY}.cpu_fraction=0.5", f"{MEMORY}.cpu_fraction", "needs precision_aware=true"),
         (
             f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.cpu_fraction=0.5 {MEMORY}.exp_avg_dtype=float16",
             f"{MEMORY}.exp_avg_dtype",
@@ -74,7 +74,8 @@ def test_what_cannot_work_is_refused_with_what_would(overrides, path, said):
         "train.offload=all train.destroy_groups=true",
         "train.overlap_grad_reduce=true train.overlap_param_gather=true train.overlap_bucket_size=1000",
         f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.exp_avg_dtype=bfloat16 {MEMORY}.exp_avg_sq_dtype=float16",
-        f"{MEMORY}.cpu_fraction=0.5 {MEMORY}.cpu_overlap=true",
+        f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.cpu_fraction=0.5 {MEMORY}.cpu_overlap=true",
+        f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.cpu_fraction=0.5 train.offload=all",
     ],
 )
 def test_what_can_work_is_accepted(overrides):

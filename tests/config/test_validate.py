@@ -211,3 +211,9 @@ def test_deltas_on_disk_are_refused_with_an_engine_that_cannot_give_back_its_wei
 
     assert refused() == ["weights.disk_delta=false"]
     assert refused("weights.disk_delta=false") == []
+
+
+def test_deltas_on_disk_are_refused_with_servers_that_drop_their_weights():
+    colocated = (DEMO, "weights.transport=disk", "placement.mode=colocated", "train.offload=all")
+    (found,) = [problem for problem in problems_of(*colocated) if problem.path == "weights.disk_delta"]
+    assert (found.rule, found.fix) == ("needs placement.mode=separate", "weights.disk_delta=false")

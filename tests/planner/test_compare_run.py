@@ -47,7 +47,7 @@ def test_the_message_has_plan_and_finding_and_names_what_grew():
     planned = memory_plan(DEEPSEEK).ranks[1].phases["update"]
     held = {kind: planned[kind] for kind in ("weights", "gradients", "optimizer")}
     held |= {
-        ELSE: planned["activations"] + planned["layer at work"] + planned["push buffers"] + 9 * GIB,
+        ELSE: planned["activations"] + planned["layer at work"] + 9 * GIB,
         GAPS: 2 * GIB,
         OUTSIDE: planned["NCCL"] + planned["CUDA"],
     }

@@ -5,7 +5,9 @@ import sys
 import tempfile
 import traceback
 import types
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -20,12 +22,14 @@ from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.model_loader import loader
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import torch_memory_saver_adapter
 
 from moerl.config.derive.model_configs import published_config
 from moerl.config.schema.rollout_config import ServerLayout
 from moerl.models.fp8_blocks import dequantized, quantized
+from moerl.rollout.engines.dropped_weights import UnsentTensors
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
-from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8
+from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_memory
 
 BLOCK = [128, 128]
 
@@ -106,6 +110,32 @@ def check_a_push_after_one_that_broke_off_finds_scales_as_they_come():
         assert widened(values, fp8_utils.inverse_transform_scale_ue8m0(packed, mn=256)).equal(widened(*pair))
 
 
+def check_weights_that_were_dropped_come_again_and_what_else_was_made_with_them_stays():
+    saver = torch_memory_saver_adapter._TorchMemorySaverAdapterReal()
+    outside = torch.ones(4)
+    with patch.object(torch_memory_saver_adapter, "_memory_saver", types.SimpleNamespace(region=lambda **_: nullcontext()), create=True):
+        with saver.region("weights"):
+            model = Model()
+            model.experts.strides = [torch.full((3,), 8)]
+            model.linear.w_kc = torch.ones(4)
+        with saver.region("kv_cache"):
+            cache = torch.ones(4)
+        with saver.region("weights", enable_cpu_backup=True):
+            draft = torch.ones(4)
+    made = list(sglang_memory.of_weights(torch.device("cpu")))
+    addresses = {each.data_ptr() for each in made}
+    assert {outside.data_ptr(), cache.data_ptr(), draft.data_ptr()}.isdisjoint(addresses)
+    assert {parameter.data_ptr() for parameter in model.parameters()} < addresses
+    unsent = UnsentTensors(made, [*model.parameters(), *sglang_memory.absorbed(model)])
+    for each in made:
+        each.untyped_storage().fill_(255)
+    unsent.restore()
+    assert (model.experts.strides[0] == 8).all() and model.linear.w_kc.isnan().all()
+    sent = push(model, 4)
+    for (values, packed), pair in zip(model.matrices(), sent, strict=True):
+        assert widened(values, fp8_utils.inverse_transform_scale_ue8m0(packed, mn=256)).equal(widened(*pair))
+
+
 def check_random_weights_of_a_start_leave_scales_of_caches():
     layer = torch.nn.Linear(4, 4)
     BaseKVCacheMethod(None).create_weights(layer)
@@ -147,6 +177,7 @@ def outcome(check):
 if __name__ == "__main__":
     sglang_cpu_fp8.prepare()
     sglang_fp8.prepare()
+    sglang_memory.prepare()
     as_on_blackwell()
     checks = {name.removeprefix("check_"): check for name, check in dict(globals()).items() if name.startswith("check_")}
     print(json.dumps({name: outcome(check) for name, check in checks.items()}))

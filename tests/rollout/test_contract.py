@@ -316,18 +316,21 @@ def test_a_push_that_brings_only_some_tensors_cannot_finish(run, served):
 
 
 @OF_EVERY_FAMILY
-def test_a_sleeping_server_refuses_until_it_wakes(run, served):
+def test_a_server_that_drops_its_weights_serves_what_the_next_push_brings(run, served):
     async def scenario():
+        before = await ask(served, "before")
         await served.engine.sleep()
-        status = (await served.engine.health()).status
-        with pytest.raises(EngineError, match="asleep"):
-            await ask(served, "refused")
+        with pytest.raises(EngineError, match="stale: its weights were given up with the GPU's memory"):
+            await ask(served, "asleep")
         await served.engine.wake()
-        return status, await ask(served, "served")
+        with pytest.raises(EngineError, match="stale: its weights were given up with the GPU's memory"):
+            await ask(served, "without weights")
+        await served.push(1)
+        return before, await ask(served, "after")
 
-    status, completion = run(scenario())
-    assert status == "asleep"
-    assert completion.finish_reason == "length"
+    before, after = run(scenario())
+    assert_prefix(before, after)
+    assert after.spans == before.spans
 
 
 @pytest.mark.parametrize(

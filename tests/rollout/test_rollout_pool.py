@@ -11,7 +11,6 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Answer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
-from moerl.rollout.server.contract import PARTS
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
@@ -104,7 +103,7 @@ def test_a_request_past_its_deadline_names_server_and_request_and_is_dropped(run
 def test_commands_reach_every_server(run, pool):
     async def scenario():
         statuses = []
-        for command in (pool.pause("wait"), pool.resume(), pool.sleep(PARTS), pool.wake(PARTS)):
+        for command in (pool.pause("wait"), pool.resume(), pool.sleep(("cache",)), pool.wake(("cache",))):
             await command
             statuses.append({health.status for health in (await pool.healths()).values()})
         return statuses

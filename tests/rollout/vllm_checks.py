@@ -1,12 +1,17 @@
 """Run in vLLM's environment by test_vllm_parts: each check_... prints its name, and then what was wrong if it fails."""
 
+import ctypes
 import json
 import tempfile
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
+from vllm.device_allocator import AllocationData, cumem
+from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader import dummy_loader
@@ -14,6 +19,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.worker.gpu_worker import Worker
 
 from moerl.config.derive.model_configs import published_config
 from moerl.config.schema.rollout_config import ServerLayout
@@ -21,7 +27,7 @@ from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_cpu import model_arguments
 from moerl.rollout.engines.vllm.vllm_sampling import advance
-from moerl.rollout.engines.vllm.vllm_worker import begin_reload, check_reached, finish_reload
+from moerl.rollout.engines.vllm.vllm_worker import WorkerExtension, begin_reload, check_reached, finish_reload
 from moerl.types.errors import WeightError
 
 
@@ -79,6 +85,84 @@ def check_a_layer_tied_to_one_that_was_pushed_needs_nothing():
     del tensors["1.weight"]
     push(model, tensors)
     assert (model[1].weight == 3.0).all()
+
+
+class SleepingWorker(Worker, WorkerExtension):
+    """vLLM's worker for GPUs with its allocator of CUDA memory, over this process's memory: what is given back is overwritten."""
+
+    def __init__(self, model, memory):
+        """`memory`: tensors by vLLM's name for their memory."""
+        self.model_config = SimpleNamespace(sleep_preserve_parameter_names=[])
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False))
+        self.model_runner = SimpleNamespace(model=model, get_model=lambda: model, get_draft_model=lambda: None)
+        self._sleep_saved_buffers, self._sleep_saved_draft_buffers, self._sleep_saved_parameters = {}, {}, {}
+        self._sleep_mode_backend = CuMemBackend()
+        self.allocator = object.__new__(cumem.CuMemAllocator)
+        spans = {each.untyped_storage().data_ptr(): (each.untyped_storage().nbytes(), tag) for tag, all in memory.items() for each in all}
+        self.allocator.pointer_to_data = {at: AllocationData((0, size, at, 0), tag) for at, (size, tag) in spans.items()}
+
+    def synchronize_device(self):
+        pass
+
+    def on_cpu(self):
+        """Context in which the allocator works without CUDA."""
+        stack, copy = ExitStack(), SimpleNamespace(cudaMemcpy=ctypes.memmove)
+        for target, name, value in (
+            (cumem.CuMemAllocator, "get_instance", lambda: self.allocator),
+            (cumem, "unmap_and_release", lambda handle: ctypes.memset(handle[2], 255, handle[1])),
+            (cumem, "create_and_map", lambda handle: None),
+            (cumem, "libcudart", copy),
+            (torch.accelerator, "get_memory_info", lambda: (0, 0)),
+            (torch.accelerator, "synchronize", lambda *_: None),
+            (torch.accelerator, "empty_cache", lambda: None),
+            (torch.cuda, "is_available", lambda: True),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch("vllm.device_allocator.get_mem_allocator_instance", lambda: self.allocator))
+        return stack
+
+    @property
+    def copied(self):
+        """Names of memory of which there are copies."""
+        return {data.tag for data in self.allocator.pointer_to_data.values() if data.cpu_backup_tensor is not None}
+
+
+def check_a_worker_that_sleeps_keeps_no_copy_of_what_a_push_brings_and_all_else():
+    model = two_layers()
+    model.register_buffer("angles", torch.arange(4.0), persistent=False)
+    model.scale = KVCacheScaleParameter()
+    model.kernel = SimpleNamespace(strides=[torch.full((3,), 8)])  # as kernels for experts have them
+    model[1].W_UV = torch.ones(4)
+    graph, cache = torch.ones(5), torch.ones(6)
+    weights = (*model.parameters(), model.angles, *model.kernel.strides, model[1].W_UV)
+    worker = SleepingWorker(model, {"weights": weights, "runtime": [graph], "kv_cache": [cache]})
+    with worker.on_cpu():
+        worker.before_sleep(True)
+        kept = worker._away.num_bytes
+        worker.sleep(level=2)
+        copied = worker.copied
+        worker.wake_up(["weights"])
+        worker.after_sleep()
+        cache_sleeps = all(data.is_asleep == (data.tag == "kv_cache") for data in worker.allocator.pointer_to_data.values())
+    assert (copied, cache_sleeps) == ({"runtime"}, True)
+    assert kept == model.angles.nbytes + model.scale.nbytes + model.kernel.strides[0].nbytes
+    assert all(parameter.isnan().all() for layer in (model[0], model[1]) for parameter in layer.parameters())
+    assert model[1].W_UV.isnan().all() and cache.isnan().all() and (graph == 1).all()
+    assert torch.equal(model.angles, torch.arange(4.0)) and float(model.scale) == -1 and (model.kernel.strides[0] == 8).all()
+    push(model, sent(3.0))
+    assert all((parameter == 3.0).all() for layer in (model[0], model[1]) for parameter in layer.parameters())
+
+
+def check_a_worker_that_gives_up_its_cache_alone_copies_nothing():
+    model, cache = two_layers(), torch.ones(6)
+    worker = SleepingWorker(model, {"weights": list(model.parameters()), "kv_cache": [cache]})
+    before = [parameter.clone() for parameter in model.parameters()]
+    with worker.on_cpu():
+        worker.discard(("kv_cache",))
+        copied = worker.copied
+        worker.wake_up(["kv_cache"])
+    assert copied == set() and cache.isnan().all()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def check_a_push_after_one_that_broke_off_starts_anew():

@@ -89,6 +89,23 @@ def doze(engine: Any) -> None:
     engine.wake()
 
 
+def fp8_copies_by_state(settings: EngineSettings, batch: TrainBatch) -> list[tuple[str, bool]]:
+    """State, and whether a module still has copies of its weights, made before by the last call, as Transformer Engine makes them."""
+    engine, found = new_engine(settings), []
+    module = next(each for each in engine.model.chunks[0].modules() if hasattr(each, "weight"))
+
+    def note(call: Any) -> None:
+        module._fp8_workspaces = {"weight": torch.ones(3)}
+        call()
+        found.append((engine._residency.state, bool(module._fp8_workspaces)))
+
+    note(lambda: engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1))
+    note(engine.shed)
+    note(lambda: engine.logprobs(batch))
+    note(engine.sleep)
+    return found
+
+
 def bytes_by_state(settings: EngineSettings, batch: TrainBatch) -> tuple[MemoryStats, dict[str, int], dict[str, int]]:
     """Statistics of the second step; storage bytes the optimizer, the parameters and the gradients have awake and asleep."""
     engine = new_engine(settings)

@@ -11,6 +11,7 @@ from memory_jobs import (
     bytes_by_state,
     call_asleep,
     equal,
+    fp8_copies_by_state,
     groups_asleep,
     save_and_continue,
     save_in_place,
@@ -87,6 +88,12 @@ def test_what_leaves_is_released_and_what_the_statistics_say_is_there(offload, c
     if offload == "all":
         assert memory.host_bytes["parameters"] == training["parameters"]
         assert memory.transition_seconds.keys() == {"scoring_to_training", "training_to_asleep", "asleep_to_scoring"}
+
+
+@pytest.mark.parametrize(("offload", "kept"), [("none", [True, True]), ("optimizer", [False, True]), ("all", [False, False])])
+def test_copies_of_weights_in_fp8_leave_with_what_leaves(offload, kept, checkpoints):
+    found = run_ranks(fp8_copies_by_state, 1, case(checkpoints, offload=offload), random_batch())
+    assert found == [("training", True), ("scoring", kept[0]), ("scoring", True), ("asleep", kept[1])]
 
 
 def test_a_block_left_twice_and_brought_back_twice_holds_what_it_held():

@@ -83,6 +83,29 @@ def test_every_byte_arrives_in_every_process_push_after_push(transport, start, m
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_nothing_of_a_push_stays_in_the_senders_memory_or_mapped_of_it(transport, start, make_source):
+    source, engine = make_source(), start()
+    sync = WeightSync(source, named(engine), transport=transport)
+    held = []
+    upstream = source.finish
+
+    async def finish():
+        held.append(_held(source.sender))
+        await upstream()
+
+    source.finish = finish
+    asyncio.run(sync.push(1))
+    mapped = Path(f"/proc/{engine.process.pid}/maps").read_text()
+    assert held[0] > 0 and _held(source.sender) == 0
+    assert "moerl-weights" not in mapped or transport == "nccl"  # there it is the receiver's own memory
+
+
+def _held(sender):
+    """Bytes in the pages of its buffers."""
+    return sum(os.stat(buffer.source).st_blocks * 512 for buffer in sender._buffers)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_processes_of_a_server_get_the_experts_they_serve_and_no_others(transport, start, make_source):
     model = {f"layers.0.mlp.experts.{expert}.up_proj.weight": torch.full((40, 30), float(expert)) for expert in range(8)}
     model |= {"norm.weight": torch.ones(7)}

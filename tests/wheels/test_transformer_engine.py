@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from distributions import unpacked
@@ -40,6 +41,25 @@ def test_ranks_hold_on_transformer_engine_what_they_hold_on_the_reference(recipe
     real, reference = (held(recipe, folder, *overrides) for folder in (str(unpacked("transformer-engine", VERSION)), "reference"))
     assert Path(real["file"]).is_relative_to(unpacked("transformer-engine", VERSION))
     assert real["stages"] == reference["stages"] and len(real["stages"]) >= 2
+
+
+def test_copies_of_weights_in_fp8_are_where_they_are_dropped_and_are_made_anew():
+    """Every module looks them up in `_fp8_workspaces`; without one the weight is quantized, in whichever micro-batch."""
+    folder = unpacked("transformer-engine", VERSION) / "transformer_engine" / "pytorch" / "module"
+    for name in ("linear", "layernorm_linear", "layernorm_mlp", "grouped_linear"):
+        nodes = list(ast.walk(ast.parse((folder / f"{name}.py").read_text())))
+        uses = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Subscript)]
+        assert "self._fp8_workspaces.get" in uses and any(use.startswith("self._fp8_workspaces[") for use in uses), name
+    base = ast.parse((folder / "base.py").read_text())
+    (function,) = [node for node in base.body if isinstance(node, ast.FunctionDef) and node.name == "quantize_weight"]
+    function.returns = None
+    for argument in function.args.kwonlyargs:
+        argument.annotation = None
+    names = {"QuantizedTensor": type("QuantizedTensor", (), {})}
+    exec(compile(ast.Module([function], []), "base.py", "exec"), names)
+    quantizer = SimpleNamespace(internal=True, quantize=lambda tensor, dtype: f"{tensor} in FP8")
+    made = names["quantize_weight"](tensor="weight", quantizer=quantizer, workspace=None, update_workspace=False, cache=True)
+    assert made == ("weight in FP8", "weight in FP8")
 
 
 def test_its_module_says_which_attention_it_has_chosen():

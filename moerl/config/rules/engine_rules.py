@@ -238,7 +238,12 @@ def _refusal(server: ssl.SSLContext, client: ssl.SSLContext) -> str | None:
 
 
 def delta_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
-    if config.weights.transport == "disk" and config.weights.disk_delta and config.rollout.engine not in ("hf", "fake"):
+    if config.weights.transport != "disk" or not config.weights.disk_delta:
+        return
+    if config.rollout.engine not in ("hf", "fake"):
         rule = f"cannot be kept with rollout.engine={config.rollout.engine}"
         reason = "a delta is laid over what the model holds under the checkpoint's names, and this engine does not give that back"
         yield problem("weights.disk_delta", True, rule, reason, "weights.disk_delta=false")
+    elif config.placement.mode != "separate":
+        reason = "a delta is laid over the weights of the push before, and servers drop them while the trainer has their GPUs"
+        yield problem("weights.disk_delta", True, "needs placement.mode=separate", reason, "weights.disk_delta=false")

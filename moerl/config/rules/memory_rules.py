@@ -89,12 +89,12 @@ def _optimizer_problems(train: TrainConfig) -> Iterator[Problem]:
         elif memory.cpu_fraction > 0:
             reason = "the hybrid optimizer updates in float32 whatever the type (megatron/core/optimizer/__init__.py)"
             yield problem(f"{path}.{name}", getattr(memory, name), "needs cpu_fraction=0", reason, f"{path}.cpu_fraction=0")
+    if memory.cpu_fraction > 0 and not memory.precision_aware:
+        reason = "the hybrid optimizer cannot load a checkpoint over float32 masters of Megatron's (hybrid_optimizer.py, 0.16.1)"
+        fix = f"{path}.precision_aware=true, which puts masters on the host too, or cpu_fraction=0"
+        yield problem(f"{path}.cpu_fraction", memory.cpu_fraction, "needs precision_aware=true", reason, fix)
     if memory.cpu_overlap and memory.cpu_fraction == 0:
         yield problem(f"{path}.cpu_overlap", True, "needs cpu_fraction > 0", "nothing is copied without it", f"{path}.cpu_fraction=1.0")
-    if memory.cpu_fraction > 0 and train.offload != "none":
-        reason = "the hybrid optimizer's states are in host memory already; what it keeps on the GPU is moved by its own streams"
-        fix = f"{path}.cpu_fraction=0, or train.offload=none"
-        yield problem(f"{path}.cpu_fraction", memory.cpu_fraction, "needs train.offload=none", reason, fix)
 
 
 def _overlap_problems(train: TrainConfig) -> Iterator[Problem]:

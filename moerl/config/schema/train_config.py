@@ -60,7 +60,7 @@ class OptimizerMemory(Strict):
 
     cpu_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the parameters whose states stay in host memory and whose update runs there (Megatron's hybrid optimizer).
-    Needs a GPU."""
+    Needs a GPU, and precision_aware."""
     cpu_overlap: bool = False
     """Copy gradients to the host and parameters back while others are updated; one optimizer object per parameter."""
     precision_aware: bool = False

@@ -2,7 +2,7 @@
 the first; tests/rollout/test_contract.py holds for each.
 
 A server is STALE until a verified push and never serves then: `generate` raises EngineUnavailable, or waits if the server is paused, which
-is how a push holds requests back.
+is how a push holds requests back. It is stale again once its weights were asleep: they are dropped, since a push brings all of them.
 """
 
 from collections.abc import Awaitable, Iterable
@@ -75,11 +75,11 @@ class RolloutEngine(WeightReceiver, Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
-        """Give the GPU's memory of these back; weights are kept in host memory, a cache is lost. Returns bytes; 0, and only the state
-        changes, where the platform has nothing to give. EngineError while requests run that need the cache."""
+        """Give the GPU's memory of these back; what is in it is lost, but for what no push would bring again. Weights go with the cache or
+        after it. Returns bytes; 0 where nothing moves, or the engine does not say. EngineError while requests run that need the cache."""
 
     async def wake(self, parts: tuple[MemoryPart, ...] = PARTS) -> int:
-        """Bytes taken again. A server without weights takes no push, and one that lacks any part no request."""
+        """Take the memory again; bytes. Without that of weights a server takes no push, and one that lacks any part no request."""
 
     async def health(self) -> EngineHealth: ...
 
@@ -110,7 +110,7 @@ class Core(WeightSink, Protocol):
     async def release(self) -> None: ...
 
     async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
-        """As RolloutEngine.sleep, of parts that are awake; no request needs them then."""
+        """As RolloutEngine.sleep, of parts that are awake; no request needs them then, and none comes before a push if weights go."""
         return 0
 
     async def wake(self, parts: tuple[MemoryPart, ...]) -> int:

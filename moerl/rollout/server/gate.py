@@ -18,6 +18,8 @@ from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 
+_DROPPED = "its weights were given up with the GPU's memory"
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Held:
@@ -101,8 +103,12 @@ class Gate:
             if "cache" in parts and num_running:
                 reason = "their keys and values would be lost; pause(abort or wait) first"
                 raise EngineError(f"sleep with {num_running} running requests: {reason}")
+            if "weights" in parts and "cache" not in {*parts, *self._asleep}:
+                raise EngineError("sleep of the weights alone: what is cached is of these weights, and goes with them; name the cache too")
             awake = tuple(part for part in parts if part not in self._asleep)
             self._asleep |= set(awake)
+            if "weights" in awake:
+                self._stale, self._version, self._pushing = _DROPPED, None, False
             await self._hold_or_release()
             return await self._core.sleep(awake) if awake else 0
 

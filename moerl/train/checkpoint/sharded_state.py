@@ -20,6 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, nn
 
 from moerl.train.checkpoint.boxes import boxes_of_range
@@ -100,6 +101,17 @@ class OptimizerShards:
         """After loading: give the tensors back to optimizers that keep theirs in another form; the others own them already."""
         for optimizer, weight, tensors in self.owned:
             optimizer._set_main_param_and_optimizer_states(weight, tensors)
+        for inner in {id(optimizer): optimizer.optimizer for optimizer, _, _ in self.owned}.values():
+            if isinstance(inner, HybridDeviceOptimizer):
+                _hand_down(inner)
+
+
+def _hand_down(hybrid: HybridDeviceOptimizer) -> None:
+    """Give what was loaded to the optimizers that it is made of, as where Megatron loads by itself. They count steps; the count that a load
+    leaves beside theirs would be handed to them anew in every step, and never rise (0.16.1)."""
+    hybrid._sync_hdo_state_to_sub_optimizers()
+    for group in hybrid.param_groups:
+        group.pop("step", None)
 
 
 def optimizer_state(optimizer: Any, model: dict[str, Any], *, masters_are_weights: bool = False) -> OptimizerShards:

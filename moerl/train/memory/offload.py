@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
 from moerl.train.megatron.overlap import gather_parameters
@@ -33,13 +34,17 @@ class DeviceMemory:
         self._parameter_storages = {block.storage._cdata for block in self._blocks["parameters"]}
 
     def place(self, on_device: Iterable[Kind]) -> None:
-        """Collective if parameters leave. Afterwards exactly `on_device` is there."""
+        """Collective if parameters leave. Afterwards exactly `on_device` is there; copies of weights in FP8 only if nothing has left."""
         wanted = set(on_device)
         leaving = [kind for kind in KINDS if kind not in wanted]
+        torch.cuda.synchronize()  # the hybrid optimizer has streams of its own
         if "gradients" in leaving:
             self._optimizer.zero_grad()  # shards of gradients, views of what is about to go
+            self._drop_widened_gradients()
         if "parameters" in leaving:
             gather_parameters(self._wrapped)
+        if leaving:
+            self._drop_fp8_copies()
         self._find_optimizer_blocks()
         for kind in leaving:
             for block in self._blocks[kind]:
@@ -68,16 +73,37 @@ class DeviceMemory:
             if key not in self._parameter_storages
         ]
 
+    def _drop_fp8_copies(self) -> None:
+        """Transformer Engine makes them of a module's weights in its first micro-batch, and keeps them from then on (`_fp8_workspaces`,
+        module/base.py); without them it makes them anew, whichever micro-batch it is."""
+        for chunk in self._wrapped:
+            for module in chunk.modules():
+                getattr(module, "_fp8_workspaces", {}).clear()
+
+    def _drop_widened_gradients(self) -> None:
+        """The hybrid optimizer keeps float32 gradients of its masters on the device after a step, until it makes those of the next."""
+        for hybrid in self._inner_optimizers():
+            if isinstance(hybrid, HybridDeviceOptimizer) and hybrid.gpu_optimizer is not None:
+                for parameter in _parameters(hybrid.gpu_optimizer):
+                    parameter.grad = None
+
+    def _inner_optimizers(self) -> Iterator[Any]:
+        return (chained.optimizer for chained in self._optimizer.chained_optimizers if chained.optimizer is not None)
+
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Master weights and moments on the device; float32 parameters are their own master weights, in the parameter buffers."""
-        device = torch.device(torch.cuda.current_device())
-        for chained in self._optimizer.chained_optimizers:
-            inner = chained.optimizer
-            if inner is None:
-                continue
-            tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
-            tensors += [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
+        """Master weights and moments on the device; float32 parameters are their own master weights, in the parameter buffers. What the
+        hybrid optimizer has in host memory stays there."""
+        for inner in self._inner_optimizers():
+            on_device = inner.gpu_optimizer if isinstance(inner, HybridDeviceOptimizer) else inner
+            tensors = [parameter for each in (inner, on_device) if each is not None for parameter in _parameters(each)]
+            states = () if on_device is None else on_device.state.values()
+            tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+            device = torch.device(torch.cuda.current_device())
             yield from (tensor for tensor in tensors if tensor.device.type == device.type and tensor.dim() > 0)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _blocks(tensors: Iterable[Tensor], *, is_kept: bool) -> list[Block]:

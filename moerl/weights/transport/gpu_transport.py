@@ -22,7 +22,7 @@ ON_GPU = "cuda:"
 
 
 class DeviceBuffer:
-    """As shm.SharedBuffer, on a GPU. It only grows; its source is another one then."""
+    """As shm.SharedBuffer, on a GPU. Between two releases it only grows; its source is another one then."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -36,6 +36,10 @@ class DeviceBuffer:
             # Once for each allocation: torch keeps a count of what was shared, and many processes may map one handle.
             self.source = _source_of(self._memory)
         return self._memory
+
+    def release(self) -> None:
+        """Give the memory back, until the next `reserve`. PyTorch frees it when nobody has it mapped any more."""
+        self.source, self._memory = "", torch.empty(0, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -186,6 +186,10 @@ class Borrower:
         """It is installed here."""
         self._links[self._lender_of(bucket)].say("")
 
+    def rest(self) -> None:
+        """Every bucket of a push was read: what is mapped of lenders is let go, who give it back."""
+        self._memory.close()
+
     def check(self) -> None:
         """WeightError if a lender is gone."""
         for link in self._links.values():

@@ -145,6 +145,10 @@ class NetworkReader:
         if bucket.readers[0] != self._number:
             self._borrower.done(bucket)
 
+    def rest(self) -> None:
+        """As Borrower's."""
+        self._borrower.rest()
+
     def close(self) -> None:
         """Safe to call twice."""
         self._arriving.clear()

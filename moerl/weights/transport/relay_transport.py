@@ -82,6 +82,11 @@ class RankRelay:
             self._end(under_way, deadline)
         self._lender.drain(deadline)
 
+    def rest(self) -> None:
+        """Every bucket of a push was read: memory is given back."""
+        for memory in self._slots:
+            memory.release()
+
     def close(self) -> None:
         """Safe to call twice."""
         if self._group is not None:

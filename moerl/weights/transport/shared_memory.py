@@ -25,7 +25,7 @@ class SharedBuffer:
 
     def __init__(self, num_bytes: int = 1):
         self._fd = os.memfd_create(_NAME)
-        self._memory = self._map(num_bytes)
+        self._map(num_bytes)
 
     @property
     def source(self) -> str:
@@ -35,18 +35,25 @@ class SharedBuffer:
     def reserve(self, num_bytes: int) -> torch.Tensor:
         """uint8 [at least num_bytes]. The address may change, the bytes stay."""
         if num_bytes > len(self._memory):
-            self._memory = self._map(num_bytes)
+            self._map(num_bytes)
         return self._memory
+
+    def release(self) -> None:
+        """Give the pages back; who has mapped them finds zeros until they are written again."""
+        if self._fd >= 0:
+            self._mapped.madvise(mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Safe to call twice. Receivers keep what they have mapped."""
         if self._fd >= 0:
             os.close(self._fd)
+            del self._mapped  # which ends with its last tensor
         self._fd, self._memory = -1, torch.empty(0, dtype=torch.uint8)
 
-    def _map(self, num_bytes: int) -> torch.Tensor:
+    def _map(self, num_bytes: int) -> None:
         os.ftruncate(self._fd, num_bytes)
-        return _as_tensor(mmap.mmap(self._fd, num_bytes))
+        self._mapped = mmap.mmap(self._fd, num_bytes)
+        self._memory = _as_tensor(self._mapped)
 
 
 class SharedReader:

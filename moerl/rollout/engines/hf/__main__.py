@@ -65,9 +65,10 @@ def _start(options: argparse.Namespace) -> tuple[HFCore, Limits]:
         prefill_chunk=options.prefill_chunk,
         deterministic=options.deterministic,
     )
-    session = _session(checkpoint_views(model), takes_fp8=options.fp8_weights)
+    views = checkpoint_views(model)
+    session = _session(views, takes_fp8=options.fp8_weights)
     scheduler = Scheduler(forward, max_context=options.max_context)
-    core = HFCore(scheduler, session, version=_version(options))
+    core = HFCore(scheduler, session, views.values(), version=_version(options))
     return core, Limits(max_context=options.max_context, vocab_size=forward.vocab_size, routes=forward.routes, has_sets=True)
 
 

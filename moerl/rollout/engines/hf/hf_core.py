@@ -14,15 +14,17 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 import numpy as np
+import torch
 
+from moerl.rollout.engines.dropped_weights import DroppedWeights
 from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
-from moerl.rollout.server.contract import Core
+from moerl.rollout.server.contract import Core, MemoryPart
 from moerl.types.completion import Completion, SamplingParams
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
@@ -36,11 +38,13 @@ T = TypeVar("T")
 
 
 class HFCore(Core):
-    """Made on its event loop. It runs on CPU, where nothing moves to sleep."""
+    """Made on its event loop. It runs on CPU: weights asleep give host memory back, and a cache stays where it is."""
 
-    def __init__(self, scheduler: Scheduler, session: WeightSession, *, version: int | None):
-        """`version` of the loaded weights."""
+    def __init__(self, scheduler: Scheduler, session: WeightSession, weights: Collection[torch.Tensor], *, version: int | None):
+        """`weights`: all that a push brings, as the model has it. `version` of those that are loaded."""
         self._scheduler, self._session, self._version = scheduler, session, version
+        self._weights = weights
+        self._dropped: DroppedWeights | None = None
         self._loop = asyncio.get_running_loop()
         self._arrivals: list[SlotRequest] = []
         self._ended: list[tuple[asyncio.Future[Completion], Completion | Exception]] = []
@@ -70,6 +74,12 @@ class HFCore(Core):
 
     async def release(self) -> None:
         await self._on_thread(self._set_held, False)
+
+    async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
+        return await self._on_thread(self._drop) if "weights" in parts else 0
+
+    async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
+        return await self._on_thread(self._take) if "weights" in parts else 0
 
     async def needs(self) -> Needs:
         return (self._session.needs,)
@@ -140,6 +150,16 @@ class HFCore(Core):
 
     def _set_held(self, is_held: bool) -> None:
         self._is_held = is_held
+
+    def _drop(self) -> int:
+        self._dropped = DroppedWeights(self._weights)
+        return self._dropped.num_bytes
+
+    def _take(self) -> int:
+        assert self._dropped is not None, "the gate wakes what sleeps"
+        dropped, self._dropped = self._dropped, None
+        dropped.restore()
+        return dropped.num_bytes
 
     def _finish(self, version: int) -> None:
         self._session.finish(version)

@@ -58,7 +58,8 @@ OWN_ARGUMENTS = {argument: setting for names in sglang_launch.NAMES.values() for
     "node_rank": "leave it out: moerl numbers the nodes of a server",
     "disable_shared_experts_fusion": "leave it out: pushes bring a shared expert by itself",
     "enable_memory_saver": "placement.mode=colocated",
-    "enable_weights_cpu_backup": "placement.mode=colocated",
+    "enable_weights_cpu_backup": "leave it out: a push brings weights before a server that was asleep serves",
+    "enable_draft_weights_cpu_backup": "placement.mode=colocated",
 }
 """Arguments that moerl sets or relies on, and what to write instead."""
 
@@ -174,10 +175,15 @@ class SGLangCore:
         await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
+        if "weights" in parts:
+            await self._call("sleep", b"")
         return await self._occupation("release", parts)
 
     async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
-        return await self._occupation("resume", parts)
+        num_bytes = await self._occupation("resume", parts)
+        if "weights" in parts:
+            await self._call("wake", b"")
+        return num_bytes
 
     async def needs(self) -> Needs:
         return self._needs
@@ -235,7 +241,7 @@ class SGLangCore:
             raise WeightError(f"SGLang's {name}: {message}")
 
     async def _occupation(self, action: str, parts: tuple[MemoryPart, ...]) -> int:
-        """Bytes that move; 0 where SGLang runs without its memory saver, which needs a GPU."""
+        """Bytes of memory; 0 where SGLang runs without its memory saver, which needs a GPU."""
         from sglang.srt.managers import io_struct
 
         if not self._engine.server_args.enable_memory_saver:

@@ -109,7 +109,9 @@ def _modes(options: Options) -> dict[str, Any]:
         own |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": layout.mtp_tokens + 1}
         own["speculative_draft_load_format"] = "dummy" if options.pushes_mtp else "auto"
     if options.shares_gpus:
-        own |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
+        own["enable_memory_saver"] = True
+        if layout.mtp_tokens and not options.pushes_mtp:
+            own["enable_draft_weights_cpu_backup"] = True  # all else comes by the push before it serves again
     if layout.cuda_graph_requests == 0:
         own |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
     return own

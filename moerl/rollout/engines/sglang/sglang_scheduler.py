@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from moerl.models.fp8_blocks import SCALE_SUFFIX
+from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
 from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import needs_of_processes, run_step
-from moerl.rollout.engines.sglang import sglang_fp8
+from moerl.rollout.engines.sglang import sglang_fp8, sglang_memory
 from moerl.types.errors import WeightError
 from moerl.types.push import Needs, TensorSpec
 from moerl.weights.loading import Loader
@@ -53,6 +54,7 @@ def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     SamplingBatchInfo.adjusted_from_schedule_batch = _add_seeds  # SGLang's place for this
     deepseek_weight_loader.should_async_load = _in_this_thread
     sglang_fp8.prepare()
+    sglang_memory.prepare()
     logging.getLogger(Scheduler.__module__).addFilter(_has_no_body)
     run_scheduler_process(server_args, *args, **kwargs)
 
@@ -91,8 +93,8 @@ def _add_seeds(info: Any, batch: Any, vocab_size: int) -> None:
 
 
 def _weights(scheduler: Any, step: str, body: str) -> None:
-    """One step of a push; `body` is the JSON of moerl.rollout.server.wire. What it raises, SGLang returns as text, of the first rank alone:
-    so every rank raises what any of them has found."""
+    """One step of a push, whose `body` is the JSON of moerl.rollout.server.wire, or sleep or wake. What it raises, SGLang returns as
+    text, of the first rank alone: so every rank raises what any of them has found."""
     group, reason = scheduler.tp_group, None
     try:
         _take_step(scheduler, step, body)
@@ -121,6 +123,9 @@ def _take_step(scheduler: Any, step: str, body: str) -> None:
     model = getattr(scheduler, "moerl_model", None)
     if model is None:
         model = scheduler.moerl_model = _Model(scheduler)
+    if step in ("sleep", "wake"):
+        model.sleep() if step == "sleep" else model.wake()
+        return
     if step == "begin":
         sglang_fp8.unpack(model.parameters())
         model.installed.begin()
@@ -163,7 +168,10 @@ def _with_parts_of_fused(model: Any, renamed: tuple[str, str] = ("", "")) -> Loa
 
 
 class _Model:
-    """SGLang's model, with the one that drafts if that comes by a push too, and how a push gets into them."""
+    """SGLang's model, with the one that drafts if that comes by a push too, and how a push gets into them. What else is in their memory is
+    kept while they sleep; SGLang itself keeps a drafting model that no push brings (sglang_launch.py)."""
+
+    _away: DroppedWeights | UnsentTensors
 
     def __init__(self, scheduler: Any):
         from sglang.srt.layers import deep_gemm_wrapper
@@ -180,7 +188,20 @@ class _Model:
         self.installed = InstalledBytes(_loader(runner.model, draft, config.num_hidden_layers), known)
         needs = needs_of(scheduler.server_args, specs)[scheduler.tp_group.rank_in_group]
         loader = Loader(load=self._load, takes_whole=self._takes_whole, settle=self._check_reached)
-        self.session = WeightSession(specs, loader, needs=needs, device=next(runner.model.parameters()).device)
+        self._device = next(runner.model.parameters()).device
+        self.session = WeightSession(specs, loader, needs=needs, device=self._device)
+
+    def sleep(self) -> None:
+        """Their memory is about to go, or goes here on CPU; only with what a push brings again."""
+        sent: list[torch.Tensor] = [parameter for _, parameter in self.parameters()]
+        sent += [tensor for module in self._modules.values() for tensor in sglang_memory.absorbed(module)]
+        on_cpu = self._device.type == "cpu"
+        self._away = DroppedWeights(sent) if on_cpu else UnsentTensors(sglang_memory.of_weights(self._device), sent)
+
+    def wake(self) -> None:
+        """It is there again."""
+        self._away.restore()
+        del self._away
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         named = ((before + name, parameter) for before, module in self._modules.items() for name, parameter in module.named_parameters())

@@ -25,7 +25,7 @@ from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
 from moerl.rollout.server import wire
-from moerl.rollout.server.contract import PARTS, MemoryPart, engine_seed, version_spans
+from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
 from moerl.types.completion import Completion, DraftCounts, SamplingParams
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
@@ -188,15 +188,21 @@ class VLLMCore:
         await self._engine.resume_generation()
 
     async def sleep(self, parts: tuple[MemoryPart, ...]) -> int:
-        """0 in any case: vLLM does not say how many bytes. Without sleep mode, which needs a GPU, nothing moves."""
-        if self._sleeps:
-            await self._engine.sleep(level=1)  # of both parts: vLLM wakes them one by one and puts them to sleep together
-            await self.wake(tuple(part for part in PARTS if part not in parts))
+        """0 in any case: vLLM does not say how many bytes. Without sleep mode, which needs a GPU, only weights leave."""
+        if "weights" in parts:
+            await self._done(self._engine.collective_rpc("before_sleep", args=(drafts_come(self._engine.vllm_config),)))
+            if self._sleeps:
+                await self._engine.sleep(level=2)  # of weights and cache: without copies
+        elif self._sleeps:
+            await self._engine.pause_generation(mode="abort")  # to its end, which the hold of the gate does not wait for
+            await self._engine.release_kv_cache_memory()
         return 0
 
     async def wake(self, parts: tuple[MemoryPart, ...]) -> int:
-        if self._sleeps and parts:
+        if self._sleeps:
             await self._engine.wake_up(tags=[_TAGS[part] for part in parts])
+        if "weights" in parts:
+            await self._done(self._engine.collective_rpc("after_sleep"))
         return 0
 
     async def needs(self) -> Needs:

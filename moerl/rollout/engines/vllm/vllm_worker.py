@@ -19,10 +19,11 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors, live_tensors
 from moerl.rollout.engines.installed_bytes import memory_of
 from moerl.rollout.engines.kernel_scales import check_powers_of_two
 from moerl.rollout.engines.process_push import run_step
-from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_sampling
+from moerl.rollout.engines.vllm import vllm_cpu_fp8, vllm_memory, vllm_sampling
 from moerl.rollout.engines.vllm.gpt_oss_loader import through_loaders
 from moerl.rollout.engines.vllm.layerwise_bytes import LayerwiseBytes
 from moerl.rollout.engines.vllm.vllm_core import FAILED, needs_of, process_number, specs_of
@@ -43,11 +44,27 @@ class WorkerExtension:
     """vLLM makes it a base of every worker before it loads the model."""
 
     weight_transfer_engine: "Receiver"
-    get_draft_model: Callable[[], torch.nn.Module]
+    get_draft_model: Callable[[], torch.nn.Module | None]
+    get_model: Callable[[], torch.nn.Module]
+    _away: UnsentTensors | DroppedWeights
 
     def receive_drafts(self) -> None:
         """Called before the first push, where that brings the drafting layer: the receiver is made with the model alone."""
-        self.weight_transfer_engine.add_draft(self.get_draft_model())
+        draft = self.get_draft_model()
+        assert draft is not None, "the server drafts"
+        self.weight_transfer_engine.add_draft(draft)
+
+    def before_sleep(self, drafts_come: bool) -> None:
+        """Weights are about to be dropped; the drafting layer's only if the push brings them."""
+        draft = self.get_draft_model() if drafts_come else None
+        sent = list(vllm_memory.sent(filter(None, (self.get_model(), draft))))
+        has_gpu = torch.cuda.is_available()
+        self._away = UnsentTensors(vllm_memory.in_weights_memory(live_tensors()), sent) if has_gpu else DroppedWeights(sent)
+
+    def after_sleep(self) -> None:
+        """Their memory is there again."""
+        self._away.restore()
+        del self._away
 
     def check_push(self) -> None:
         """WeightError for what the last step met in any worker. Raised by the last of them only: vLLM's executor reads their answers in
