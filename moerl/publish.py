@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
+from moerl.cluster.run_rails import RunRails
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import mismatch_message
@@ -27,6 +28,7 @@ from moerl.types.groups import Group, Prompt
 from moerl.types.push import PushStats, Transport
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.types.stored_batch import StoredBatch
+from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,12 @@ _CANARY_TOKENS = 8
 class WeightPublisher:
     def __init__(
         self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt],
-        vocab_size: int,
+        vocab_size: int, rails: RunRails | None = None,
     ):  # fmt: skip
-        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer."""
+        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer. `rails`: of the servers
+        with which the pool began, and of the ranks."""
         self._config, self._train, self._residency = config, train, residency
-        self._pool, self._fleet = pool, pool.fleet
+        self._pool, self._fleet, self._rails = pool, pool.fleet, rails
         self._prompts, self._vocab_size = [prompt.token_ids for prompt in canary_prompts], vocab_size
         self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
@@ -226,12 +229,19 @@ class WeightPublisher:
                 receivers,
                 transport=self._transport,
                 nodes={member.name: member.engine.hosts for member in members},
+                rails=self._rails_of(members),
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
             )
             self._connected_to = wanted
         return self._sync
+
+    def _rails_of(self, members: Sequence[Member]) -> Rails | None:
+        if self._rails is None:
+            return None
+        servers = dict(zip(self._fleet.members, self._rails.servers, strict=True))
+        return Rails(senders=self._rails.ranks, readers=tuple(rail for member in members for rail in servers[member]))
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""

@@ -23,6 +23,7 @@ from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at
+from moerl.cluster.run_rails import RunRails, find_run_rails
 from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.cluster.user_process import tell_cause
@@ -195,12 +196,15 @@ class _Assembly:
     group: MegatronTrainGroup
     residency: Residency
     companions: Companions | None
+    rails: RunRails | None
+    """None: those of the push are not known, or there are none."""
 
     def publisher(self, config: RunConfig, canary: Sequence[Prompt]) -> WeightPublisher:
         vocab_size = read_config(self.model.directory)["vocab_size"]
         return WeightPublisher(
-            config, train=self.group, pool=self.pool, residency=self.residency, canary_prompts=canary, vocab_size=vocab_size
-        )
+            config, train=self.group, pool=self.pool, residency=self.residency, canary_prompts=canary, vocab_size=vocab_size,
+            rails=self.rails,
+        )  # fmt: skip
 
     def evaluator(self, config: RunConfig) -> Evaluator:
         model = self.model
@@ -261,9 +265,12 @@ async def _assembled(
                     await _together(pool.start(), rewards.start(), group.start())
                 if companions is not None:
                     await companions.start()
+                # Servers on the trainer's GPUs are reached through host memory, not from card to card.
+                rails = None if num_shared(config) else await find_run_rails(placement, seconds=config.deadlines.start_seconds)
             yield _Assembly(
-                model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions
-            )
+                model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions,
+                rails=rails,
+            )  # fmt: skip
 
 
 def _rollout_pool(config: RunConfig, model: RunModel, secret: RunSecret, placement: RunPlacement, hangs: HangReports) -> RolloutPool:

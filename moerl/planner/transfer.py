@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from moerl.config.derive.gpu_map import gpu_map
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
@@ -14,7 +16,7 @@ from moerl.weights.plan.buckets import bound_seconds, deliveries, in_order, inco
 from moerl.weights.plan.run_plan import faults, part_bytes
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
-from moerl.weights.plan.transfer_plan import RolloutLayout, TransferPlan
+from moerl.weights.plan.transfer_plan import Rails, RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,9 @@ class PushPlan:
     num_buckets: int
     num_rounds: int
     schedule_seconds: float
+    on_rails: tuple[float, float] | None
+    """Share of the bytes over the network that go between cards of one rail: of this plan, and of one that heeds no rails. None: no card
+    is crossed, and no rate given."""
     incomplete_bytes: float
     """By GPU at most: tensors that come in pieces, until they are whole."""
 
@@ -104,6 +109,9 @@ class PushPlan:
         else:
             yield "bound            not told: the rate of this transport is not a card's; --card-gbit=N computes it, for N Gbit/s by GPU"
         yield f"schedule         {self.num_rounds} rounds of {of}" + (f", {self.schedule_seconds:.2f} s" if is_told else "")
+        if self.on_rails is not None:
+            heeding, heedless = self.on_rails
+            yield f"rails            {heeding:.1%} of the bytes stay between cards of one number; {heedless:.1%} in a plan that heeds none"
         yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: tensors that come in pieces, until they are whole"
         if is_told:
             yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
@@ -122,11 +130,26 @@ def plan_push(
     largest = config.weights.bucket_bytes if bucket_bytes is None else bucket_bytes
     tensors = push_tensors(config)
     counted = 0 if num_experts is None else num_experts
-    plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest))
+    route = route_of(config)
+    rails = planned_rails(config, rollout) if config.placement.nodes > 1 and (route.is_card_s or card_gbit is not None) else None
+    planned = partial(plan_transfers, tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest))
+    plan = planned(rails=rails)
+    on_rails = None
+    if rails is not None:
+        on_rails = plan.share_on_rails(rails), planned().share_on_rails(rails)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     rate = card_rate(config) if card_gbit is None else card_gbit
-    return _measured(plan, route_of(config), card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest)
+    return _measured(plan, route, card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest, on_rails=on_rails)
+
+
+def planned_rails(config: RunConfig, rollout: RolloutLayout) -> Rails:
+    """Rails on nodes that are all alike, whose GPUs share the cards in order: as many cards as placement.gpu has, or one for each GPU."""
+    placement = config.placement
+    gpus = placement.gpus_per_node if placement.gpus_per_node is not None else rollout.gpus_per_node
+    cards = gpus if placement.gpu is None or placement.gpu.cards_per_node is None else min(gpus, placement.gpu.cards_per_node)
+    ranks, readers = [gpu.index for gpu in gpu_map(config).ranks], [gpu % rollout.gpus_per_node for gpu in range(rollout.num_gpus)]
+    return Rails(senders=tuple(gpu * cards // gpus for gpu in ranks), readers=tuple(gpu * cards // gpus for gpu in readers))
 
 
 def card_rate(config: RunConfig) -> float:
@@ -137,7 +160,9 @@ def card_rate(config: RunConfig) -> float:
     return gpu.card_gbit * (1 if gpu.cards_per_node is None or gpus is None else min(1.0, gpu.cards_per_node / gpus))
 
 
-def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_given: bool, bucket_bytes: int) -> PushPlan:
+def _measured(
+    plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_given: bool, bucket_bytes: int, on_rails: tuple[float, float] | None
+) -> PushPlan:
     rate = card_gbit / 8 * 1e9
     found = deliveries(plan, bucket_bytes=bucket_bytes, relays=True)
     buckets = in_order(found.jobs)
@@ -159,6 +184,7 @@ def _measured(plan: TransferPlan, route: Route, *, card_gbit: float, is_rate_giv
         num_buckets=len(buckets),
         num_rounds=1 + max(bucket.round for bucket in buckets),
         schedule_seconds=seconds(buckets, bytes_per_second=rate),
+        on_rails=on_rails,
         incomplete_bytes=incomplete_bytes(buckets, {spec.name: num_bytes(spec) for spec in found.tensors}),
     )
 

@@ -17,7 +17,7 @@ from moerl.types.push import Needs
 from moerl.weights.plan.buckets import Deliveries, deliveries
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import expert_of, first_few
-from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, RolloutLayout, TransferPlan, holders, readers
+from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, Rails, RolloutLayout, TransferPlan, holders, readers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +38,26 @@ Nodes = Mapping[str, Sequence[str]]
 """By server: the nodes over which its model processes are spread, equally and in order. Any names, the same for the same node."""
 
 
-def plan_deliveries(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> Deliveries:
-    """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write.
+def plan_deliveries(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, rails: Rails | None = None) -> Deliveries:
+    """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write. `rails`: of all
+    processes, in the order of `needs`.
 
     WeightError if the plan has a fault or is not what the servers need.
     """
-    plan = plan_of_run(outline, needs, nodes)
+    plan = plan_of_run(outline, needs, nodes, rails)
     if wrong := [*_misread(plan, outline.num_experts, needs), *faults(plan, outline.num_experts)]:
         raise WeightError(f"the plan of the push is wrong, nothing was sent: {'; '.join(wrong)}")
     return deliveries(plan, bucket_bytes=outline.bucket_bytes, relays=nodes is not None)
 
 
-def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None) -> TransferPlan:
+def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, rails: Rails | None = None) -> TransferPlan:
     return plan_transfers(
         outline.tensors,
         outline.layout,
         _rollout(outline.num_experts, needs, nodes),
         num_experts=outline.num_experts,
         part_bytes=part_bytes(outline.bucket_bytes),
+        rails=rails,
     )
 
 

@@ -4,19 +4,25 @@ A reader uses a tensor when it has all parts of it, and an engine that fuses the
 until then. Hence batches: some tensors of a stage, or the experts of whole layers, which few ranks send to a node at about one time.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
 from moerl.config.schema.layout import Layout
 from moerl.models.fp8_names import BLOCK
 from moerl.weights.plan.tensor_specs import torch_dtype
-from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, RolloutLayout, TransferPlan, Transfers, holders, readers
+from moerl.weights.plan.transfer_plan import Parts, PlannedTensor, Rails, RolloutLayout, TransferPlan, Transfers, holders, readers
+
+T = TypeVar("T")
 
 BATCH_PARTS = 16
 """A batch has as many bytes as so many of the largest parts: two of them for each GPU of a node of eight."""
+
+RAIL_PARTS = 4
+"""For the sake of a rail a card may be ahead of the least busy one that would do by so many of the largest parts: 128 MiB, 2.7 ms at
+400 Gbit/s."""
 
 _Box = tuple[int, int, int, int, int]
 """First row and column, numbers of rows and columns, bytes."""
@@ -110,15 +116,22 @@ _Row = tuple[int, int, int]
 
 
 def plan_transfers(
-    tensors: Sequence[PlannedTensor], layout: Layout, rollout: RolloutLayout, *, num_experts: int, part_bytes: int
+    tensors: Sequence[PlannedTensor],
+    layout: Layout,
+    rollout: RolloutLayout,
+    *,
+    num_experts: int,
+    part_bytes: int,
+    rails: Rails | None = None,
 ) -> TransferPlan:
     """`part_bytes`: largest part, of one row at least, of a tensor that every GPU reads; smaller parts spread a node's load more evenly.
+    `rails`: sender and first reader are of one rail where that leaves cards about as even; None: any two will do.
 
     `layout` must be without problems, and `num_experts` a multiple of rollout.expert_shares. The order of `tensors` does not matter.
     """
     tensors = sorted(tensors, key=lambda tensor: tensor.name)
     parts = parts_of(tensors, layout, rollout, part_bytes=part_bytes)
-    routes = _Routes(tensors, parts, layout, rollout, num_experts)
+    routes = _Routes(tensors, parts, layout, rollout, num_experts, _Cards(layout, rollout, rails, slack=RAIL_PARTS * part_bytes))
     for batch in _in_batches(tensors, parts, of_experts=True):
         routes.add_experts(batch)
     for batch in _in_batches(tensors, parts, of_experts=False):
@@ -127,11 +140,60 @@ def plan_transfers(
     return TransferPlan(tensors=tuple(tensors), parts=parts, network=network, spread=within, layout=layout, rollout=rollout)
 
 
+class _Cards:
+    """Bytes that the cards of ranks and of GPUs of the rollout have by now, and who is next."""
+
+    def __init__(self, layout: Layout, rollout: RolloutLayout, rails: Rails | None, *, slack: int):
+        """`slack`: bytes by which one may be ahead of the least for the sake of its rail."""
+        self.sent, self.received = [0] * layout.ranks, [0] * rollout.num_gpus
+        self._rails, self._slack = rails, slack
+
+    def target(self, group: Sequence[int], having: Sequence[int]) -> int:
+        """GPU of `group`: that with the least, of those on a rail of one that may send if they are not far ahead."""
+        if self._rails is None:
+            return min(group, key=self.received.__getitem__)
+        rails = {self._rails.senders[rank] for rank in having}
+        return self._least([gpu for gpu in group if self._rails.readers[gpu] in rails], group, self.received.__getitem__)
+
+    def source(self, having: Sequence[int], target: int) -> int:
+        """Rank of `having`: that with the least, of those on the target's rail if they are not far ahead."""
+        if self._rails is None:
+            return min(having, key=self.sent.__getitem__)
+        rail = self._rails.readers[target]
+        return self._least([rank for rank in having if self._rails.senders[rank] == rail], having, self.sent.__getitem__)
+
+    def block(self, blocks: Sequence[range], node: Sequence[int]) -> range:
+        """Of several groups of ranks that hold the same: that which has sent least, of those whose rails all are the node's."""
+        if self._rails is None:
+            return min(blocks, key=self._average)
+        rails = {self._rails.readers[gpu] for gpu in node}
+        return self._least(
+            [ranks for ranks in blocks if rails.issuperset(self._rails.senders[rank] for rank in ranks)], blocks, self._average
+        )
+
+    def pair(self, ranks: Sequence[int], group: Sequence[int]) -> tuple[int, int]:
+        """Rank of `ranks`, of which the first has sent least, and GPU of `group` for what any of these may send to any of those."""
+        if self._rails is None:
+            return ranks[0], self.target(group, ranks)
+        pairs = [(rank, self.target(group, [rank])) for rank in ranks]
+        return min(pairs, key=lambda pair: self.sent[pair[0]] + self.received[pair[1]])
+
+    def _average(self, ranks: Sequence[int]) -> float:
+        return sum(self.sent[rank] for rank in ranks) / len(ranks)
+
+    def _least(self, preferred: Sequence[T], others: Sequence[T], filled: Callable[[T], float]) -> T:
+        least = min(others, key=filled)
+        found = min(preferred, key=filled, default=least)
+        return found if filled(found) <= filled(least) + self._slack else least
+
+
 class _Routes:
-    def __init__(self, tensors: Sequence[PlannedTensor], parts: Parts, layout: Layout, rollout: RolloutLayout, num_experts: int):
+    def __init__(
+        self, tensors: Sequence[PlannedTensor], parts: Parts, layout: Layout, rollout: RolloutLayout, num_experts: int, cards: _Cards
+    ):
         self._tensors, self._parts, self._sizes = tensors, parts, parts.unit_bytes().tolist()
         self._layout, self._rollout, self._num_experts = layout, rollout, num_experts
-        self._sent, self._received = [0] * layout.ranks, [0] * rollout.num_gpus
+        self._cards = cards
         self._nodes = self._by_node(range(rollout.num_gpus))
         self._nodes_of: dict[int | None, list[list[int]]] = {}
         self.network: list[_Row] = []
@@ -145,9 +207,9 @@ class _Routes:
             if (groups := self._nodes_of.get(tensor.expert)) is None:
                 groups = self._nodes_of[tensor.expert] = self._by_node(readers(tensor, self._rollout, self._num_experts))
             for group in groups:
-                target = min(group, key=self._received.__getitem__)
+                target = self._cards.target(group, having)
                 if (source := senders.get((target, having))) is None:
-                    source = senders[target, having] = min(having, key=self._sent.__getitem__)
+                    source = senders[target, having] = self._cards.source(having, target)
                 self._add(part, source, target, group)
 
     def add_others(self, batch: Sequence[int]) -> None:
@@ -158,16 +220,18 @@ class _Routes:
                 chunks = self._chunks(lane, max(1, round(len(node) / len(lanes))))
                 having = self._having(lane[0])
                 blocks = [having[first : first + len(chunks)] for first in range(0, len(having), len(chunks))]
-                block = min(blocks, key=lambda ranks: sum(self._sent[rank] for rank in ranks) / len(ranks))
-                ranks = sorted(block, key=self._sent.__getitem__)
-                for chunk, source in zip(chunks, cycle(ranks)):
-                    target = min(node, key=self._received.__getitem__)
+                ranks = sorted(self._cards.block(blocks, node), key=self._cards.sent.__getitem__)
+                left: list[int] = []
+                for chunk in chunks:
+                    left = left or list(ranks)
+                    source, target = self._cards.pair(left, node)
+                    left.remove(source)
                     for part in chunk:
                         self._add(part, source, target, node)
 
     def _add(self, part: int, source: int, target: int, group: Sequence[int]) -> None:
-        self._sent[source] += self._sizes[part]
-        self._received[target] += self._sizes[part]
+        self._cards.sent[source] += self._sizes[part]
+        self._cards.received[target] += self._sizes[part]
         self.network.append((source, target, part))
         self.within += [(target, gpu, part) for gpu in group if gpu != target]
 
