@@ -32,6 +32,7 @@ from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
+from moerl.config.derive.rdma import crosses_nodes
 from moerl.config.load import to_yaml
 from moerl.config.rules.companion_rules import source_problems, tokenizer_problems
 from moerl.config.rules.megatron_rules import transformer_engine_problems
@@ -251,7 +252,8 @@ async def _assembled(
         hangs.include_in_pushes(lambda: group.watched)
         async with AsyncExitStack() as stack:
             # For the servers, which this process starts; ranks look at the node that Ray chose for them.
-            stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
+            deepep = crosses_nodes(config, "rollout")
+            stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at(), deepep=deepep)))
             for part in (pool, rewards, group):
                 stack.push_async_callback(part.close)
             if companions is not None:
