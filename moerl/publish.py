@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from moerl.canary import Asked, CanaryResult, ask_canary, compare_canary, merged, run_canary
-from moerl.cluster.run_rails import RunRails
 from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import mismatch_message
@@ -20,6 +19,7 @@ from moerl.observe.metrics import push_metrics
 from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.run_rails import RunRails
 from moerl.train.batching.balance import split_mini_batches
 from moerl.train.group import TrainGroup
 from moerl.types.batch import TrainBatch

@@ -23,7 +23,6 @@ from moerl.cluster.forks.local_ray import Daemon, local_ray
 from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at
-from moerl.cluster.run_rails import RunRails, find_run_rails
 from moerl.cluster.run_secret import RunSecret
 from moerl.cluster.stop import Stop, asked_to_stop
 from moerl.cluster.user_process import tell_cause
@@ -57,6 +56,7 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.run_model import RunModel, load_model
+from moerl.run_rails import RunRails, find_run_rails
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ConfigError, HangError, MoerlError, problem
 from moerl.types.exit_codes import ExitCode

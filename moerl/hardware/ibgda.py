@@ -35,7 +35,7 @@ def find_doorbell(root: Path = Path("/")) -> Doorbell:
 
 
 def handler_reason(doorbell: Doorbell) -> str:
-    """What NVSHMEM_IBGDA_NIC_HANDLER=auto, which tries, will come to."""
+    """Outcome of NVSHMEM_IBGDA_NIC_HANDLER=auto, which tries."""
     if doorbell.maps_peers:
         return "PeerMappingOverride=1: GPUs ring the adapter's doorbell"
     by = "GDRCopy" if doorbell.has_gdrdrv else "host memory, as GDRCopy's gdrdrv is not loaded either"

@@ -253,7 +253,7 @@ def _sharp(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:
 
 
 def _ibgda(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> Iterator[Setting]:
-    """What NVSHMEM is told for DeepEP's sends between nodes."""
+    """Variables that NVSHMEM is told for DeepEP's sends between nodes."""
     ports = fabric_ports(hardware.ports, hardware.topology)
     listed = ",".join(port.name for port in ports) if ports else None
     reason = "the ports of NCCL_IB_HCA, of which each GPU takes the nearest" if ports else _without_infiniband(hardware.ports)

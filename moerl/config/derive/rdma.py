@@ -1,4 +1,4 @@
-"""What of a run asks for more of the network between nodes than NCCL alone does: DeepEP, SHARP."""
+"""Parts of a run that ask more of the network between nodes than NCCL does: DeepEP, SHARP."""
 
 from typing import Literal
 

@@ -34,7 +34,7 @@ def _rails(facts: NodeFacts) -> Finding:
 
 
 def _ibgda(facts: NodeFacts, expected: Expectations) -> Iterator[Finding]:
-    """What ends NVSHMEM's transport at its start, or slows it down (NVSHMEM, ibgda.cpp)."""
+    """Faults that end NVSHMEM's transport at its start, or slow it down (NVSHMEM, ibgda.cpp)."""
     check, needed = "IBGDA for DeepEP", "an active port of a Mellanox adapter, and GPUDirect RDMA"
     active = {port.adapter for port in present(facts.ports) if port.is_active}
     if not active:

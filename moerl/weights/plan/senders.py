@@ -21,7 +21,7 @@ BATCH_PARTS = 16
 """A batch has as many bytes as so many of the largest parts: two of them for each GPU of a node of eight."""
 
 RAIL_PARTS = 4
-"""For the sake of a rail a card may be ahead of the least busy one that would do by so many of the largest parts: 128 MiB, 2.7 ms at
+"""Slack of a card for the sake of its rail, over the least busy one that would do, in largest parts: 128 MiB, 2.7 ms at
 400 Gbit/s."""
 
 _Box = tuple[int, int, int, int, int]
@@ -163,7 +163,7 @@ class _Cards:
         return self._least([rank for rank in having if self._rails.senders[rank] == rail], having, self.sent.__getitem__)
 
     def block(self, blocks: Sequence[range], node: Sequence[int]) -> range:
-        """Of several groups of ranks that hold the same: that which has sent least, of those whose rails all are the node's."""
+        """Group of ranks, of several that hold the same: that which has sent least, of those whose rails all are the node's."""
         if self._rails is None:
             return min(blocks, key=self._average)
         rails = {self._rails.readers[gpu] for gpu in node}

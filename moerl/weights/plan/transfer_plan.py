@@ -144,7 +144,7 @@ class TransferPlan:
         return _sum_by(self.network.source, self.parts.num_bytes[self.network.part], self.layout.ranks)
 
     def share_on_rails(self, rails: Rails) -> float:
-        """Of the bytes over the network, those between two cards of one rail."""
+        """Share of the bytes over the network that go between two cards of one rail."""
         is_same = np.array(rails.senders)[self.network.source] == np.array(rails.readers)[self.network.target]
         num_bytes = self.parts.num_bytes[self.network.part]
         return float(num_bytes[is_same].sum() / max(num_bytes.sum(), 1))
