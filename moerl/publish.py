@@ -20,6 +20,7 @@ from moerl.observe.metrics import push_metrics
 from moerl.residency import Residency
 from moerl.rollout.fleet.fleet import Member
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.run_rails import RunRails
 from moerl.train.batching.balance import split_mini_batches
 from moerl.train.group import TrainGroup
 from moerl.types.batch import TrainBatch
@@ -29,6 +30,7 @@ from moerl.types.push import PushStats, Transport
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.types.stored_batch import StoredBatch
 from moerl.weights.plan.run_plan import RankPlaces
+from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
 
 logger = logging.getLogger(__name__)
@@ -40,11 +42,12 @@ _CANARY_TOKENS = 8
 class WeightPublisher:
     def __init__(
         self, config: RunConfig, *, train: TrainGroup, pool: RolloutPool, residency: Residency, canary_prompts: Sequence[Prompt],
-        vocab_size: int,
+        vocab_size: int, rails: RunRails | None = None,
     ):  # fmt: skip
-        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer."""
+        """The pool must have started before the first push. `vocab_size`: of the model, for what servers answer. `rails`: of the servers
+        with which the pool began, and of the ranks."""
         self._config, self._train, self._residency = config, train, residency
-        self._pool, self._fleet = pool, pool.fleet
+        self._pool, self._fleet, self._rails = pool, pool.fleet, rails
         self._prompts, self._vocab_size = [prompt.token_ids for prompt in canary_prompts], vocab_size
         self._version, self._num_pushes = 0, 0
         self._sync: WeightSync | None = None
@@ -231,6 +234,7 @@ class WeightPublisher:
                 transport=self._transport,
                 nodes={member.name: member.engine.hosts for member in members},
                 ranks=self._rank_places(members) if self._transport == "relay" else None,
+                rails=self._rails_of(members),
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),
@@ -246,6 +250,12 @@ class WeightPublisher:
             gpus=[gpu.index for gpu in mapped.ranks],
             server_gpus={member.name: [gpu.index for gpu in servers[member]] for member in members},
         )
+
+    def _rails_of(self, members: Sequence[Member]) -> Rails | None:
+        if self._rails is None:
+            return None
+        servers = dict(zip(self._fleet.members, self._rails.servers, strict=True))
+        return Rails(senders=self._rails.ranks, readers=tuple(rail for member in members for rail in servers[member]))
 
     async def _late(self, hangs: HangReports, members: list[Member], step: str, silent: Sequence[str]) -> HangError:
         """The report; a server that alone is to blame is ended, so that the push begins anew without it."""

@@ -31,6 +31,7 @@ from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import num_shared
 from moerl.config.derive.model_shape import read_config
 from moerl.config.derive.object_store import shortage
+from moerl.config.derive.rdma import crosses_nodes
 from moerl.config.load import to_yaml
 from moerl.config.rules.companion_rules import source_problems, tokenizer_problems
 from moerl.config.rules.megatron_rules import transformer_engine_problems
@@ -55,6 +56,7 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.prompts import PromptSource
 from moerl.rollout.runner import GroupRunner
 from moerl.run_model import RunModel, load_model
+from moerl.run_rails import RunRails, find_run_rails
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import ConfigError, HangError, MoerlError, problem
 from moerl.types.exit_codes import ExitCode
@@ -195,12 +197,15 @@ class _Assembly:
     group: MegatronTrainGroup
     residency: Residency
     companions: Companions | None
+    rails: RunRails | None
+    """None: those of the push are not known, or there are none."""
 
     def publisher(self, config: RunConfig, canary: Sequence[Prompt]) -> WeightPublisher:
         vocab_size = read_config(self.model.directory)["vocab_size"]
         return WeightPublisher(
-            config, train=self.group, pool=self.pool, residency=self.residency, canary_prompts=canary, vocab_size=vocab_size
-        )
+            config, train=self.group, pool=self.pool, residency=self.residency, canary_prompts=canary, vocab_size=vocab_size,
+            rails=self.rails,
+        )  # fmt: skip
 
     def evaluator(self, config: RunConfig) -> Evaluator:
         model = self.model
@@ -247,7 +252,8 @@ async def _assembled(
         hangs.include_in_pushes(lambda: group.watched)
         async with AsyncExitStack() as stack:
             # For the servers, which this process starts; ranks look at the node that Ray chose for them.
-            stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at())))
+            deepep = crosses_nodes(config, "rollout")
+            stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at(), deepep=deepep)))
             for part in (pool, rewards, group):
                 stack.push_async_callback(part.close)
             if companions is not None:
@@ -261,9 +267,11 @@ async def _assembled(
                     await _together(pool.start(), rewards.start(), group.start())
                 if companions is not None:
                     await companions.start()
+                rails = await find_run_rails(placement, seconds=config.deadlines.start_seconds)
             yield _Assembly(
-                model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions
-            )
+                model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions,
+                rails=rails,
+            )  # fmt: skip
 
 
 def _rollout_pool(config: RunConfig, model: RunModel, secret: RunSecret, placement: RunPlacement, hangs: HangReports) -> RolloutPool:

@@ -14,6 +14,7 @@ from moerl.doctor.checks.findings import Finding, fail, skipped, warn
 from moerl.doctor.checks.gpu_checks import gpu_checks
 from moerl.doctor.checks.host_checks import host_checks
 from moerl.doctor.checks.node_facts import NodeFacts
+from moerl.doctor.checks.rdma_checks import rdma_checks
 from moerl.doctor.exchange import MEASURED
 from moerl.doctor.on_each_node import CLOCK_ROUNDS, HELLO, PLAN, Hello, Measurement
 from moerl.doctor.reach_nodes import Launched
@@ -66,7 +67,12 @@ class _Head:
             *(self._not_ended(int(key.split("/")[1])) for key in late),
         ]
         for facts in came:
-            own = (*gpu_checks(facts, self._expected), *host_checks(facts), *environment_checks(facts, self._expected))
+            own = (
+                *gpu_checks(facts, self._expected),
+                *host_checks(facts),
+                *rdma_checks(facts, self._expected),
+                *environment_checks(facts, self._expected),
+            )
             findings += [replace(finding, node=facts.name) for finding in own]
         findings += failures if bandwidth is None else bandwidth_checks(bandwidth, came, self._expected)
         return Diagnosis(findings=tuple(findings), nodes=tuple(came), bandwidth=bandwidth)

@@ -15,10 +15,13 @@ from typing import Literal
 
 import psutil
 
+from moerl.config.derive.rdma import SHARP
 from moerl.config.schema.run_config import NetworkConfig
 from moerl.hardware.hardware_tools import Absent, present
+from moerl.hardware.ibgda import Doorbell, find_doorbell, handler_reason, prefix_of
 from moerl.hardware.infiniband import GPUDirect, Port, find_gpudirect, find_ports
 from moerl.hardware.nvidia import DISTANCES, NvidiaGPU, Topology, find_gpus, find_topology
+from moerl.hardware.sharp import find_sharp
 from moerl.types.errors import ConfigError, problem
 
 Role = Literal["train", "rollout"]
@@ -40,6 +43,8 @@ class Hardware:
     gpudirect: GPUDirect | Absent
     interfaces: Mapping[str, tuple[str, ...]]
     """Name -> IP addresses."""
+    doorbell: Doorbell
+    sharp: str | Absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,16 @@ class Setting:
 
 
 def find_hardware() -> Hardware:
+    ports = find_ports()
+    has_infiniband = any(port.is_active and port.link_layer == "InfiniBand" for port in present(ports))
     return Hardware(
-        gpus=find_gpus(), topology=find_topology(), ports=find_ports(), gpudirect=find_gpudirect(), interfaces=find_interfaces()
+        gpus=find_gpus(),
+        topology=find_topology(),
+        ports=ports,
+        gpudirect=find_gpudirect(),
+        interfaces=find_interfaces(),
+        doorbell=find_doorbell(),
+        sharp=find_sharp(os.environ) if has_infiniband else Absent(reason="no active InfiniBand port"),
     )
 
 
@@ -84,9 +97,10 @@ def network_settings(
     reached_at: str | None,
     environment: Mapping[str, str],
     files: Mapping[str, Path],
+    deepep: bool = False,
 ) -> tuple[Setting, ...]:
     """`reached_at`: this node's address for other nodes; None where there are none. `environment`: of the process so far. `files`: which
-    of NCCL's files sets a variable.
+    of NCCL's files sets a variable. `deepep`: the process sends tokens to other nodes by DeepEP.
 
     Raises ConfigError for a network.interface that the node does not have.
     """
@@ -98,7 +112,9 @@ def network_settings(
     if config.detect and present(hardware.gpus):
         detected += [*_reached_interface(hardware, reached_at), *_infiniband(hardware), *_nvlink(hardware)]
         if role == "train":
-            detected.append(_megatron(hardware))
+            detected += [*_sharp(hardware, reached_at), _megatron(hardware)]
+        if deepep:
+            detected += _ibgda(hardware, config, reached_at)
     asked = {setting.name: setting for setting in _asked_interface(hardware, config)}
     for name, value in sorted(config.variables.items()):
         asked[name] = Setting(name, str(value), "network.variables says so")
@@ -106,10 +122,10 @@ def network_settings(
     return (*kept, *asked.values())
 
 
-def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None) -> tuple[Setting, ...]:
-    """Settings of this node and process. Raises ConfigError like network_settings."""
+def find_settings(config: NetworkConfig, role: Role, *, reached_at: str | None, deepep: bool = False) -> tuple[Setting, ...]:
+    """Settings of this node and process, as network_settings has them."""
     files = read_nccl_files(os.environ)
-    return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ, files=files)
+    return network_settings(find_hardware(), config, role, reached_at=reached_at, environment=os.environ, files=files, deepep=deepep)
 
 
 def variables(settings: tuple[Setting, ...]) -> dict[str, str]:
@@ -160,7 +176,7 @@ def _loopback(hardware: Hardware) -> Iterator[Setting]:
 
 
 def _reached_interface(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:
-    name = next((name for name, addresses in hardware.interfaces.items() if reached_at in addresses), None)
+    name = _interface(hardware, NetworkConfig(), reached_at)
     if name is not None:
         yield from _over(name, "it has the address by which other nodes reach this one")
 
@@ -221,6 +237,39 @@ def _gpudirect(hardware: Hardware) -> Setting:
         return Setting(name, None, f"the nearest adapter of a GPU is at {farthest}, where going through host memory is as fast")
     reason = f"{hardware.gpudirect}; no GPU's nearest adapter is farther than {farthest}"
     return Setting(name, "PHB" if farthest == "PHB" else "PXB", reason)
+
+
+def _sharp(hardware: Hardware, reached_at: str | None) -> Iterator[Setting]:
+    """Never set by itself: flows of a switch are few, and whose they are is the fabric's owner's to say."""
+    if not fabric_ports(hardware.ports, hardware.topology):
+        return
+    if reached_at is None:
+        reason = "SHARP sums between nodes, and there is one"
+    elif isinstance(hardware.sharp, Absent):
+        reason = f"no SHARP: {hardware.sharp.reason}"
+    else:
+        reason = f"{hardware.sharp}; whether the fabric's switches may be used cannot be seen here: train.environment.{SHARP}=1 asks for it"
+    yield Setting(SHARP, None, reason)
+
+
+def _ibgda(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> Iterator[Setting]:
+    """Variables that NVSHMEM is told for DeepEP's sends between nodes."""
+    ports = fabric_ports(hardware.ports, hardware.topology)
+    listed = ",".join(port.name for port in ports) if ports else None
+    reason = "the ports of NCCL_IB_HCA, of which each GPU takes the nearest" if ports else _without_infiniband(hardware.ports)
+    yield Setting("NVSHMEM_HCA_LIST", listed, reason)
+    if prefix := prefix_of(ports):
+        yield Setting("NVSHMEM_HCA_PREFIX", prefix, "NVSHMEM leaves out adapters that are not called mlx5, unless it is told")
+    if (interface := _interface(hardware, config, reached_at)) is not None:
+        yield Setting(
+            "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", f"={interface}", "the interface of NCCL_SOCKET_IFNAME, over which its processes meet"
+        )
+    yield Setting("NVSHMEM_IBGDA_NIC_HANDLER", None, handler_reason(hardware.doorbell))
+
+
+def _interface(hardware: Hardware, config: NetworkConfig, reached_at: str | None) -> str | None:
+    reached = next((name for name, addresses in hardware.interfaces.items() if reached_at in addresses), None)
+    return config.interface if config.interface is not None else reached
 
 
 def _nvlink(hardware: Hardware) -> Iterator[Setting]:

@@ -19,7 +19,7 @@ from moerl.weights.plan.run_plan import faults, part_bytes, relays_of
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
-from moerl.weights.plan.transfer_plan import FP8_DTYPE, Relays, RolloutLayout, TransferPlan
+from moerl.weights.plan.transfer_plan import FP8_DTYPE, Rails, Relays, RolloutLayout, TransferPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,9 @@ class PushPlan:
     schedule_seconds: float
     relays: bool
     """Ranks relay to their node: bytes that one of them holds cross no network."""
+    on_rails: tuple[float, float] | None
+    """Share of the bytes over the network that go between cards of one rail: of this plan, and of one that heeds no rails. None: no card
+    is crossed, and no rate given."""
     incomplete_bytes: float
     """By GPU at most: tensors that come in pieces and are loaded whole, until they are."""
 
@@ -118,6 +121,9 @@ class PushPlan:
         else:
             yield "bound            not told: the rate of this transport is not a card's; --card-gbit=N computes it, for N Gbit/s by GPU"
         yield f"schedule         {self.num_rounds} rounds of {of}" + (f", {self.schedule_seconds:.2f} s" if is_told else "")
+        if self.on_rails is not None:
+            heeding, heedless = self.on_rails
+            yield f"rails            {heeding:.1%} of the bytes stay between cards of one number; {heedless:.1%} in a plan that heeds none"
         what = "tensors that come in pieces and are loaded whole, until they are"
         yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: {what}"
         if is_told:
@@ -140,12 +146,28 @@ def plan_push(
     relays = _relays(config) if rollout == rollout_of(config) else None  # a run's ranks and servers are placed together
     if relays is not None:
         rollout = replace(rollout, node_of=_nodes_of_servers(config))
-    plan = plan_transfers(tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest), relays=relays)
+    route = route_of(config)
+    rails = planned_rails(config, rollout) if config.placement.nodes > 1 and (route.is_card_s or card_gbit is not None) else None
+    layout, size = config.train.layout, part_bytes(largest)
+    planned = partial(plan_transfers, tensors, layout, rollout, num_experts=counted, part_bytes=size, relays=relays)
+    plan = planned(rails=rails)
+    on_rails = None
+    if rails is not None:
+        on_rails = plan.share_on_rails(rails), planned().share_on_rails(rails)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     rate = card_rate(config) if card_gbit is None else card_gbit
     joined = partial(_is_joined, config)
-    return _measured(plan, route_of(config), joined, card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest)
+    return _measured(plan, route, joined, card_gbit=rate, is_rate_given=card_gbit is not None, bucket_bytes=largest, on_rails=on_rails)
+
+
+def planned_rails(config: RunConfig, rollout: RolloutLayout) -> Rails:
+    """Rails on nodes that are all alike, whose GPUs share the cards in order: as many cards as placement.gpu has, or one for each GPU."""
+    placement = config.placement
+    gpus = placement.gpus_per_node if placement.gpus_per_node is not None else rollout.gpus_per_node
+    cards = gpus if placement.gpu is None or placement.gpu.cards_per_node is None else min(gpus, placement.gpu.cards_per_node)
+    ranks, readers = [gpu.index for gpu in gpu_map(config).ranks], [gpu % rollout.gpus_per_node for gpu in range(rollout.num_gpus)]
+    return Rails(senders=tuple(gpu * cards // gpus for gpu in ranks), readers=tuple(gpu * cards // gpus for gpu in readers))
 
 
 def card_rate(config: RunConfig) -> float:
@@ -164,7 +186,14 @@ def _is_joined(config: RunConfig, spec: TensorSpec) -> bool:
 
 
 def _measured(
-    plan: TransferPlan, route: Route, is_joined: Callable[[TensorSpec], bool], *, card_gbit: float, is_rate_given: bool, bucket_bytes: int
+    plan: TransferPlan,
+    route: Route,
+    is_joined: Callable[[TensorSpec], bool],
+    *,
+    card_gbit: float,
+    is_rate_given: bool,
+    bucket_bytes: int,
+    on_rails: tuple[float, float] | None,
 ) -> PushPlan:
     rate = card_gbit / 8 * 1e9
     found = deliveries(plan, bucket_bytes=bucket_bytes, by_node=True)
@@ -188,6 +217,7 @@ def _measured(
         num_rounds=1 + max(bucket.round for bucket in buckets),
         schedule_seconds=seconds(buckets, bytes_per_second=rate),
         relays=plan.relays is not None,
+        on_rails=on_rails,
         incomplete_bytes=incomplete_bytes(buckets, {spec.name: num_bytes(spec) if is_joined(spec) else 0 for spec in found.tensors}),
     )
 

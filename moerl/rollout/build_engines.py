@@ -9,6 +9,7 @@ from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
+from moerl.config.derive.rdma import crosses_nodes
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.rollout.commands import port_of, server_command
@@ -68,7 +69,8 @@ def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> No
     environment = own | {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)}
     process: NewProcess = partial(ServerProcess, environment=environment)
     if place.node.id != placement.here:
-        process = partial(RemoteProcess, environment=environment, network=config.network, node_id=place.node.id)
+        deepep = crosses_nodes(config, "rollout")
+        process = partial(RemoteProcess, environment=environment, network=config.network, deepep=deepep, node_id=place.node.id)
     host = "127.0.0.1" if config.placement.nodes == 1 and place.node.id == placement.here else place.node.address
     return NodeOfServer(host=host, process=process)
 

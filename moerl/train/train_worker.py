@@ -94,9 +94,10 @@ class TrainWorker:
         """Address at which the cluster's nodes reach this one, loopback where there is one; a host's name may stand for a loopback."""
         return reached_at() or "127.0.0.1"
 
-    def use_network(self, network: NetworkConfig, environment: Mapping[str, str | int]) -> dict[str, str]:
-        """Set what libraries are told of this node's links, and the rank's own variables, before one of them asks; returns it."""
-        found = variables(find_settings(network, "train", reached_at=reached_at()))
+    def use_network(self, network: NetworkConfig, environment: Mapping[str, str | int], deepep: bool) -> dict[str, str]:
+        """Set what libraries are told of this node's links, and the rank's own variables, before one of them asks; returns it. `deepep`:
+        tokens go to other nodes by it."""
+        found = variables(find_settings(network, "train", reached_at=reached_at(), deepep=deepep))
         found |= {name: str(value) for name, value in environment.items()}
         if network.detect and self._gpus:
             logger.info("rank %d %s", self._rank, bind_near(self._gpus))

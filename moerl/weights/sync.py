@@ -24,6 +24,7 @@ from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
 from moerl.weights.plan.run_plan import Nodes, Outline, RankPlaces, plan_deliveries
+from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -73,17 +74,20 @@ class WeightSync:
         transport: Transport,
         nodes: Nodes | None = None,
         ranks: RankPlaces | None = None,
+        rails: Rails | None = None,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
         on_late: OnLate | None = None,
     ):
         """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `ranks`: places of the trainer's, for
-        relay. `deadline_seconds` bounds one call to all, and so the time in which all bytes must arrive; once one has failed, the others
-        get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
+        relay. `rails`: of all processes, servers' in that order; None: any two cards are as good. `deadline_seconds` bounds one call to
+        all, and so the time in which all bytes must arrive; once one has failed, the others get `settle_seconds` to end by themselves
+        before their calls are cancelled. `on_late`: looks at those first."""
         self._on_late = on_late
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
+        self._rails = rails if transport == "nccl" else None
         self._nodes: Nodes | None = None
         if transport in ("nccl", "relay"):
             self._nodes = dict.fromkeys(receivers, ("",)) if nodes is None else nodes
@@ -97,7 +101,8 @@ class WeightSync:
         """Plan, and build the transport. `push` does it when there is none or an error ended it; call it after a receiver was restarted."""
         self._connected = False
         needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
-        self._deliveries = await asyncio.to_thread(plan_deliveries, await self._source.outline(), needs, self._nodes, self._ranks)
+        outline = await self._source.outline()
+        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs, self._nodes, self._ranks, self._rails)
         jobs, seconds = self._deliveries.jobs, _PATIENCE * self._deadline_seconds
         secret = RunSecret.new()  # whoever was to be in an attempt before this one is not in it
         address = await self._source.listen(self._transport, jobs, seconds, secret)

@@ -6,6 +6,7 @@ from pathlib import Path
 from moerl.doctor.checks.host_checks import GIB
 from moerl.doctor.checks.node_facts import UNLIMITED, Disk, NodeFacts
 from moerl.hardware.hardware_tools import Absent
+from moerl.hardware.ibgda import Doorbell
 from moerl.hardware.infiniband import parse_ports
 from moerl.hardware.nvidia import parse_gpus, parse_links, parse_topology
 
@@ -27,6 +28,8 @@ def h100_node(name: str = "n0", **changes: object) -> NodeFacts:
         topology=parse_topology(output("h100_topo.txt")),
         ports=parse_ports(output("ibv_devinfo.txt")),
         gpudirect="nvidia_peermem",
+        doorbell=Doorbell(maps_peers=True, has_gdrdrv=False),
+        sharp=Absent(reason="no network plugin for NCCL"),
         interfaces={"lo": ("127.0.0.1",), "bond0": ("10.1.0.7",)},
         own_addresses=("10.1.0.7",),
         torch_gpus=8,

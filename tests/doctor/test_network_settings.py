@@ -20,7 +20,8 @@ HCA = "=" + ",".join(f"mlx5_{index}:1" for index in (0, 1, 2, 3, 5, 6, 7, 8))
 def hardware(facts=None, **changes):
     facts = h100_node(**changes) if facts is None else facts
     return Hardware(
-        gpus=facts.gpus, topology=facts.topology, ports=facts.ports, gpudirect=facts.gpudirect, interfaces=facts.interfaces
+        gpus=facts.gpus, topology=facts.topology, ports=facts.ports, gpudirect=facts.gpudirect, interfaces=facts.interfaces,
+        doorbell=facts.doorbell, sharp=facts.sharp,
     )  # fmt: skip
 
 

@@ -1,17 +1,20 @@
 """Distributions that only a machine with GPUs installs, without what is compiled: fetched once for a user, and read."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import griffe
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moerl" / "wheels"
-PLATFORMS = [f"manylinux_2_{glibc}_x86_64" for glibc in (17, 27, 28, 31, 34, 35)]
+PLATFORMS = [f"manylinux_2_{glibc}_x86_64" for glibc in (17, 18, 27, 28, 31, 34, 35)]
 
 
 @cache
@@ -19,28 +22,36 @@ def unpacked(name: str, version: str) -> Path:
     """Folder with the Python files and the metadata of the distribution for Python 3.12 on x86-64."""
     folder = CACHE / f"{name}-{version}"
     if not folder.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as directory:
-            partial = Path(directory) / "files"
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-                "--python-version=3.12",
-            ]
-            command += ["--only-binary=:all:", *(f"--platform={platform}" for platform in PLATFORMS), f"--dest={directory}"]
-            subprocess.run([*command, f"{name}=={version}"], check=True, timeout=600)
-            (wheel,) = Path(directory).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                kept = [file for file in archive.namelist() if file.endswith(".py") or ".dist-info/" in file]
-                archive.extractall(partial, kept)
+        with _archive(name, version) as (archive, partial):
+            kept = [file for file in archive.namelist() if file.endswith(".py") or ".dist-info/" in file]
+            archive.extractall(partial, kept)
             if not folder.exists():
                 partial.rename(folder)
     return folder
+
+
+def strings(name: str, version: str, files: Sequence[str], pattern: bytes) -> set[str]:
+    """What `pattern` finds in compiled files of the distribution, of which nothing else is kept."""
+    found = CACHE / f"{name}-{version}.strings"
+    if not found.exists():
+        with _archive(name, version) as (archive, partial):
+            words = {word for file in files for word in re.findall(pattern, archive.read(file))}
+            partial.write_bytes(b"\n".join(sorted(words)))
+            partial.rename(found)
+    return set(found.read_text().splitlines())
+
+
+@contextmanager
+def _archive(name: str, version: str) -> Iterator[tuple[zipfile.ZipFile, Path]]:
+    """The downloaded distribution, and a path beside it for what is to be kept."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as directory:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--python-version=3.12"]
+        command += ["--only-binary=:all:", *(f"--platform={platform}" for platform in PLATFORMS), f"--dest={directory}"]
+        subprocess.run([*command, f"{name}=={version}"], check=True, timeout=600)
+        (wheel,) = Path(directory).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive, Path(directory) / "files"
 
 
 @cache

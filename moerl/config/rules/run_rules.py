@@ -3,8 +3,10 @@
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
+from moerl.config.derive.rdma import SHARP, crosses_nodes
 from moerl.config.rules.algorithm_rules import compares_samples, corrects_staleness
 from moerl.config.rules.facts import Facts
 from moerl.config.schema.data_config import DataConfig, EvalConfig, EvalDataset, FileData, RewardConfig
@@ -83,6 +85,8 @@ _OWNED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUD
 _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PATH", "HOME")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_HANDLERS = ("auto", "gpu", "cpu", "cpu_host_memory")
+"""Values of NVSHMEM_IBGDA_NIC_HANDLER."""
 
 
 def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
@@ -99,12 +103,53 @@ def network_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         if name in given and network.interface is not None:
             reason = f"network.interface={network.interface} sets it"
             yield problem(f"network.variables.{name}", given[name], "is given twice", reason, "one of the two")
+    yield from _ibgda_problems(config)
+    yield from _sharp_problems(config)
     if config.rollout.engine == "sglang":
         for path, found in (("network.variables", given), ("rollout.environment", config.rollout.environment)):
             if "expandable_segments:True" in str(found.get(_ALLOCATOR, "")):
                 reason = "SGLang puts a server to sleep by its own allocation of GPU memory, which such segments do not go with"
                 fix = f"train.environment.{_ALLOCATOR}, which is the ranks' alone"
                 yield problem(f"{path}.{_ALLOCATOR}", found[_ALLOCATOR], "cannot be set for rollout.engine=sglang", reason, fix)
+
+
+def _ibgda_problems(config: RunConfig) -> Iterator[Problem]:
+    roles: tuple[tuple[Literal["train", "rollout"], str, Mapping[str, str | int]], ...] = (
+        ("train", "train.environment", config.train.environment),
+        ("rollout", "rollout.environment", config.rollout.environment),
+    )
+    crossing = [(where, own) for role, where, own in roles if crosses_nodes(config, role)]
+    for where, given in [("network.variables", config.network.variables), *crossing] if crossing else []:
+        for name, rule, reason, fix in _contradictions(given):
+            yield problem(f"{where}.{name}", given[name], rule, reason, fix)
+
+
+def _sharp_problems(config: RunConfig) -> Iterator[Problem]:
+    for where, given in (("network.variables", config.network.variables), ("train.environment", config.train.environment)):
+        if str(given.get(SHARP)) != "1":
+            continue
+        path, fix = f"{where}.{SHARP}", "leave it out"
+        if config.placement.nodes == 1:
+            yield problem(path, given[SHARP], "needs several nodes", "switches sum what comes from different ones", fix)
+        elif config.train.destroy_groups:
+            reason = "Megatron asks for SHARP when it first makes the groups, and groups that are made again would not have it"
+            yield problem(path, given[SHARP], "needs train.destroy_groups=false", reason, f"train.destroy_groups=false, or {fix}")
+
+
+def _contradictions(given: Mapping[str, str | int]) -> Iterator[tuple[str, str, str, str]]:
+    """Variables that DeepEP between nodes cannot work with, or that have no effect: name, rule, reason, what to write instead."""
+    if str(given.get("NVSHMEM_IB_ENABLE_IBGDA", "1")).lower() not in ("1", "true", "yes", "on"):
+        reason = "DeepEP's kernels send by IBGDA, and DeepEP sets it over what is there"
+        yield "NVSHMEM_IB_ENABLE_IBGDA", "has no effect with DeepEP over several nodes", reason, "leave it out"
+    if str(given.get("NVSHMEM_ENABLE_NIC_PE_MAPPING", "0")).lower() not in ("0", "false", "no", "off"):
+        reason = (
+            "DeepEP's kernels for throughput make a group of NVSHMEM of one GPU of each node, which would all take the node's first adapter"
+        )
+        rule = "cannot be set with DeepEP over several nodes"
+        yield "NVSHMEM_ENABLE_NIC_PE_MAPPING", rule, reason, "leave it out: each GPU takes the nearest of NVSHMEM_HCA_LIST"
+    handler = str(given.get("NVSHMEM_IBGDA_NIC_HANDLER", "auto")).lower()
+    if handler not in _HANDLERS:
+        yield "NVSHMEM_IBGDA_NIC_HANDLER", f"must be one of {', '.join(_HANDLERS)}", "NVSHMEM takes no other", "leave it out, which is auto"
 
 
 def _variable_problems(where: str, given: Mapping[str, str | int]) -> Iterator[Problem]:

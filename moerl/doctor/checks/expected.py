@@ -5,6 +5,7 @@ from pathlib import Path
 
 from moerl.config.derive.companion_models import own_layouts
 from moerl.config.derive.gpu_map import num_gpus
+from moerl.config.derive.rdma import SHARP, crosses_nodes
 from moerl.config.rules.engine_rules import FAMILIES, interpreter, joins_by_nccl
 from moerl.config.schema.run_config import NetworkConfig, RunConfig
 
@@ -29,6 +30,10 @@ class Expectations:
     engines: dict[str, str] = field(default_factory=dict)
     """Engine -> interpreter of its environment."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    deepep: bool = False
+    """Ranks or servers send tokens to other nodes by DeepEP."""
+    sharp: bool = False
+    """Ranks are to sum in switches."""
 
 
 def expected_of(
@@ -56,6 +61,8 @@ def expected_of(
         joins_by_nccl=joins_by_nccl(config),
         engines={engine: interpreter(config.rollout)} if engine in FAMILIES else {},
         network=config.network,
+        deepep=crosses_nodes(config, "train") or crosses_nodes(config, "rollout"),
+        sharp=str({**config.network.variables, **config.train.environment}.get(SHARP)) == "1",
     )
 
 

@@ -75,7 +75,9 @@ def gather(name: str, expected: Expectations, *, reached_at: str | None) -> Node
     hardware = find_hardware()
     memory = psutil.virtual_memory()
     files = read_nccl_files(os.environ)
-    settings = network_settings(hardware, expected.network, "train", reached_at=reached_at, environment=os.environ, files=files)
+    settings = network_settings(
+        hardware, expected.network, "train", reached_at=reached_at, environment=os.environ, files=files, deepep=expected.deepep
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return NodeFacts(
         **{field.name: getattr(hardware, field.name) for field in fields(hardware)},

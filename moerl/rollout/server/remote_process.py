@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 class ProcessOwner:
     """Runs as a Ray actor."""
 
-    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], network: NetworkConfig, **settings: Any):
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], network: NetworkConfig, deepep: bool, **settings: Any):
         self._own, self._environment, self._network = dict(environment), dict(environment), network
+        self._deepep = deepep
         self._process = ServerProcess(command, environment=self._environment, **settings)
 
     async def call(self, verb: str, *arguments: Any) -> tuple[Any, MoerlError | None, WatchedProcess]:
@@ -34,7 +35,7 @@ class ProcessOwner:
         try:
             if verb in ("start", "launch"):
                 # Settings of this node's network, which are not the driver's.
-                of_node = variables(find_settings(self._network, "rollout", reached_at=reached_at()))
+                of_node = variables(find_settings(self._network, "rollout", reached_at=reached_at(), deepep=self._deepep))
                 self._environment |= of_node | self._own  # as where the driver starts a server: what is the servers' own wins
             answer = await getattr(self._process, verb)(*arguments)
         except MoerlError as error:

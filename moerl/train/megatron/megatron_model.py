@@ -5,6 +5,7 @@ Call only after megatron_patches.activate().
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+from torch import distributed as dist
 
+from moerl.config.derive.rdma import SHARP
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.train_config import FullRecompute, NoRecompute, Recompute, TrainConfig
 from moerl.models.bridge.native_bridge import Groups
@@ -92,9 +95,20 @@ def initialize_groups(layout: Layout, seed: int, *, timeout_seconds: float = 180
             expert_tensor_parallel_size=layout.etp,
             distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
             create_gloo_process_groups=False,  # for checkpoints in a form of Megatron's that moerl has not
+            use_sharp=_sums_in_switches(),
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return groups
+
+
+def _sums_in_switches() -> bool:
+    """Whether all ranks ask for SHARP. Megatron does not heed the variable: it asks for its data-parallel groups alone, as a switch has few
+    flows, and waits there for all ranks, so that they must agree."""
+    if not torch.cuda.is_available():
+        return False
+    asks = torch.tensor(int(os.environ.get(SHARP) == "1"))
+    dist.all_reduce(asks, dist.ReduceOp.MIN)
+    return bool(asks)
 
 
 def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_critic: bool = False) -> Model:

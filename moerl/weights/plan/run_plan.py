@@ -18,7 +18,7 @@ from moerl.types.push import Needs
 from moerl.weights.plan.buckets import Deliveries, deliveries
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import expert_of, first_few
-from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, Relays, RolloutLayout, TransferPlan, holders, readers
+from moerl.weights.plan.transfer_plan import PART_BYTES, PlannedTensor, Rails, Relays, RolloutLayout, TransferPlan, holders, readers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,20 +52,22 @@ class RankPlaces:
 
 
 def plan_deliveries(
-    outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None
+    outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None, rails: Rails | None = None
 ) -> Deliveries:
     """`needs`: of every server, by the name errors use. `nodes`: None if every process reads where the senders write. `ranks`: if they
-    relay.
+    relay. `rails`: of all processes, in the order of `needs`.
 
     WeightError if the plan has a fault or is not what the servers need.
     """
-    plan = plan_of_run(outline, needs, nodes, ranks)
+    plan = plan_of_run(outline, needs, nodes, ranks, rails)
     if wrong := [*_misread(plan, outline.num_experts, needs), *faults(plan, outline.num_experts)]:
         raise WeightError(f"the plan of the push is wrong, nothing was sent: {'; '.join(wrong)}")
     return deliveries(plan, bucket_bytes=outline.bucket_bytes, by_node=nodes is not None)
 
 
-def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None) -> TransferPlan:
+def plan_of_run(
+    outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None, rails: Rails | None = None
+) -> TransferPlan:
     return plan_transfers(
         outline.tensors,
         outline.layout,
@@ -73,6 +75,7 @@ def plan_of_run(outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | Non
         num_experts=outline.num_experts,
         part_bytes=part_bytes(outline.bucket_bytes),
         relays=None if ranks is None or nodes is None else _relays(ranks, needs, nodes),
+        rails=rails,
     )
 
 

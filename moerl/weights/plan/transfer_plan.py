@@ -76,6 +76,17 @@ class RolloutLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rails:
+    """Rail of every process of a push: the number of its network card among those of its node (hardware/rails.py). In a fabric that is
+    built by rails, cards of one number are on the same leaf switches, and what goes between others crosses the spine."""
+
+    senders: tuple[int, ...]
+    """By trainer rank."""
+    readers: tuple[int, ...]
+    """By GPU of the rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
     """Columns of equal length. `target` is a GPU of the rollout; so is `source` within a node, and over the network it is a trainer rank.
 
@@ -151,6 +162,12 @@ class TransferPlan:
             return num_bytes
         stays = np.array(self.relays.node_of_rank)[self.network.source] == self.rollout.node_numbers()[self.network.target]
         return np.where(stays, 0, num_bytes)
+
+    def share_on_rails(self, rails: Rails) -> float:
+        """Share of the bytes over the network that go between two cards of one rail."""
+        is_same = np.array(rails.senders)[self.network.source] == np.array(rails.readers)[self.network.target]
+        num_bytes = self._crossing()
+        return float(num_bytes[is_same].sum() / max(num_bytes.sum(), 1))
 
     def spread_in_node(self) -> np.ndarray:
         """int64 [GPUs of the rollout]: bytes from GPUs of the same node."""
