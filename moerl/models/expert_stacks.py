@@ -15,7 +15,7 @@ _PART = re.compile(r"(.+)\[(\d+)\]")
 
 def stack_of(name: str) -> tuple[str, int] | None:
     """The stack and the place in it, if `name` is that of a part."""
-    match = _PART.fullmatch(name)
+    match = _PART.fullmatch(name) if name.endswith("]") else None
     return None if match is None else (match[1], int(match[2]))
 
 

@@ -82,9 +82,8 @@ class PushPlan:
     schedule_seconds: float
     relays: bool
     """Ranks relay to their node: bytes that one of them holds cross no network."""
-    on_rails: tuple[float, float] | None
-    """Share of the bytes over the network that go between cards of one rail: of this plan, and of one that heeds no rails. None: no card
-    is crossed, and no rate given."""
+    on_rails: float | None
+    """Share of the bytes over the network that go between cards of one rail. None: no card is crossed, and no rate given."""
     incomplete_bytes: float
     """By GPU at most: tensors that come in pieces and are loaded whole, until they are."""
 
@@ -122,8 +121,7 @@ class PushPlan:
             yield "bound            not told: the rate of this transport is not a card's; --card-gbit=N computes it, for N Gbit/s by GPU"
         yield f"schedule         {self.num_rounds} rounds of {of}" + (f", {self.schedule_seconds:.2f} s" if is_told else "")
         if self.on_rails is not None:
-            heeding, heedless = self.on_rails
-            yield f"rails            {heeding:.1%} of the bytes stay between cards of one number; {heedless:.1%} in a plan that heeds none"
+            yield f"rails            {self.on_rails:.1%} of the bytes stay between cards of one number"
         what = "tensors that come in pieces and are loaded whole, until they are"
         yield f"incomplete       {_gb(self.incomplete_bytes)} by GPU at most: {what}"
         if is_told:
@@ -148,12 +146,10 @@ def plan_push(
         rollout = replace(rollout, node_of=_nodes_of_servers(config))
     route = route_of(config)
     rails = planned_rails(config, rollout) if config.placement.nodes > 1 and (route.is_card_s or card_gbit is not None) else None
-    layout, size = config.train.layout, part_bytes(largest)
-    planned = partial(plan_transfers, tensors, layout, rollout, num_experts=counted, part_bytes=size, relays=relays)
-    plan = planned(rails=rails)
-    on_rails = None
-    if rails is not None:
-        on_rails = plan.share_on_rails(rails), planned().share_on_rails(rails)
+    plan = plan_transfers(
+        tensors, config.train.layout, rollout, num_experts=counted, part_bytes=part_bytes(largest), relays=relays, rails=rails
+    )
+    on_rails = None if rails is None else plan.share_on_rails(rails)
     if wrong := faults(plan, counted):
         raise MoerlError("the plan is wrong, which is a fault of moerl: " + "; ".join(wrong))
     rate = card_rate(config) if card_gbit is None else card_gbit
@@ -193,7 +189,7 @@ def _measured(
     card_gbit: float,
     is_rate_given: bool,
     bucket_bytes: int,
-    on_rails: tuple[float, float] | None,
+    on_rails: float | None,
 ) -> PushPlan:
     rate = card_gbit / 8 * 1e9
     found = deliveries(plan, bucket_bytes=bucket_bytes, by_node=True)

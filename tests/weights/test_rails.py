@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from test_plan import EXPERTS, cases, tensors_of
 
 from moerl.config.schema.layout import Layout
-from moerl.weights.plan.buckets import deliveries, in_order, seconds
+from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.run_plan import Outline, faults, plan_deliveries
+from moerl.weights.plan.schedule import seconds
 from moerl.weights.plan.senders import RAIL_PARTS, plan_transfers
 from moerl.weights.plan.transfer_plan import Rails, RolloutLayout
 

@@ -45,9 +45,9 @@ def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) 
                 Bucket(sender=each.sender, index=0, num_bytes=_end(entries), entries=entries, readers=each.readers, relay=relay)
             )
     jobs: dict[int, list[Bucket]] = {}
-    for bucket in _in_rounds(_by_turns(groups, plan.layout.pp), by_node=by_node):
+    for number, bucket in _in_rounds(_by_turns(groups, plan.layout.pp), by_node=by_node):
         mine = jobs.setdefault(bucket.sender, [])
-        mine.append(replace(bucket, index=len(mine)))
+        mine.append(replace(bucket, index=len(mine), round=number))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
 
 
@@ -116,15 +116,11 @@ def _relay(plan: TransferPlan, sender: int, reader: int) -> int | None:
     return sender if is_near else plan.relays.of_gpu[reader]
 
 
-def _in_rounds(groups: Sequence[Sequence[Bucket]], *, by_node: bool) -> list[Bucket]:
+def _in_rounds(groups: Sequence[Sequence[Bucket]], *, by_node: bool) -> list[tuple[int, Bucket]]:
     """By round, of which every sender, and every relay or reader, is in one bucket; of readers of a node, the first."""
     edges = [[(bucket.sender, _targets(bucket, by_node=by_node)) for bucket in group] for group in groups]
-    placed = [
-        replace(bucket, round=number)
-        for group, rounds in zip(groups, first_fit(edges), strict=True)
-        for bucket, number in zip(group, rounds, strict=True)
-    ]
-    return sorted(placed, key=lambda bucket: bucket.round)
+    placed = [each for rounds, group in zip(first_fit(edges), groups, strict=True) for each in zip(rounds, group, strict=True)]
+    return sorted(placed, key=lambda each: each[0])
 
 
 def _targets(bucket: Bucket, *, by_node: bool) -> Sequence[int]:

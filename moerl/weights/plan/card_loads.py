@@ -1,4 +1,4 @@
-"""Network cards of a push as it is planned: whose turn it is to send and to receive, evenly, and on one rail where that costs little. Pure."""
+"""Network cards in the plan of a push: whose turn it is to send and to receive, evenly, and on one rail where that costs little. Pure."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -4,7 +4,8 @@ A reader uses a tensor when it has all parts of it, and an engine that fuses the
 until then. Hence batches: some tensors of a stage, or the experts of whole layers, which few ranks send to a node at about one time.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -137,8 +138,8 @@ def _share(total: int, count: int, index: int) -> int:
     return total // count + (index < total % count)
 
 
-_Row = tuple[int, int, int]
-"""source, target, part"""
+_Rows = tuple[int, int, Sequence[int]]
+"""source, target, parts"""
 
 
 def plan_transfers(
@@ -174,23 +175,33 @@ class _Routes:
         self._nodes = self._by_node(range(rollout.num_gpus))
         self._rank_nodes = None if relays is None else relays.node_of_rank
         self._on_node: dict[tuple[range, int], Sequence[int]] = {}
-        self._nodes_of: dict[int | None, list[list[int]]] = {}
-        self.network: list[_Row] = []
-        self.within: list[_Row] = []
+        self._nodes_of: dict[int, list[list[int]]] = {}
+        self.network: list[_Rows] = []
+        self.within: list[_Rows] = []
 
     def add_experts(self, batch: Sequence[int]) -> None:
         """Within a node go those of which it holds copies: of several servers, or of groups of GPUs that share experts."""
         senders: dict[tuple[int, Sequence[int]], int] = {}
-        for part in batch:
-            tensor, having = self._tensors[self._parts.tensor[part]], self._having(part)
-            if (groups := self._nodes_of.get(tensor.expert)) is None:
-                groups = self._nodes_of[tensor.expert] = self._by_node(readers(tensor, self._rollout, self._num_experts))
-            for group in groups:
+        for (share, having), parts in self._by_share(batch).items():
+            for group in self._nodes_of[share]:
                 near = self._near(having, group[0])
-                target = self._cards.target(group, near)
-                if (source := senders.get((target, near))) is None:
-                    source = senders[target, near] = self._cards.source(near, target)
-                self._add(part, source, target, group)
+                for some in [parts] if len(group) == 1 else [[part] for part in parts]:
+                    target = self._cards.target(group, near)
+                    if (source := senders.get((target, near))) is None:
+                        source = senders[target, near] = self._cards.source(near, target)
+                    self._add(some, source, target, group)
+
+    def _by_share(self, batch: Sequence[int]) -> dict[tuple[int, range], list[int]]:
+        """By the share of the experts that GPUs of a server read, and the ranks that hold them."""
+        found: dict[tuple[int, range], list[int]] = {}
+        for part in batch:
+            tensor = self._tensors[self._parts.tensor[part]]
+            assert tensor.expert is not None
+            share = tensor.expert * self._rollout.expert_shares // self._num_experts
+            if share not in self._nodes_of:
+                self._nodes_of[share] = self._by_node(readers(tensor, self._rollout, self._num_experts))
+            found.setdefault((share, self._having(part)), []).append(part)
+        return found
 
     def add_others(self, batch: Sequence[int]) -> None:
         """Every node gets all, in chunks for its GPUs, which as many ranks send at once; others of a stage can then serve another node."""
@@ -206,14 +217,14 @@ class _Routes:
                     left = left or list(ranks)
                     source, target = self._cards.pair(left, node)
                     left.remove(source)
-                    for part in chunk:
-                        self._add(part, source, target, node)
+                    self._add(chunk, source, target, node)
 
-    def _add(self, part: int, source: int, target: int, group: Sequence[int]) -> None:
-        self._cards.sent[source] += self._sizes[part]
-        self._cards.received[target] += self._sizes[part]
-        self.network.append((source, target, part))
-        self.within += [(target, gpu, part) for gpu in group if gpu != target]
+    def _add(self, parts: Sequence[int], source: int, target: int, group: Sequence[int]) -> None:
+        num_bytes = sum(self._sizes[part] for part in parts)
+        self._cards.sent[source] += num_bytes
+        self._cards.received[target] += num_bytes
+        self.network.append((source, target, parts))
+        self.within += [(target, gpu, parts) for gpu in group if gpu != target]
 
     def _near(self, having: range, gpu: int) -> Sequence[int]:
         """Those on the node of that GPU, if there are any: what they send to it crosses no network."""
@@ -266,9 +277,10 @@ def _lanes(batch: Sequence[int], tensors: Sequence[PlannedTensor], parts: Parts)
     return (lane for lane in lanes.values() if lane)
 
 
-def _transfers(rows: Iterable[_Row]) -> Transfers:
-    columns = np.array(list(rows), dtype=np.int32).reshape(-1, 3).T
-    return Transfers(source=columns[0], target=columns[1], part=columns[2])
+def _transfers(rows: Sequence[_Rows]) -> Transfers:
+    lengths = [len(parts) for _, _, parts in rows]
+    source, target = (np.repeat(np.array([row[end] for row in rows], dtype=np.int32), lengths) for end in (0, 1))
+    return Transfers(source=source, target=target, part=np.fromiter(chain.from_iterable(row[2] for row in rows), dtype=np.int32))
 
 
 def _with_followers(transfers: Transfers, parts: Parts) -> Transfers:

@@ -85,10 +85,10 @@ def _arrivals(plan: TransferPlan) -> np.ndarray:
 def _numbered(gpus: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     """Number of every set of readers, and the sets in order. Sets lie end to end in `gpus`."""
     ends = np.append(begins[1:], len(gpus))
-    found: dict[bytes, int] = {}
-    numbers = np.empty(len(begins), dtype=np.int64)
-    memory = gpus.tobytes()
-    for index, (begin, end) in enumerate(zip((begins * 8).tolist(), (ends * 8).tolist(), strict=True)):
+    found = {gpu.tobytes(): number for number, gpu in enumerate(np.arange(gpus.max() + 1, dtype=np.int64))}
+    numbers = gpus[begins].copy()  # right where there is one reader
+    memory, several = gpus.tobytes(), np.flatnonzero(ends - begins > 1)
+    for index, begin, end in zip(several.tolist(), (begins[several] * 8).tolist(), (ends[several] * 8).tolist(), strict=True):
         numbers[index] = found.setdefault(memory[begin:end], len(found))
     sets = [tuple(np.frombuffer(each, dtype=np.int64).tolist()) for each in found]
     in_order = sorted(range(len(sets)), key=sets.__getitem__)
