@@ -43,7 +43,7 @@ def test_every_byte_is_read_once_by_all_ranks_together(before, after, weights_on
     assert opened == dict.fromkeys((path.name for path in directory.iterdir()), 1)
     stored = sum(path.stat().st_size for path in directory.iterdir())
     assert stored <= sum(counts) <= 1.05 * stored
-    assert max(counts) < 2 * min(counts)  # the first also what all need
+    assert min(counts) > stored / len(counts) / 3  # all take part
 
 
 def flip(path, at):

@@ -49,7 +49,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def files_of_model(directory: Path, model: str = "") -> FileDigests:
-    """What ranks read of a checkpoint to load a model: the policy, or one beside it, by their names in its own folder. Raises
+    """Files that ranks read of a checkpoint to load a model: the policy, or one beside it, by their names in its own folder. Raises
     CheckpointError if the manifest is damaged."""
     folder = f"{model}/" if model else ""
     files = {name.removeprefix(folder): entry for name, entry in read_manifest(directory).files.items() if name.startswith(folder)}

@@ -1,4 +1,4 @@
-"""What all ranks need of a checkpoint before its shards: rank 0 reads it, digests it and tells the others."""
+"""Head of a checkpoint, which all ranks need before its shards: rank 0 reads it, digests it and tells the others."""
 
 from dataclasses import dataclass
 from pathlib import Path

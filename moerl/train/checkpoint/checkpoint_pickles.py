@@ -135,7 +135,7 @@ def _load_index(data: bytes) -> Any:
 
 
 def load_object(data: bytes) -> Any:
-    """What is no tensor, from the bytes that torch.save wrote. Raises CheckpointError if it is no data."""
+    """Object that is no tensor, from the bytes that torch.save wrote. Raises CheckpointError if it is no data."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own, of bytes that it has never written

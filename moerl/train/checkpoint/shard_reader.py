@@ -28,7 +28,7 @@ _CHUNK_BYTES = 2**20
 
 @dataclass(slots=True)
 class Found:
-    """What came of reading, besides tensors that are filled."""
+    """Outcome of reading, besides tensors that are filled."""
 
     objects: dict[str, Any] = field(default_factory=dict)
     """By key."""

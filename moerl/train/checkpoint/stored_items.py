@@ -1,4 +1,4 @@
-"""What lies where in the files of a checkpoint, who reads it, and which parts of it a rank needs. Pure functions.
+"""Items of a checkpoint: what lies where in the files of a checkpoint, who reads it, and which parts of it a rank needs. Pure functions.
 
 file        read from its first byte to its last by one rank, whose digest is then that of the whole file
 item        what torch.save wrote in one place of a file: a box of a tensor, or an object
@@ -28,7 +28,7 @@ class Item:
     begin: int
     length: int
     box: Box
-    """Of the tensor `key`; of an object its bytes."""
+    """Place in the tensor `key`; of an object its bytes."""
     dtype: torch.dtype | None
     """None: an object."""
     reader: int
@@ -47,9 +47,9 @@ class Contents:
     readers: Mapping[str, int]
     """Rank that reads a file."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of whole tensors."""
+    """Shapes of whole tensors."""
     numbers: Mapping[str, Sequence[int]]
-    """Of the items of a key."""
+    """Numbers of the items of a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Need:
     box: Box
     """Part of the item, counted from the item's own first element; of an object its bytes."""
     target: Tensor | None
-    """Of the box's shape; None: an object, which is kept as it is."""
+    """View of the shape of the box; None: an object, which is kept as it is."""
 
 
 def contents_of(index: dcp.Metadata, names: Iterable[str], num_ranks: int) -> Contents:
@@ -108,7 +108,7 @@ def _tensor_item(
 
 
 def needs_of(contents: Contents, wanted: Iterable[ShardedTensor | ShardedObject]) -> list[Need]:
-    """What fills the tensors of `wanted`, and its objects. Raises CheckpointError where the checkpoint has not all of it."""
+    """Needs that fill the tensors of `wanted`, and its objects. Raises CheckpointError where the checkpoint has not all of it."""
     return [need for each in wanted for need in (_of_tensor if isinstance(each, ShardedTensor) else _of_object)(contents, each)]
 
 
