@@ -41,7 +41,7 @@ class Companion:
             await self.group.sleep()
 
     async def load(self) -> None:
-        """From the newest checkpoint, where the policy's files were compared with the manifest, and so were these."""
+        """From the newest checkpoint, after the policy. Raises CheckpointError with every damaged file."""
         directory = newest(self._checkpoint_dir)
         if directory is None or not self.model.trains:
             return
@@ -49,7 +49,7 @@ class Companion:
             logger.warning("%s has no %s: it begins anew, from its initial weights", directory, self.model.name)
             return
         async with self.awake():
-            await self.group.load_part(directory / self.model.name)
+            await self.group.load_part(directory, self.model.name)
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[MegatronTrainGroup]:

@@ -19,7 +19,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.watched import WatchedProcess
 from moerl.train.batching.rank_share import shares
-from moerl.train.checkpoint.checkpoint_check import damaged, read_state
+from moerl.train.checkpoint.checkpoint_check import damaged, faults_while_loading, files_of_model, read_state
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards, newest
 from moerl.train.checkpoint.saver import CheckpointSaver
 from moerl.train.loss.value_loss import ValueLoss
@@ -161,15 +161,20 @@ class MegatronTrainGroup:
         assert not self.role.trains, "a trainer's optimizer would go on from other weights"
         return int((await self._load(directory))["version"])
 
-    async def load_part(self, directory: Path) -> None:
-        """From the part of a checkpoint that `write` wrote, whose files were compared with the manifest."""
-        await self._all("load", directory)
+    async def load_part(self, directory: Path, part: str) -> None:
+        """From the folder of a checkpoint that `write` wrote. Raises CheckpointError, as all of these, with every damaged file."""
+        files = files_of_model(directory, part)
+        found: list[list[str]] = await self._all("load", directory / part, files)
+        if not found[0]:
+            return
+        folder = f"{part}/" if part else ""
+        others = await self._ranks.all("faults_of_checkpoint", directory, [folder + name for name in files])
+        faults = faults_while_loading(directory, [folder + name for name in found[0]])
+        raise damaged(directory, sorted([*faults, *(fault for share in others for fault in share)]))
 
     async def _load(self, directory: Path) -> dict[str, Any]:
         state = read_state(directory)
-        if faults := [fault for share in await self._ranks.all("faults_of_checkpoint", directory) for fault in share]:
-            raise damaged(directory, sorted(faults))
-        await self._all("load", directory)
+        await self.load_part(directory, "")
         return state
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:

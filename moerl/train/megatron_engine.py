@@ -13,6 +13,7 @@ from torch import Tensor
 from moerl.algorithms.algorithm import Loss
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.train.batching.balance import split_mini_batches
+from moerl.train.checkpoint.checkpoint_dirs import FileDigests
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.loss.loss_sums import step_statistics
@@ -179,10 +180,11 @@ class MegatronEngine:
             gather_parameters(self.model.wrapped)
             return self.shards.stage(copies=copies)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, files: FileDigests) -> list[str]:
+        """`ShardStore.load`; of an engine that does not train, of the weights alone."""
         with self._running("load" if self._settings.trains else "export"):
             gather_parameters(self.model.wrapped)
-            self.shards.load(directory, weights_only=not self._settings.trains)
+            return self.shards.load(directory, files, weights_only=not self._settings.trains)
 
     # -- reference -------------------------------------------------------------------------------------------
 

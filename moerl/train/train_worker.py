@@ -127,6 +127,7 @@ class TrainWorker:
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=timeout)
         groups = initialize_groups(settings.train.layout, seed, timeout_seconds=timeout_seconds, reloadable=settings.train.destroy_groups)
         self._engine = MegatronEngine(settings, groups)
+        logger.info("fused kernels: %s", self._engine.model.fusions)
         megatron_patches.assert_active()
         return megatron_patches.active_names()
 
@@ -196,12 +197,13 @@ class TrainWorker:
         """Rank 0, when every rank has written."""
         return self._of(model).shards.finish(directory, indices)
 
-    def faults_of_checkpoint(self, directory: Path) -> list[str]:
-        """In this rank's share of the files."""
-        return faults_of_part(directory, part=self._rank, num_parts=self._num_ranks)
+    def faults_of_checkpoint(self, directory: Path, but: list[str]) -> list[str]:
+        """In this rank's share of the files, without `but`. Not collective."""
+        return faults_of_part(directory, part=self._rank, num_parts=self._num_ranks, but=but)
 
-    def load(self, model: str, directory: Path) -> None:
-        self._of(model).load(directory)
+    def load(self, model: str, directory: Path, files: FileDigests) -> list[str]:
+        """Names of damaged files of all ranks."""
+        return self._of(model).load(directory, files)
 
     def export_hf(self, model: str, directory: Path, shard_bytes: int) -> None:
         """Rank 0 writes the weights as Hugging Face safetensors."""

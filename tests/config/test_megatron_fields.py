@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 import megatron_patches
-from moerl.config.rules.megatron_rules import ALLOWED, OWNED, REFUSED, WITHOUT_REPLAY, field_problems, megatron_fields
+from moerl.config.rules.megatron_rules import (
+    ALLOWED,
+    OWNED,
+    REFUSED,
+    WITHOUT_REPLAY,
+    dispatcher_problems,
+    field_problems,
+    megatron_fields,
+    replay_problems_of,
+)
+from moerl.config.schema.layout import Layout
+from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 
 PINS = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
 
@@ -82,3 +93,27 @@ def test_a_field_that_only_another_version_has_is_refused(monkeypatch):
 def test_what_would_change_the_model_is_refused_with_the_reason(setting, said):
     (problem,) = field_problems(setting)
     assert said in f"{problem.rule}: {problem.reason}"
+
+
+FLEX = {"moe_token_dispatcher_type": "flex"}
+
+
+def flex(*, dtype="bfloat16", ep=16, etp=1, **more):
+    layout = Layout(ranks=ep * etp, ep=ep, etp=etp, tp=etp)
+    train = TrainConfig(optimizer=OptimizerConfig(lr=1e-6), layout=layout, dtype=dtype, megatron=FLEX | more)
+    return [problem.path for problem in dispatcher_problems(train)]
+
+
+@pytest.mark.parametrize(
+    ("ep", "is_sent"), [(2, True), (8, True), (16, True), (160, True), (3, False), (12, False), (168, False), (1, False)]
+)
+def test_deepep_is_for_the_numbers_of_ranks_that_it_has_kernels_for(ep, is_sent):
+    assert flex(ep=ep) == ([] if is_sent else ["train.megatron.moe_token_dispatcher_type"])
+
+
+def test_deepep_is_refused_where_it_sends_no_such_tokens_or_would_lose_a_route():
+    assert flex(ep=8, etp=2) == []
+    assert flex(dtype="float32") == ["train.megatron.moe_token_dispatcher_type"]
+    assert flex(moe_shared_expert_overlap=True) == ["train.megatron.moe_shared_expert_overlap"]
+    assert len(list(replay_problems_of(FLEX, "rollout"))) == 1
+    assert list(replay_problems_of({"moe_token_dispatcher_type": "alltoall"}, "rollout")) == []

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch.distributed as dist
-from checkpoint_jobs import save
+from checkpoint_jobs import load, save
 from engine_jobs import new_engine
 
 from moerl.algorithms.algorithm import loss_of
@@ -17,7 +17,7 @@ def load_and_export(settings: EngineSettings, batch: TrainBatch, directory: Path
     """Train a step away from the model's weights, load, export; then the gradient norm of a step, which needs a working optimizer."""
     engine = new_engine(settings)
     engine.update(batch, loss_of(algorithm("grpo")), lr=1e-2, num_updates=1)
-    engine.shards.load(directory)
+    load(engine, directory)
     tensors = engine.export()
     if dist.get_rank() == 0:
         write_shards(tensors, target, shard_bytes=10**9)

@@ -12,6 +12,7 @@ DIRECTORY = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "balance": "--samples 64 --ranks 4",
     "checkpoint_save": "--hidden 32 --experts 2 --ranks 2 --saves 1",
+    "checkpoint_load": "--hidden 32 --experts 2 --ranks 2 --loads 1",
     "collapse": "--seeds 1 --steps 2 --case tis+r3 --case opsm --out collapse.jsonl --plot collapse.svg",
     "convert": "--gigabytes 0.01 --rounds 1",
     "data_plane": "--samples 64 --tokens 128",

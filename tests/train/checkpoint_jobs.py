@@ -15,6 +15,7 @@ from engine_jobs import new_engine
 
 from moerl.algorithms.algorithm import loss_of
 from moerl.config.algorithm_settings import algorithm
+from moerl.train.checkpoint.checkpoint_dirs import HEAD, FileDigests, digest_files
 from moerl.train.engine_settings import EngineSettings
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import CheckpointError
@@ -44,6 +45,15 @@ def write(engine: Any, directory: Path) -> list[Any]:
     return written
 
 
+def load(engine: Any, directory: Path, **options: Any) -> None:
+    assert engine.shards.load(directory, files_in(directory), **options) == []
+
+
+def files_in(directory: Path) -> FileDigests:
+    """With the digests that they have; a run takes those of the manifest."""
+    return digest_files(directory, [*HEAD, *sorted(path.name for path in directory.glob("*.distcp"))])
+
+
 def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Continued, Continued, list[Any]]:
     """Two steps after a checkpoint: straight on, and again in the same engine from the checkpoint; and what each rank wrote."""
     engine = new_engine(settings)
@@ -51,7 +61,7 @@ def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
     engine.shards.stage(copies=True)
     straight = two_steps(engine, batch)
     written = write(engine, directory)  # of the weights before those steps
-    engine.shards.load(directory)
+    load(engine, directory)
     return straight, two_steps(engine, batch), written
 
 
@@ -66,7 +76,7 @@ def save_refused(settings: EngineSettings, refused: TrainBatch, batch: TrainBatc
 def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Continued:
     """The same two steps in a new engine."""
     engine = new_engine(settings)
-    engine.shards.load(directory)
+    load(engine, directory)
     return two_steps(engine, batch)
 
 
@@ -82,7 +92,7 @@ def load_and_score(settings: EngineSettings, batch: TrainBatch, directory: Path)
     """Log-probs before and after loading, and the bytes that the rank then holds of each kind."""
     engine = new_engine(settings)
     before_T = engine.logprobs(batch)
-    engine.load(directory)
+    engine.load(directory, files_in(directory))
     return before_T, engine.logprobs(batch), {kind: held.device + held.host for kind, held in engine._memory.bytes().items()}
 
 
@@ -101,7 +111,7 @@ def save_once(settings: EngineSettings, batch: TrainBatch, directory: Path, copi
 
 def load_and_save(settings: EngineSettings, before: Path, after: Path) -> None:
     engine = new_engine(settings)
-    engine.shards.load(before)
+    load(engine, before)
     save(engine, after)
 
 
@@ -142,7 +152,7 @@ def refused_loads(settings: EngineSettings, batch: TrainBatch, directory: Path, 
             _spoil(evil, part, Runs(mark))
             for reader, evaluates in (("", False), (" of an evaluation", True)) if part == "_extra_state" else (("", False),):
                 try:
-                    engine.shards.load(evil, weights_only=evaluates)
+                    load(engine, evil, weights_only=evaluates)
                 except CheckpointError as error:
                     said[part + reader] = str(error)
     finally:

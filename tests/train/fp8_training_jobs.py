@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint_jobs import save
+from checkpoint_jobs import load, save
 from engine_jobs import new_engine, train
 
 from moerl.algorithms.algorithm import loss_of
@@ -91,7 +91,7 @@ def saved_and_continued(settings: EngineSettings, batch: TrainBatch, directory: 
     straight = two_steps(engine)
     FP8GlobalStateManager.reset()
     engine = type(engine)(settings, engine._groups)
-    engine.shards.load(directory)
+    load(engine, directory)
     return straight, two_steps(engine)
 
 

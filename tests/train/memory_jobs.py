@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from checkpoint_jobs import write
+from checkpoint_jobs import files_in, write
 from engine_jobs import Trained, new_engine
 
 from moerl.algorithms.algorithm import loss_of
@@ -55,14 +55,14 @@ def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
     engine.stage(copies=True)
     straight = _two_steps(engine, batch, sleeps)
     write(engine, directory)
-    engine.load(directory)
+    engine.load(directory, files_in(directory))
     return straight, _two_steps(engine, batch, sleeps)
 
 
 def load_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Any:
     """The same two steps in a new engine."""
     engine = new_engine(settings)
-    engine.load(directory)
+    engine.load(directory, files_in(directory))
     return _two_steps(engine, batch, sleeps=False)
 
 
@@ -162,7 +162,7 @@ def call_asleep(settings: EngineSettings, batch: TrainBatch) -> dict[str, str]:
         "update": refusal(lambda: engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=1)),
         "export": refusal(lambda: list(engine.export())),
         "save": refusal(lambda: engine.stage(copies=True)),
-        "load": refusal(lambda: engine.load(Path("unused"))),
+        "load": refusal(lambda: engine.load(Path("unused"), {})),
     }
     engine.wake()
     said["logprobs awake"] = refusal(lambda: engine.logprobs(batch))

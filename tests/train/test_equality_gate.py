@@ -3,6 +3,8 @@
 float32 shows what a run sees; in float64 rounding hides no error, and Adam, which divides by the gradient's size, enlarges none.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_cases import LAYOUTS, random_batch, settings
@@ -74,3 +76,15 @@ def test_a_layout_equals_one_process_for_every_cut_into_micro_batches(name, dtyp
         assert_equal(results[cut.name], one_process[dtype][str(cut.num_sequences)], TOLERANCE[dtype])
     assert_tensors_equal(results[TRAINED].weights, one_process[dtype]["16"].weights, CLIPPED, "weights")
     assert bool(results[TRAINED].weights) == (dtype == "float64")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_fused_swiglu_computes_what_the_plain_one_does(dtype, one_process, checkpoints):
+    """The one fusion that runs without a GPU. Its backward pass is written by hand."""
+    chosen = settings(checkpoints["qwen3_moe"], LAYOUTS["ep2"], dtype=dtype)
+    fused = replace(chosen, train=replace(chosen.train, megatron={"bias_activation_fusion": True}))
+    wanted = [cut for cut in cuts(LAYOUTS["ep2"], NUM_SEQUENCES) if cut.name in (TRAINED, "single-1")]
+    results = run_ranks(measure, 2, fused, random_batch(num_sequences=NUM_SEQUENCES), wanted, _trained(dtype, TRAINED))
+    for cut in wanted:
+        assert_equal(results[cut.name], one_process[dtype][str(cut.num_sequences)], TOLERANCE[dtype])
+    assert_tensors_equal(results[TRAINED].weights, one_process[dtype]["16"].weights, CLIPPED, "weights")

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import resource
+import shutil
 import signal
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.checkpoint import checkpoint_dirs
-from moerl.train.checkpoint.checkpoint_check import faults_of_part, read_state
+from moerl.train.checkpoint.checkpoint_check import faults_of_part, files_of_model, read_manifest, read_state
 from moerl.train.group import MegatronTrainGroup
 from moerl.types.errors import CheckpointError, TrainError
 
@@ -159,3 +160,37 @@ def flip_a_bit(file):
     contents = bytearray(file.read_bytes())
     contents[len(contents) // 2] ^= 1
     file.write_bytes(contents)
+
+
+def test_damage_of_a_model_beside_the_policy_is_named_with_the_policys(run_with, tmp_path):
+    """Nobody has read its files when the policy's are found damaged, and it is not loaded after them."""
+    directory = tmp_path / "checkpoints" / "step-000001"
+
+    async def scenario(group, pids):
+        await update(group)
+        await group.save(1, {})
+        await group.saved(wait=True)
+        put_beside(directory, "critic")
+        assert await group.load() == (1, {"version": 1})
+        await group.load_part(directory, "critic")
+        flip_a_bit(directory / "critic" / "__1_0.distcp")
+        with pytest.raises(CheckpointError) as caught:
+            await group.load_part(directory, "critic")
+        assert [fault.split(":")[0] for fault in str(caught.value).splitlines()[1:]] == ["* critic/__1_0.distcp"]
+        flip_a_bit(directory / "__0_0.distcp")
+        with pytest.raises(CheckpointError) as caught:
+            await group.load()
+        assert [fault.split(":")[0] for fault in str(caught.value).splitlines()[1:]] == ["* __0_0.distcp", "* critic/__1_0.distcp"]
+
+    run_with(scenario)
+
+
+def put_beside(directory, name):
+    """A second model, of the same form, as a checkpoint has those that learn beside the policy."""
+    files = files_of_model(directory)
+    (directory / name).mkdir()
+    for file in files:
+        shutil.copy(directory / file, directory / name)
+    written = read_manifest(directory)
+    files = dict(written.files) | {f"{name}/{file}": entry for file, entry in files.items()}
+    (directory / checkpoint_dirs.MANIFEST).write_text(checkpoint_dirs.manifest_text({"model": written.model, "files": files}))

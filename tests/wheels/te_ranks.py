@@ -4,11 +4,13 @@ FOLDER is where the distribution was unpacked, or `reference`. Prints the names 
 distribution is replaced but what is compiled and the export to ONNX; on meta tensors no layer computes. What is built is a rank of an H100.
 """
 
+import importlib
 import importlib.machinery
 import json
 import os
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +58,28 @@ class Compiled(types.ModuleType):
         return found
 
 
+@contextmanager
+def defined_kernels():
+    """Inside, kernels of Triton, which has no distribution without CUDA, can be defined: none is compiled or called."""
+    importlib.import_module("torch._inductor.utils")  # it asks for Triton when it is first imported, and believes what it finds
+
+    names = ("triton", "triton.language", "triton.language.core", "triton.language.standard")
+    for name in names:
+        made = sys.modules[name] = Compiled(name)
+        made.__path__ = []
+        if "." in name:
+            parent, last = name.rsplit(".", 1)
+            setattr(sys.modules[parent], last, made)
+    triton = sys.modules["triton"]
+    triton.__version__ = "3.5.0"
+    triton.jit = triton.constexpr_function = lambda kernel: kernel
+    triton.autotune = triton.heuristics = lambda *_, **__: lambda kernel: kernel
+    triton.Config = lambda *_, **__: None
+    yield
+    for name in names:
+        del sys.modules[name]
+
+
 def as_on_a_gpu(folder: Path) -> None:
     """Before Megatron is imported."""
     from megatron_patches import cuda_stand_in, reference_te
@@ -73,7 +97,9 @@ def as_on_a_gpu(folder: Path) -> None:
     import transformer_engine.common
 
     transformer_engine.common.load_framework_extension = lambda framework: None
-    import transformer_engine.pytorch
+    with defined_kernels():
+        import transformer_engine.pytorch
+        import transformer_engine.pytorch.permutation
 
 
 def main(folder: str, *overrides: str) -> None:
@@ -93,11 +119,15 @@ def main(folder: str, *overrides: str) -> None:
     held = {}
     for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
         with as_rank(stage * (layout.ranks // layout.pp), layout):
-            _, owned = build_on_meta(model_config(config.model), config.train, max_context=config.model.max_context, expert_rank=0)
+            built, owned = build_on_meta(model_config(config.model), config.train, max_context=config.model.max_context, expert_rank=0)
         held[stage] = {item.name: list(item.tensor.shape) for item in owned}
     import transformer_engine
 
-    print(json.dumps({"stages": held, "file": transformer_engine.__file__}))
+    from moerl.train.megatron.fusions import FIELDS
+
+    # What the configuration says after Megatron has checked it, which is what its layers are built from.
+    fused = [field for field in FIELDS if getattr(built.config, field)]
+    print(json.dumps({"stages": held, "file": transformer_engine.__file__, "fused": fused, "words": built.config.fusions}))
 
 
 if __name__ == "__main__":

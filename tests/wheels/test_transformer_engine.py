@@ -41,6 +41,13 @@ def test_ranks_hold_on_transformer_engine_what_they_hold_on_the_reference(recipe
     real, reference = (held(recipe, folder, *overrides) for folder in (str(unpacked("transformer-engine", VERSION)), "reference"))
     assert Path(real["file"]).is_relative_to(unpacked("transformer-engine", VERSION))
     assert real["stages"] == reference["stages"] and len(real["stages"]) >= 2
+    # Megatron has found the kernels in the distribution, and built its layers with them.
+    assert real["fused"] == ["bias_activation_fusion", *([] if is_latent(recipe) else ["apply_rope_fusion"]), "moe_permute_fusion"]
+    assert reference["fused"] == []
+
+
+def is_latent(recipe):
+    return "deepseek" in recipe or "kimi" in recipe
 
 
 def test_copies_of_weights_in_fp8_are_where_they_are_dropped_and_are_made_anew():

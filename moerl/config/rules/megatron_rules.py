@@ -161,6 +161,7 @@ REFUSED: Mapping[str, str] = {
 
 WITHOUT_REPLAY: Mapping[str, str] = {
     "moe_router_fusion": "the fused router chooses experts itself and takes no routes",
+    "moe_token_dispatcher_type": "DeepEP is given the experts of the largest probabilities: a route of probability 0 is lost",
     "overlap_moe_expert_parallel_comm": "it runs two micro-batches in one pass, and routes belong to one",
     **dict.fromkeys(
         ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"),
@@ -169,7 +170,7 @@ WITHOUT_REPLAY: Mapping[str, str] = {
 }
 """Allowed fields that do not go with train.router_replay."""
 
-_OFF = (None, False, "none")
+_OFF = (None, False, "none", "alltoall")
 
 
 def allowed_problems(name: str, value: Any) -> Iterator[Problem]:
@@ -302,6 +303,7 @@ def megatron_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     """Every rule train.megatron breaks, for the model if it is known."""
     yield from field_problems(config.train.megatron)
     yield from router_problems(config.train.megatron, facts.shape)
+    yield from dispatcher_problems(config.train)
 
 
 def field_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
@@ -337,6 +339,22 @@ def router_problems(settings: Mapping[str, object], shape: ModelShape | None) ->
     rate = settings.get("moe_router_bias_update_rate", 0.0)
     if rate != 0 and shape is not None and not shape.has_expert_bias:
         yield _problem("moe_router_bias_update_rate", rate, "has no effect", "this model's routers have no bias", "leave it out")
+
+
+def dispatcher_problems(train: TrainConfig) -> Iterator[Problem]:
+    """Faults of the dispatcher that sends tokens by DeepEP (csrc/deep_ep.cpp, csrc/kernels/launch.cuh, configs.cuh)."""
+    name, fix = "moe_token_dispatcher_type", "leave it out: alltoall"
+    if train.megatron.get(name) != "flex":
+        return
+    if train.dtype != "bfloat16":
+        yield _problem(name, "flex", f"does not go with train.dtype={train.dtype}", "DeepEP sends tokens in bfloat16", fix)
+    num_ranks = train.layout.ep * train.layout.etp
+    if num_ranks not in (2, 4, 8) and not (num_ranks % 8 == 0 and 8 < num_ranks <= 160):
+        rule = f"does not go with {num_ranks} ranks that exchange tokens (train.layout.ep x etp)"
+        yield _problem(name, "flex", rule, "DeepEP has kernels for 2, 4 or 8 ranks of a node, and for up to 20 nodes of 8", fix)
+    if train.megatron.get("moe_shared_expert_overlap"):
+        reason = "Megatron's flex dispatcher does not run the shared experts"
+        yield _problem("moe_shared_expert_overlap", True, "does not go with moe_token_dispatcher_type=flex", reason, "one of the two")
 
 
 def _fields(file: Path, cls: str) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 What is written holds weights alone: no moments, no masters, no random streams. A run that loads it starts its optimizer anew.
 """
 
+import io
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class ShardedSource:
         with (self.directory / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             try:
-                tensor = load_tensor(file.read(place.length))
+                tensor = load_tensor(io.BytesIO(file.read(place.length)))
                 if tensor.shape != chunk.sizes or tensor.dtype != dtype:
                     found = f"{tensor.dtype} {tuple(tensor.shape)}"
                     raise CheckpointError(f"found {found}, the index says {dtype} {tuple(chunk.sizes)}")

@@ -1,20 +1,19 @@
-"""Is a checkpoint what was written: a check of names and sizes that costs nothing, and one of every byte that the ranks share.
+"""Is a checkpoint what was written: a check of names and sizes that costs nothing, and one of every byte.
+
+Ranks that load a checkpoint digest what they read (shard_reader.py); the check of every byte is for what nobody loads.
 
 An error names every damaged file, what it held, and the newest older checkpoint that is whole. moerl does not fall back to that one
 by itself: the run would silently repeat steps, and overwrite their metrics, because of a fault somebody should know of.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moerl.train.checkpoint.checkpoint_dirs import MANIFEST, STATE, FileDigests, complete, contents_digest, digest_of, version_of
+from moerl.train.checkpoint.checkpoint_dirs import INDEX, MANIFEST, STATE, FileDigests, complete, contents_digest, digest_of, version_of
 from moerl.types.errors import CheckpointError
 from moerl.types.json_text import is_file_name, read_object
-
-_METADATA = ".metadata"
-"""Index of torch.distributed.checkpoint: which file holds which tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +48,23 @@ def read_state(directory: Path) -> dict[str, Any]:
         raise damaged(directory, [f"* {STATE}: {error}"]) from error
 
 
-def faults_of_part(directory: Path, *, part: int, num_parts: int) -> list[str]:
-    """Compares every `num_parts`-th file with the manifest byte by byte, from `part` on; a line for each damaged one."""
-    return content_faults(directory, sorted(read_manifest(directory).files)[part::num_parts])
+def files_of_model(directory: Path, model: str = "") -> FileDigests:
+    """Files that ranks read of a checkpoint to load a model: the policy, or one beside it, by their names in its own folder. Raises
+    CheckpointError if the manifest is damaged."""
+    folder = f"{model}/" if model else ""
+    files = {name.removeprefix(folder): entry for name, entry in read_manifest(directory).files.items() if name.startswith(folder)}
+    return {name: entry for name, entry in files.items() if "/" not in name and name != STATE}
+
+
+def faults_while_loading(directory: Path, names: Sequence[str]) -> list[str]:
+    """A line for each of these files, whose bytes were others when they were read than when they were written."""
+    files = read_manifest(directory).files
+    return [_fault(directory, name, files, with_contents=False) or _changed(directory, name, files) for name in names]
+
+
+def faults_of_part(directory: Path, *, part: int, num_parts: int, but: Collection[str] = ()) -> list[str]:
+    """Compares every `num_parts`-th file with the manifest byte by byte, from `part` on; a line for each damaged one. `but`: left out."""
+    return content_faults(directory, sorted(read_manifest(directory).files.keys() - set(but))[part::num_parts])
 
 
 def content_faults(directory: Path, names: Sequence[str]) -> list[str]:
@@ -106,13 +119,17 @@ def _fault(directory: Path, name: str, files: FileDigests, *, with_contents: boo
     if path.stat().st_size != size:
         return f"* {name}: {path.stat().st_size} bytes, should be {size}{_tensors(directory, name, files)}"
     if with_contents and digest_of(path) != digest:
-        return f"* {name}: contents differ from what was written{_tensors(directory, name, files)}"
+        return _changed(directory, name, files)
     return ""
+
+
+def _changed(directory: Path, name: str, files: FileDigests) -> str:
+    return f"* {name}: contents differ from what was written{_tensors(directory, name, files)}"
 
 
 def _tensors(directory: Path, name: str, files: FileDigests) -> str:
     """Which tensors a shard file holds, from the checkpoint's own metadata; empty if that is damaged too."""
-    if not name.endswith(".distcp") or _METADATA not in files or _fault(directory, _METADATA, files, with_contents=True):
+    if not name.endswith(".distcp") or INDEX not in files or _fault(directory, INDEX, files, with_contents=True):
         return ""
     from moerl.train.checkpoint.checkpoint_pickles import read_index  # torch: seconds, which only a damaged checkpoint is worth
 

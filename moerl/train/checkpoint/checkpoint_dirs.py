@@ -23,6 +23,9 @@ from typing import Any
 import xxhash
 
 MANIFEST, STATE = "manifest.json", "state.json"
+INDEX, COMMON = ".metadata", "common.pt"
+HEAD = (COMMON, "metadata.json", INDEX)
+"""Files that say what lies in the shards."""
 _CHUNK_BYTES = 2**20
 
 FileDigests = dict[str, tuple[int, str]]

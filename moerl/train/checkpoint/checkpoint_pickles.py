@@ -1,7 +1,7 @@
 """Pickles of a checkpoint, read as data: it may come from anybody, its digests too, and a plain unpickler calls whatever it names.
 
 .metadata       of torch.distributed.checkpoint: classes of `_INDEX_CLASSES` and no others
-shards          torch.load with weights_only: tensors, and what torch and Megatron name as safe
+shards          torch.load with weights_only: tensors, and what torch and Megatron name as safe; so common.pt
 _extra_state    of Transformer Engine, pickled into a tensor: tensors and recipes of FP8
 """
 
@@ -12,9 +12,7 @@ import pathlib
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -23,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, filesystem
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
 from moerl.types.errors import CheckpointError
@@ -110,12 +108,20 @@ def read_index(directory: Path, *, file_bytes: Mapping[str, int] | None = None) 
     Raises CheckpointError if it is damaged or names anything but data; nothing of it has run then.
     """
     try:
-        index = _load_index((directory / _INDEX).read_bytes())
         if file_bytes is None:
             file_bytes = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if entry.is_file()}
+        return index_of((directory / _INDEX).read_bytes(), file_bytes)
+    except (OSError, CheckpointError) as error:
+        raise CheckpointError(f"{directory / _INDEX} cannot be read as the index of a checkpoint: {why_refused(error)}") from error
+
+
+def index_of(data: bytes, file_bytes: Mapping[str, int]) -> dcp.Metadata:
+    """The same of its bytes. Raises CheckpointError with the reason alone."""
+    try:
+        index = _load_index(data)
         _check_index(index, file_bytes)
     except (Exception, RecursionError) as error:  # whatever classes of torch make of arguments that were never theirs
-        raise CheckpointError(f"{directory / _INDEX} cannot be read as the index of a checkpoint: {why_refused(error)}") from error
+        raise CheckpointError(why_refused(error)) from error
     return index
 
 
@@ -126,6 +132,14 @@ def _load_index(data: bytes) -> Any:
     finally:
         for each, attributes in before.items():
             _undo(each, attributes)
+
+
+def load_object(data: bytes) -> Any:
+    """Object that is no tensor, from the bytes that torch.save wrote. Raises CheckpointError if it is no data."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's own, of bytes that it has never written
+        raise CheckpointError(why_refused(error)) from error
 
 
 def _undo(each: type, attributes: Mapping[str, Any]) -> None:
@@ -198,11 +212,12 @@ def _require(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def load_tensor(data: bytes) -> Tensor:
+def load_tensor(data: io.BytesIO) -> Tensor:
     """A stored tensor, from the bytes that torch.save wrote. Raises CheckpointError for anything else."""
     try:
-        _check_archive(zipfile.ZipFile(io.BytesIO(data)))
-        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        _check_archive(zipfile.ZipFile(data))
+        data.seek(0)
+        loaded = torch.load(data, map_location="cpu", weights_only=True)
         if not isinstance(loaded, Tensor):
             raise ValueError(f"it holds {type(loaded).__name__}, not a tensor")
     except Exception as error:  # torch's own, of bytes that it has never written
@@ -218,31 +233,6 @@ def _check_archive(archive: zipfile.ZipFile) -> None:
     _require(len(pickles) == 1 and pickles[0].file_size <= _PICKLE_BYTES, "its pickle is not that of one tensor")
     opcodes = {opcode.code for opcode, _, _ in pickletools.genops(archive.read(pickles[0]))}
     _require(opcodes.isdisjoint(_OF_KEYS), "its pickle has keys or sets, and that of a tensor has none")
-
-
-@contextmanager
-def read_as_data(directory: Path) -> Iterator[None]:
-    """Context in which torch.distributed.checkpoint, and Megatron by way of it, read the pickles of `directory` as data.
-
-    They unpickle the index, and load what is no tensor with weights_only=False. Raises CheckpointError as `read_index`.
-    """
-    index = read_index(directory)
-
-    def read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        assert Path(str(self.path)) == directory, f"reads {self.path}, not {directory}"
-        return replace(index, storage_meta=dcp.StorageMeta(load_id=self.load_id))
-
-    original = FileSystemReader.read_metadata
-    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ[names[0]] = "1"
-    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FileSystemReader.read_metadata = original  # type: ignore[method-assign]
-        del os.environ[names[0]]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def check_extra_state(name: str, state: Any) -> None:

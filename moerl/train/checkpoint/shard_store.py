@@ -1,24 +1,30 @@
 """Save and load the state of an engine: a checkpoint of any layout and dtype loads into any other, each rank reading what it needs."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from torch.distributed.checkpoint import CheckpointException
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint import metadata as dcp
 
 from moerl.config.schema.train_config import TrainConfig
 from moerl.train.checkpoint import sharded_state
-from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
-from moerl.train.checkpoint.checkpoint_pickles import check_extra_state, read_as_data, why_refused
+from moerl.train.checkpoint.checkpoint_dirs import HEAD, FileDigests, WrittenShards
+from moerl.train.checkpoint.checkpoint_head import read_head
+from moerl.train.checkpoint.checkpoint_pickles import check_extra_state
+from moerl.train.checkpoint.shard_reader import Found, read_shards
 from moerl.train.checkpoint.shard_writer import ShardWriter
+from moerl.train.checkpoint.stored_items import Contents, Need, contents_of, needs_of
 from moerl.train.megatron.megatron_model import Model
 from moerl.types.errors import CheckpointError
+
+Wanted = Sequence[ShardedTensor | ShardedObject]
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +55,24 @@ class ShardStore:
         """Rank 0, when every rank has written; what the ranks' `write` returned, by rank. The directory is then complete."""
         return self._writer.finish(directory, indices)
 
-    def load(self, directory: Path, *, weights_only: bool = False) -> None:
-        """Collective, in place: no more memory than one stored tensor at a time. The files must have been verified.
+    def load(self, directory: Path, files: FileDigests, *, weights_only: bool = False) -> list[str]:
+        """Collective, in place, every file read once by all ranks together: no more memory than an item of a file at a time.
 
-        Raises CheckpointError, also if something in them is not data: a checkpoint runs nothing."""
-        with _as_checkpoint_error(directory), read_as_data(directory):
-            self._load(directory, weights_only=weights_only)
+        `files`: sizes and digests that they should have. Returns the names of damaged ones, the same on all ranks; the engine is then of
+        no use. Raises CheckpointError if something in them is not data (a checkpoint runs nothing) or not of this model."""
+        with _as_checkpoint_error(directory):
+            head = read_head(directory, files)
+            index = dcp.Metadata({}, storage_data={}) if head.damaged else head.read_index(files)
+            shards = {name: entry for name, entry in files.items() if name not in HEAD}
+            read = partial(self._read, directory, contents_of(index, shards, dist.get_world_size()), shards)
+            if head.damaged:  # nobody knows what lies where
+                return head.damaged + read([]).damaged
+            return self._load(head.read_common(), read, weights_only=weights_only)
 
-    def _load(self, directory: Path, *, weights_only: bool) -> None:
-        common = dist_checkpointing.load_common_state_dict(str(directory))
+    def _load(self, common: dict[str, Any], read: Callable[[Wanted], Found], *, weights_only: bool) -> list[str]:
         is_converted = common.get("weights_only", False)
         if weights_only or is_converted:
-            self._load_weights(directory, with_extra=not is_converted)
-            return
+            return self._load_weights(read, with_extra=not is_converted)
         saved, here = common["content_metadata"], self._content()
         sharded_state.allocate_optimizer_state(self._optimizer, common["optimizer_steps"])
         has_masters, needs_masters = saved["dtype"] == "bfloat16", here["dtype"] == "bfloat16"
@@ -69,30 +80,45 @@ class ShardStore:
         optimizer = sharded_state.optimizer_state(self._optimizer, model, masters_are_weights=needs_masters and not has_masters)
         if has_masters and not needs_masters:
             sharded_state.read_from_masters(model, {p for chunk in self._model.chunks for p in chunk.parameters()})
-        same_ranks = saved["layout"] == here["layout"]
-        rng = {"rng": self._rng()} if same_ranks else {}
-        state = dist_checkpointing.load({"model": model, **rng}, str(directory))
-        # Apart: masters may come from weights that are also read as such.
-        dist_checkpointing.load(optimizer.shards, str(directory))
+        rng = [self._rng()] if saved["layout"] == here["layout"] else []
+        found = read([*sharded_state.parts_of(model), *optimizer.shards.values(), *rng])
+        if found.damaged:
+            return found.damaged
         for index, chunk in enumerate(self._model.chunks):
-            chunk.load_state_dict(_data_alone(state["model"][f"chunk{index}"]))
+            chunk.load_state_dict(_data_alone(sharded_state.with_objects(model[f"chunk{index}"], found.objects)))
         optimizer.install()
-        if same_ranks:
-            sharded_state.set_rng_state(state["rng"])
-        else:
+        for streams in rng:
+            sharded_state.set_rng_state(found.objects[streams.unique_key])
+        if not rng:
             logger.info("another layout than the checkpoint's: random streams start anew, as no rank of it has a counterpart")
+        return []
 
-    def _load_weights(self, directory: Path, *, with_extra: bool) -> None:
+    def _load_weights(self, read: Callable[[Wanted], Found], *, with_extra: bool) -> list[str]:
         """A converted checkpoint (moerl/convert) holds nothing else: the optimizer, if there is one, begins anew, from these weights.
         `with_extra`: what Transformer Engine keeps beside weights, too."""
         model = sharded_state.model_state(self._model.chunks)
         if not with_extra:
             sharded_state.drop_extra_state(model)
-        state = dist_checkpointing.load({"model": model}, str(directory))
+        found = read(sharded_state.parts_of(model))
+        if found.damaged:
+            return found.damaged
         for index, chunk in enumerate(self._model.chunks):
-            absent = chunk.load_state_dict(_data_alone(state["model"][f"chunk{index}"]), strict=False).missing_keys
+            state = _data_alone(sharded_state.with_objects(model[f"chunk{index}"], found.objects))
+            absent = chunk.load_state_dict(state, strict=False).missing_keys
             assert all("._extra_state" in name for name in absent), f"not loaded: {absent}"
         self._optimizer.reload_model_params()
+        return []
+
+    def _read(self, directory: Path, contents: Contents, files: FileDigests, wanted: Wanted) -> Found:
+        needs: Sequence[Need] | CheckpointError
+        try:
+            needs = needs_of(contents, wanted)
+        except CheckpointError as error:  # for all ranks: they wait for this one
+            needs = error
+        for each in wanted:
+            if isinstance(each, ShardedTensor) and each.allow_shape_mismatch:
+                each.data.detach().zero_()  # rows of padding, which the checkpoint need not have
+        return read_shards(directory, contents, needs, files)
 
     def _rng(self) -> Any:
         return sharded_state.rng_state(dist.get_rank(), dist.get_world_size())
@@ -111,12 +137,7 @@ def _data_alone(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _as_checkpoint_error(directory: Path) -> Iterator[None]:
-    """PyTorch's own derives from BaseException, which would end a Ray worker instead of reaching the driver."""
     try:
         yield
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        refused = next((cause for cause in causes if isinstance(cause, CheckpointError | UnpicklingError)), None)
-        raise CheckpointError(f"{directory} cannot be loaded: {error if refused is None else why_refused(refused)}") from error
-    except (CheckpointError, UnpicklingError) as error:
-        raise CheckpointError(f"{directory} cannot be loaded: {why_refused(error)}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory} cannot be loaded: {error}") from error

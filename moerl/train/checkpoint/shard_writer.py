@@ -32,9 +32,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards, digest_files, sync
-
-_RANK0_FILES = ("common.pt", "metadata.json", ".metadata")
+from moerl.train.checkpoint.checkpoint_dirs import COMMON, HEAD, FileDigests, WrittenShards, digest_files, sync
 
 
 class ShardWriter:
@@ -112,12 +110,12 @@ class ShardWriter:
         writer = FileSystemWriter(directory)
         writer.set_up_storage_writer(True)
         writer.finish(replace(self._metadata), [pickle.loads(index) for index in indices])
-        with (directory / "common.pt").open("wb") as file:
+        with (directory / COMMON).open("wb") as file:
             _save(self._common, file)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-        for name in _RANK0_FILES:
+        for name in HEAD:
             sync(directory / name)
-        return digest_files(directory, _RANK0_FILES)
+        return digest_files(directory, HEAD)
 
 
 def _write_item(shard: ShardedTensor | ShardedObject) -> WriteItem:

@@ -37,6 +37,25 @@ def model_state(chunks: Iterable[nn.Module]) -> dict[str, Any]:
     return {f"chunk{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)}  # type: ignore[operator]
 
 
+def parts_of(model: dict[str, Any]) -> list[ShardedTensor | ShardedObject]:
+    """All of it, each tensor a view of the model's own, so that what is read into them needs no merging."""
+    parts: list[ShardedTensor | ShardedObject] = []
+    for entry in nested_values(model):
+        if not isinstance(entry, ShardedTensorFactory):
+            parts.append(entry)
+            continue
+        built = list(nested_values(entry.build()))
+        own = entry.data.untyped_storage().data_ptr()
+        assert all(part.data.untyped_storage().data_ptr() == own for part in built), f"{entry.key}: Megatron copies its parts"
+        parts += built
+    return parts
+
+
+def with_objects(chunk: dict[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    """State of a chunk as a module takes it: its own tensors, which were read in place, and the objects by their keys."""
+    return {name: objects[entry.unique_key] if isinstance(entry, ShardedObject) else entry.data for name, entry in chunk.items()}
+
+
 def read_from_masters(model: dict[str, Any], parameters: set[Tensor]) -> None:
     """In place: weights come from the float32 masters that the checkpoint of a bfloat16 run holds, buffers from where they are."""
 

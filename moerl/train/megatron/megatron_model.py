@@ -34,6 +34,7 @@ from moerl.train.loss.logprobs import HeadInput
 from moerl.train.megatron import fp8_fields
 from moerl.train.megatron.attention_variants import decoder_layers, freeze_indexers, prepare_delta_nets
 from moerl.train.megatron.expert_routing import Routing
+from moerl.train.megatron.fusions import FusedKernels, fusions
 from moerl.train.megatron.norm_over_heads import norm_over_heads
 from moerl.train.megatron.overlap import data_parallel_config, reduce_after_last_micro_batch
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
@@ -77,6 +78,8 @@ class Model:
     routing: Routing
     vocab_size: int
     """Rows of the logits above it are padding."""
+    fusions: str
+    """Which are on, and why the others are not."""
     is_critic: bool = False
     """Its output is a value for each token, not logits."""
 
@@ -135,6 +138,7 @@ def build_model(model_dir: Path, train: TrainConfig, *, max_context: int, is_cri
         routers=Routers(config, chunks, train.layout),
         routing=Routing(config, chunks, train.layout, replays=train.router_replay != "off"),
         vocab_size=built.sizes.vocab_size,
+        fusions=config.fusions,
         is_critic=is_critic,
     )
 
@@ -219,19 +223,20 @@ def _transformer_config(family: Family, hf: Mapping[str, Any], train: TrainConfi
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the others refuse variable lengths, for dense models too
+        # allgather refuses variable lengths, for dense models too; flex is train.megatron's to choose (docs/gpu.md).
+        moe_token_dispatcher_type="alltoall",
         # The loss is scaled once, in moerl/train/loss/batch_loss.py: Megatron must neither average over micro-batches nor over ranks.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        apply_rope_fusion=False,
         mtp_num_layers=num_mtp_layers(hf) if train.mtp_loss > 0 else None,
         **fp8_fields.megatron_fields(train.fp8),
     )
+    fused = fusions(FusedKernels.found(), described | beside | chosen)
+    fused.check(train.megatron)
+    chosen |= fused.settings()
     kind = MLATransformerConfig if described.get("multi_latent_attention") else TransformerConfig
     config = kind(**described | chosen | recompute_fields(train.recompute) | train.megatron)
     config.finalize_model_grads_func = sum_gradients
+    beside["fusions"] = fused.words(train.megatron)
     for name, value in beside.items():
         setattr(config, name, value)
     return config
