@@ -67,7 +67,7 @@ def test_all_bytes_stay_on_their_rails_where_holders_allow_it_and_the_schedule_i
     heeding, heedless = both(tensors, layout, rollout, rails)
     assert heeding.share_on_rails(rails) > 0.99 and heedless.share_on_rails(rails) < 0.9
     heeding_s, heedless_s = (
-        seconds(in_order(deliveries(plan, bucket_bytes=500, relays=True).jobs), bytes_per_second=1.0) for plan in (heeding, heedless)
+        seconds(in_order(deliveries(plan, bucket_bytes=500, by_node=True).jobs), bytes_per_second=1.0) for plan in (heeding, heedless)
     )
     assert heeding_s <= 1.05 * heedless_s
 
@@ -95,6 +95,6 @@ def test_the_plan_of_a_run_heeds_the_rails_of_its_processes():
     names = tuple(tensor.name for tensor in tensors)
     needs, nodes = {f"server {index}": (names,) * 4 for index in range(2)}, {"server 0": ("a",), "server 1": ("b",)}
     rails = Rails(senders=tuple(range(8)), readers=(7, 6, 5, 4, 3, 2, 1, 0))
-    found = in_order(plan_deliveries(outline, needs, nodes, rails).jobs)
+    found = in_order(plan_deliveries(outline, needs, nodes, rails=rails).jobs)
     assert {rails.senders[bucket.sender] - rails.readers[bucket.readers[0]] for bucket in found} == {0}
     assert len(found) == len(in_order(plan_deliveries(outline, needs, nodes).jobs))

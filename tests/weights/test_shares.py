@@ -92,6 +92,9 @@ class _Given:
     def buckets(self):
         yield self._given
 
+    def rest(self):
+        pass
+
     def close(self):
         pass
 
