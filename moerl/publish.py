@@ -29,6 +29,7 @@ from moerl.types.groups import Group, Prompt
 from moerl.types.push import PushStats, Transport
 from moerl.types.stats import MIN_COMPARED, StepStats, disagreeing
 from moerl.types.stored_batch import StoredBatch
+from moerl.weights.plan.kept_plan import KeptPlan
 from moerl.weights.plan.run_plan import RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.sync import SOURCE, WeightSync, resolve_transport
@@ -53,6 +54,7 @@ class WeightPublisher:
         self._sync: WeightSync | None = None
         self._connected_to: list[tuple[str, int]] = []
         self._transport: Transport | None = None
+        self._plan = KeptPlan()
         self._pushing = asyncio.Lock()
         self._last_push: PushStats | None = None
         self._compared: set[Member] = set()
@@ -235,6 +237,7 @@ class WeightPublisher:
                 nodes={member.name: member.engine.hosts for member in members},
                 ranks=self._rank_places(members) if self._transport == "relay" else None,
                 rails=self._rails_of(members),
+                plan=self._plan,
                 deadline_seconds=deadlines.push_seconds,
                 settle_seconds=deadlines.settle_seconds,
                 on_late=None if self._pool.hangs is None else partial(self._late, self._pool.hangs, members),

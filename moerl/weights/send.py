@@ -14,7 +14,7 @@ import torch
 from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Transport
-from moerl.weights.plan.buckets import Job
+from moerl.weights.plan.buckets import Job, pieces_of
 from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskSender
 from moerl.weights.transport.gpu_transport import finished
@@ -98,14 +98,8 @@ class WeightSender:
                 self._relay = RankRelay(join, self._lender, rank=self._rank, job=self._job, relayed=self._relayed, members=senders)
 
     def digests(self) -> list[str]:
-        """Digests of every entry of the job, made from what is held, not from what is sent; once of what goes to several nodes."""
-        halves: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        entries = [entry for bucket in self._job for entry in bucket.entries]
-        for entry in entries:
-            if (entry.name, entry.start) not in halves:
-                halves[entry.name, entry.start] = digest_halves(self._read(entry.name, entry.start, entry.shape))
-        found = dict(zip(halves, hex_digests(halves.values()), strict=True))
-        return [found[entry.name, entry.start] for entry in entries]
+        """Digests of the pieces of the job (`pieces_of`), made from what is held, not from what is sent."""
+        return hex_digests([digest_halves(self._read(entry.name, entry.start, entry.shape)) for entry in pieces_of(self._job)])
 
     def send(self) -> int:
         """All buckets, in order; returns when they have been read. Bytes written (disk)."""

@@ -23,7 +23,8 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import HangError, WeightError
 from moerl.types.push import Bucket, Needs, PushStats, Transport, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, Job, in_order, manifest_of
-from moerl.weights.plan.run_plan import Nodes, Outline, RankPlaces, plan_deliveries
+from moerl.weights.plan.kept_plan import KeptPlan
+from moerl.weights.plan.run_plan import Nodes, Outline, RankPlaces
 from moerl.weights.plan.transfer_plan import Rails
 from moerl.weights.receiver import WeightReceiver
 
@@ -54,7 +55,7 @@ class WeightSource(Protocol):
         """Readers can connect to every rank; nccl, relay: returns when all have joined. `num_readers`: processes of all servers."""
 
     async def digests(self) -> Mapping[int, Sequence[str]]:
-        """By rank, of all entries of its job. A push begins."""
+        """By rank, of the pieces of its job (plan/buckets.py, pieces_of). A push begins."""
 
     async def send(self) -> int:
         """All ranks send their jobs; returns when everything was read. Bytes written (disk)."""
@@ -75,15 +76,16 @@ class WeightSync:
         nodes: Nodes | None = None,
         ranks: RankPlaces | None = None,
         rails: Rails | None = None,
+        plan: KeptPlan | None = None,
         deadline_seconds: float = 300.0,
         settle_seconds: float = 5.0,
         on_late: OnLate | None = None,
     ):
         """`receivers` by the name errors use. `nodes` of theirs, for a network; None: all on one. `ranks`: places of the trainer's, for
-        relay. `rails`: of all processes, servers' in that order; None: any two cards are as good. `deadline_seconds` bounds one call to
-        all, and so the time in which all bytes must arrive; once one has failed, the others get `settle_seconds` to end by themselves
-        before their calls are cancelled. `on_late`: looks at those first."""
-        self._on_late = on_late
+        relay. `rails`: of all processes, servers' in that order; None: any two cards are as good. `plan`: of the pushes before this object;
+        None: there were none. `deadline_seconds` bounds one call to all, and so the time in which all bytes must arrive; once one has
+        failed, the others get `settle_seconds` to end by themselves before their calls are cancelled. `on_late`: looks at those first."""
+        self._on_late, self._plan = on_late, KeptPlan() if plan is None else plan
         self._source = source
         self._receivers = dict(receivers)
         self._transport: Transport = transport
@@ -101,8 +103,9 @@ class WeightSync:
         """Plan, and build the transport. `push` does it when there is none or an error ended it; call it after a receiver was restarted."""
         self._connected = False
         needs: dict[str, Needs] = await self._together("asking for needs", {n: receiver.needs() for n, receiver in self._receivers.items()})
-        outline = await self._source.outline()
-        self._deliveries = await asyncio.to_thread(plan_deliveries, outline, needs, self._nodes, self._ranks, self._rails)
+        if self._plan.outline is None:
+            self._plan.outline = await self._source.outline()
+        self._deliveries = await asyncio.to_thread(self._plan.of, needs, self._nodes, self._ranks, self._rails)
         jobs, seconds = self._deliveries.jobs, _PATIENCE * self._deadline_seconds
         secret = RunSecret.new()  # whoever was to be in an attempt before this one is not in it
         address = await self._source.listen(self._transport, jobs, seconds, secret)
@@ -134,7 +137,11 @@ class WeightSync:
         assert self._deliveries is not None, "connect plans"
         self._connected = False
         manifest = manifest_of(self._deliveries, await self._source.digests(), version=version)
-        await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
+        try:
+            await self._together("begin", {name: receiver.begin(manifest) for name, receiver in self._receivers.items()})
+        except WeightError:
+            self._plan.outline = None  # what a server refuses may have been left out of it
+            raise
         installs: dict[str, Coroutine[Any, Any, Any]] = {name: receiver.install() for name, receiver in self._receivers.items()}
         num_written = (await self._together("the transfer", {SOURCE: self._source.send(), **installs}))[SOURCE]
         push_ids = {name: secrets.token_hex(8) for name in self._receivers}

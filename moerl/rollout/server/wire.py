@@ -109,6 +109,8 @@ class Verb:
         self.answer: TypeAdapter[Any] = TypeAdapter(answer)
         self._body: type[BaseModel] = create_model(self.name, **{name: (kind, ...) for name, kind in fields.items()})  # type: ignore[call-overload]
         self._bodies = TypeAdapter(self._body)
+        self._manifest: Manifest | None = None
+        self._manifest_body = b""
 
     @property
     def is_of_push(self) -> bool:
@@ -120,7 +122,13 @@ class Verb:
         return 2**28 if self.name == "needs" else MAX_ERROR
 
     def dump(self, arguments: Mapping[str, Any]) -> bytes:
-        return self._bodies.dump_json(self._body.model_construct(**arguments))
+        """A body. That of a manifest, which a push tells to every server, is made once."""
+        manifest = arguments.get("manifest")
+        if manifest is None:
+            return self._bodies.dump_json(self._body.model_construct(**arguments))
+        if self._manifest is not manifest:
+            self._manifest, self._manifest_body = manifest, self._bodies.dump_json(self._body.model_construct(**arguments))
+        return self._manifest_body
 
     def parse(self, content: bytes) -> dict[str, Any]:
         """Arguments by name. pydantic.ValidationError with all that is wrong in them."""

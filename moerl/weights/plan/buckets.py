@@ -52,12 +52,33 @@ def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) 
 
 
 def relayed(jobs: Mapping[int, Job]) -> dict[int, Job]:
-    """By trainer rank the buckets that it gets from others for the readers of its node, in order; only those that get some."""
+    """By trainer rank the buckets that it gets from others for the readers of its node, in order; only those that get some. Without
+    entries, which a relay has no use for."""
     found: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in in_order(jobs):
         if bucket.lender != bucket.sender:
-            found[bucket.lender].append(bucket)
+            found[bucket.lender].append(replace(bucket, entries=()))
     return {rank: tuple(buckets) for rank, buckets in found.items()}
+
+
+def restricted(found: Deliveries, readers: Mapping[int, int]) -> Deliveries:
+    """The same without readers that are not there. `readers`: numbers of those that are, and what they are called from now on."""
+    jobs: dict[int, Job] = {}
+    for sender, job in found.jobs.items():
+        left = ((bucket, tuple(readers[reader] for reader in bucket.readers if reader in readers)) for bucket in job)
+        kept = [replace(bucket, index=index, readers=some) for index, (bucket, some) in enumerate(each for each in left if each[1])]
+        if kept:
+            jobs[sender] = tuple(kept)
+    return replace(found, jobs=jobs)
+
+
+def pieces_of(job: Job) -> list[BucketEntry]:
+    """Entries of a job, each piece once, also if it goes to several places; in the order in which they first come."""
+    found: dict[tuple[str, tuple[int, ...]], BucketEntry] = {}
+    for entries in {id(bucket.entries): bucket.entries for bucket in job}.values():
+        for entry in entries:
+            found.setdefault((entry.name, entry.start), entry)
+    return list(found.values())
 
 
 def in_order(jobs: Mapping[int, Job]) -> list[Bucket]:
@@ -67,18 +88,17 @@ def in_order(jobs: Mapping[int, Job]) -> list[Bucket]:
 
 
 def manifest_of(found: Deliveries, digests: Mapping[int, Sequence[str]], *, version: int) -> Manifest:
-    """`digests`: by trainer rank, of its job's entries in their order. WeightError if ranks that hold the same do not agree."""
+    """`digests`: by trainer rank, of the pieces of its job (`pieces_of`). WeightError if ranks that hold the same do not agree."""
     held: dict[tuple[str, tuple[int, ...]], tuple[BucketEntry, str, list[int]]] = {}
     for sender, job in found.jobs.items():
-        entries = (entry for bucket in job for entry in bucket.entries)
-        for entry, digest in zip(entries, digests[sender], strict=True):
+        for entry, digest in zip(pieces_of(job), digests[sender], strict=True):
             _, other, ranks = held.setdefault((entry.name, entry.start), (entry, digest, [sender]))
             if other != digest:
                 raise WeightError(
                     f"tensor {entry.name!r} at {list(entry.start)}: trainer ranks {ranks[0]} and {sender} hold copies of it, "
                     "and their bytes differ: the trainer's replicas have diverged; resume from a checkpoint"
                 )
-            if ranks[-1] != sender:
+            if ranks[-1] != sender:  # the first one has begun the list
                 ranks.append(sender)
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for entry, digest, ranks in held.values():
