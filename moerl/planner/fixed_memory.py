@@ -31,6 +31,8 @@ RECEIVED = 512 * MIB
 """Bytes of tensors that come in pieces, on each GPU of a server in a push (moerl/weights/loading.py, DEVICE_BYTES)."""
 PUSH_BUFFERS = 2
 """Buffers of weights.bucket_bytes each, on every rank that sends (moerl/weights/send.py); given back after each push."""
+RELAY_BUFFERS = 2
+"""As many more on a rank that relays to servers of its node (moerl/weights/transport/relay_transport.py)."""
 HOST_PROCESS = 3 * GIB
 """Host memory of a process with PyTorch, CUDA's libraries and Transformer Engine or an engine. An assumption."""
 

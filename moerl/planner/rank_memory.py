@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models, makes_room
+from moerl.config.derive.gpu_map import relays_pushes
 from moerl.config.derive.model_shape import read_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import TrainConfig
@@ -238,7 +239,8 @@ def _phase(
     if phase not in ("load", *_WITHOUT_FP8_COPIES[train.offload]):
         kinds["FP8 copies"] = static.fp8
     if phase == "push" and pushes:
-        kinds["push buffers"] = fixed.PUSH_BUFFERS * config.weights.bucket_bytes
+        slots = fixed.PUSH_BUFFERS + (fixed.RELAY_BUFFERS if relays_pushes(config) else 0)
+        kinds["push buffers"] = slots * config.weights.bucket_bytes
     if phase == "update":
         kinds |= {
             "activations": activations.kept,
@@ -266,9 +268,10 @@ def _communicators(hf: Mapping[str, Any], config: RunConfig, phase: Phase) -> in
     layout = config.train.layout
     if phase == "load":
         return 0
-    # Of trainer and servers, for pushes; where they share GPUs it is gloo's (moerl/train/push/push_source.py).
+    # Of trainer and servers, for pushes; of the trainer's ranks alone where they relay.
     transport, spread = config.weights.transport, config.placement.nodes > 1
-    pushes_by_nccl = config.placement.mode == "separate" and (transport == "nccl" or (transport == "auto" and spread))
+    joined = config.placement.mode == "separate" and (transport == "nccl" or (transport == "auto" and spread))
+    pushes_by_nccl = joined or relays_pushes(config)
     of_pushes = fixed.COMMUNICATOR[True] if pushes_by_nccl else 0
     if phase == "rollout" and config.train.destroy_groups:
         return fixed.default_group_bytes(layout) + of_pushes

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from moerl.config.derive.gpu_map import gpu_map
+from moerl.config.derive.gpu_map import gpu_map, relays_pushes
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
@@ -40,7 +40,7 @@ def route_of(config: RunConfig) -> Route:
         return Route(words="disk: files that ranks write and servers read, at the file system's rate", is_card_s=False)
     if transport == "ipc":
         return Route(words="ipc, on one node: memory that servers map (CUDA IPC on GPUs); nothing crosses a card", is_card_s=False)
-    relays = _relays(config) is not None
+    relays = relays_pushes(config)
     if placement.device == "cpu":
         name = "relay" if relays else "nccl"
         return Route(words=f"{name} over gloo: TCP from host memory, without GPUs", is_card_s=False)
@@ -220,14 +220,11 @@ def _measured(
 
 def _relays(config: RunConfig) -> Relays | None:
     """As a run has them; None: it takes another transport."""
-    if config.placement.nodes == 1 or config.placement.mode == "separate" or config.weights.transport not in ("auto", "nccl"):
+    if not relays_pushes(config):
         return None
     mapped = gpu_map(config)
-    servers = [gpu for server in mapped.servers for gpu in server]
-    if not {gpu.node for gpu in servers} <= {gpu.node for gpu in mapped.ranks}:
-        return None
     ranks = [(gpu.node, gpu.index) for gpu in mapped.ranks]
-    return relays_of(ranks, [(gpu.node, gpu.index) for gpu in servers])
+    return relays_of(ranks, [(gpu.node, gpu.index) for server in mapped.servers for gpu in server])
 
 
 def _nodes_of_servers(config: RunConfig) -> tuple[int, ...]:

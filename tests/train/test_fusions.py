@@ -42,7 +42,7 @@ def test_a_gpu_with_everything_has_all_but_those_that_no_run_wants():
         ({"glu_linear_offset": 1.0}, {"bias_activation_fusion"}),
         ({"params_dtype": torch.float64}, EVERY),
     ],
-    ids=str,
+    ids=lambda given: " ".join(sorted(given)),
 )
 def test_what_a_kernel_would_compute_otherwise_turns_it_off(model, off):
     assert on(ALL, **model) == EVERY - off

@@ -215,3 +215,14 @@ def gpu_map(config: "RunConfig") -> GPUMap:
         gpus += sum(layout.ranks for layout in own_layouts(config).values())
     machine = Machine(num_nodes=placement.nodes, gpus_per_node=gpus, nodes_per_domain=placement.nodes_per_domain)
     return map_gpus(config.train.layout, servers, machine, own_layouts(config))
+
+
+def relays_pushes(config: "RunConfig") -> bool:
+    """Whether the trainer's ranks relay pushes to servers on their nodes, as a run then does (weights/sync.py, resolve_transport)."""
+    mode = config.placement.mode
+    if config.placement.nodes == 1 or mode == "separate" or config.weights.transport not in ("auto", "nccl"):
+        return False
+    if mode == "colocated":
+        return True
+    mapped = gpu_map(config)
+    return {gpu.node for server in mapped.servers for gpu in server} <= {gpu.node for gpu in mapped.ranks}

@@ -17,7 +17,7 @@ from moerl.models.expert_stacks import stack_of, stored_name
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, BucketEntry, Manifest, Piece, TensorSpec
 from moerl.weights.plan.schedule import first_fit
-from moerl.weights.plan.transfer_plan import PlannedTensor, TransferPlan
+from moerl.weights.plan.transfer_plan import PlannedTensor, Relays, TransferPlan
 from moerl.weights.plan.travel_groups import Group, travel_groups
 
 ALIGNMENT = 64
@@ -45,7 +45,7 @@ def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) 
                 Bucket(sender=each.sender, index=0, num_bytes=_end(entries), entries=entries, readers=each.readers, relay=relay)
             )
     jobs: dict[int, list[Bucket]] = {}
-    for number, bucket in _in_rounds(_by_turns(groups, plan.layout.pp), by_node=by_node):
+    for number, bucket in _in_rounds(_by_turns(groups, plan.layout.pp), plan.relays, by_node=by_node):
         mine = jobs.setdefault(bucket.sender, [])
         mine.append(replace(bucket, index=len(mine), round=number))
     return Deliveries(tensors=stored_specs(plan.tensors), jobs={sender: tuple(buckets) for sender, buckets in jobs.items()})
@@ -136,17 +136,17 @@ def _relay(plan: TransferPlan, sender: int, reader: int) -> int | None:
     return sender if is_near else plan.relays.of_gpu[reader]
 
 
-def _in_rounds(groups: Sequence[Sequence[Bucket]], *, by_node: bool) -> list[tuple[int, Bucket]]:
-    """By round, of which every sender, and every relay or reader, is in one bucket; of readers of a node, the first."""
-    edges = [[(bucket.sender, _targets(bucket, by_node=by_node)) for bucket in group] for group in groups]
+def _in_rounds(groups: Sequence[Sequence[Bucket]], relays: Relays | None, *, by_node: bool) -> list[tuple[int, Bucket]]:
+    """By round, of which every sender, and every relay or reader, is in one bucket; of readers of a node, the first. What a node's own rank
+    lends keeps the relay of its first reader from others too: rounds that are equally full have equally long transfers."""
+    edges = [[(bucket.sender, _targets(bucket, relays, by_node=by_node)) for bucket in group] for group in groups]
     placed = [each for rounds, group in zip(first_fit(edges), groups, strict=True) for each in zip(rounds, group, strict=True)]
     return sorted(placed, key=lambda each: each[0])
 
 
-def _targets(bucket: Bucket, *, by_node: bool) -> Sequence[int]:
-    """Who is busy with it: a relay, unless it sends the bucket itself, or readers."""
-    if bucket.relay is not None:
-        return () if bucket.relay == bucket.sender else (bucket.relay,)
+def _targets(bucket: Bucket, relays: Relays | None, *, by_node: bool) -> Sequence[int]:
+    if relays is not None:
+        return (relays.of_gpu[bucket.readers[0]],)
     return bucket.readers[:1] if by_node else bucket.readers
 
 
