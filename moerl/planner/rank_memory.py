@@ -252,7 +252,7 @@ def _phase(
     kinds |= {"NCCL": _communicators(hf, config, phase), "CUDA": fixed.CUDA_CONTEXT}
     if server is not None:
         kinds |= {
-            "server": {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP + fixed.RECEIVED}.get(
+            "server": {"rollout": server.serving, "push": server.weights + fixed.ENGINE_ASLEEP + server.received}.get(
                 phase, fixed.ENGINE_ASLEEP
             )
         }

@@ -30,6 +30,8 @@ class ServerMemory:
     """Bytes that the server needs beside it while it serves."""
     margin: int
     """Bytes it may need on top: SGLang leaves so much for activations, graphs and workspaces."""
+    received: int
+    """Bytes of a push that wait there for the rest of their tensors."""
     groups: int
     """Data-parallel groups of attention, each with requests of its own."""
 
@@ -66,6 +68,7 @@ def server_memory(hf: Mapping[str, Any], config: RunConfig) -> ServerMemory:
         available=available,
         runtime=fixed.ENGINE_ASLEEP if is_sglang else fixed.CUDA_CONTEXT,
         margin=fixed.SGLANG_RUNTIME - fixed.ENGINE_ASLEEP if is_sglang else 0,
+        received=0 if is_sglang else fixed.RECEIVED,
         groups=layout.dp,
     )
 
