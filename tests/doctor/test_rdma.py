@@ -22,7 +22,7 @@ from moerl.types.errors import ConfigError
 PLUGIN = "libnccl-net.so with CollNet v11"
 RECIPE = "recipe=grpo-qwen3-235b-32n8g-async"
 GATHER = "rollout.layout.all_to_all=gather"
-FLEX = ("+train.megatron.moe_token_dispatcher_type=flex",)
+FLEX = ("+train.megatron.moe_token_dispatcher_type=flex", "train.router_replay=off")
 
 
 def settings(found=None, role="train", *, config=None, reached_at="10.1.0.7", deepep=True):

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def test_a_family_that_an_engine_does_not_serve_on_cpu_is_refused_in_its_own_wor
 class RecordingVLLM:
     """Notes how it is asked to sleep and wake."""
 
+    vllm_config = SimpleNamespace(speculative_config=None)
+
     def __init__(self):
         self.calls = []
 
@@ -52,8 +55,17 @@ class RecordingVLLM:
     async def wake_up(self, tags):
         self.calls.append(f"wake {tags}")
 
+    async def pause_generation(self, mode):
+        self.calls.append(f"pause {mode}")
 
-def test_vllm_sleeps_as_a_whole_and_keeps_or_gets_back_what_a_push_needs():
+    async def release_kv_cache_memory(self):
+        self.calls.append("release caches")
+
+    async def collective_rpc(self, verb, args=()):
+        self.calls.append(verb)
+
+
+def test_vllm_drops_weights_that_a_push_brings_again_and_gives_caches_back_alone():
     async def scenario():
         engine = RecordingVLLM()
         core = VLLMCore(engine=engine, needs=(), sleeps=True)
@@ -64,11 +76,11 @@ def test_vllm_sleeps_as_a_whole_and_keeps_or_gets_back_what_a_push_needs():
         return engine.calls
 
     assert asyncio.run(scenario()) == [
-        "sleep level 1", "wake ['weights']", "wake ['kv_cache']", "sleep level 1", "wake ['weights']"
+        "before_sleep", "sleep level 2", "wake ['weights']", "after_sleep", "wake ['kv_cache']", "pause abort", "release caches"
     ]  # fmt: skip
 
 
-def test_vllm_without_sleep_mode_moves_nothing():
+def test_vllm_without_sleep_mode_lets_its_processes_drop_the_weights():
     engine = RecordingVLLM()
     assert asyncio.run(VLLMCore(engine=engine, needs=(), sleeps=False).sleep(("weights", "cache"))) == 0
-    assert engine.calls == []
+    assert engine.calls == ["before_sleep"]

@@ -68,7 +68,7 @@ def hybrid_in_phases(settings: EngineSettings, batch: TrainBatch, sleeps: bool) 
 
 def hybrid_from_checkpoint(settings: EngineSettings, batch: TrainBatch, directory: Path) -> tuple[Any, Any]:
     """Two steps after a checkpoint: straight on, and again from it after a sleep."""
-    from checkpoint_jobs import write
+    from checkpoint_jobs import files_in, write
 
     with hybrid() as memories:
         engine = new_engine(settings)
@@ -78,16 +78,18 @@ def hybrid_from_checkpoint(settings: EngineSettings, batch: TrainBatch, director
         write(engine, directory)
         doze(engine)
         with memories:  # it tells parameters apart anew
-            engine.load(directory)
+            assert engine.load(directory, files_in(directory)) == []
         return straight, _two_steps(engine, batch, sleeps=True)
 
 
 def hybrid_in_a_new_engine(settings: EngineSettings, batch: TrainBatch, directory: Path) -> Any:
     """The same two steps."""
+    from checkpoint_jobs import files_in
+
     with hybrid() as memories:
         engine = new_engine(settings)
         with memories:
-            engine.load(directory)
+            assert engine.load(directory, files_in(directory)) == []
         return _two_steps(engine, batch, sleeps=False)
 
 

@@ -1,7 +1,7 @@
 """Fused kernels of Megatron and Transformer Engine: each is on where a GPU has it and it computes what the model says, or off for a reason.
 
 Decided here alone, when the model is built, from what is installed and from what the model is; `train.megatron` overrides each of them. A
-rank logs the decision. FusedKernels that Megatron takes without being asked (attention, norms, loss-free optimizers) are no part of it.
+rank logs the decision. Kernels that Megatron takes without being asked (attention, norms, loss-free optimizers) are no part of it.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, BucketEntry, Manifest, Piece, TensorSpec
 from moerl.weights.plan.schedule import first_fit
 from moerl.weights.plan.transfer_plan import PlannedTensor, Relays, TransferPlan
-from moerl.weights.plan.travel_groups import Group, travel_groups
+from moerl.weights.plan.travel_groups import TravelGroup, travel_groups
 
 ALIGNMENT = 64
 """Alignment of every piece in a bucket, in bytes: a cache line, and a multiple of every element size."""
@@ -36,7 +36,7 @@ class Deliveries:
 
 def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
-    groups: dict[Group, list[Bucket]] = defaultdict(list)
+    groups: dict[TravelGroup, list[Bucket]] = defaultdict(list)
     contents = _Contents(plan, bucket_bytes)
     for each in travel_groups(plan, by_node=by_node):
         relay = _relay(plan, each.sender, each.readers[0])
@@ -116,10 +116,10 @@ def stored_specs(tensors: Sequence[PlannedTensor]) -> tuple[TensorSpec, ...]:
     return tuple(found.values())
 
 
-def _by_turns(groups: Mapping[Group, Sequence[Bucket]], num_stages: int) -> list[Sequence[Bucket]]:
+def _by_turns(groups: Mapping[TravelGroup, Sequence[Bucket]], num_stages: int) -> list[Sequence[Bucket]]:
     """Batch by batch. Places that the same rank serves begin with different stages, so that all stages have something to do."""
     num_served = Counter[tuple[bool, int, int]]()
-    turns: dict[Group, int] = {}
+    turns: dict[TravelGroup, int] = {}
     for group in sorted(groups):
         served = group.is_late, group.batch, min(bucket.sender for bucket in groups[group])
         turns[group] = (group.stage + num_served[served]) % num_stages

@@ -1,5 +1,5 @@
-"""What travels together in a push: parts of one batch that one rank sends to the same readers. Pure, and by columns: large models have a
-million transfers.
+"""Groups of what travels together in a push: parts of one batch that one rank sends to the same readers. Pure, and by columns: large models
+have a million transfers.
 
 On one host, what a plan passes on within a node is read by every GPU of it where the first of them reads it. Over a network (`by_node`)
 readers are of one node.
@@ -14,7 +14,7 @@ import numpy as np
 from moerl.weights.plan.transfer_plan import TransferPlan
 
 
-class Group(NamedTuple):
+class TravelGroup(NamedTuple):
     """Key of buckets that should come together: a batch, where it is read."""
 
     is_late: bool
@@ -29,7 +29,7 @@ class Group(NamedTuple):
 class Together:
     """Parts of one batch from one rank to the same readers."""
 
-    group: Group
+    group: TravelGroup
     sender: int
     readers: tuple[int, ...]
     """The first gets them over the network, with `by_node`; else in order."""
@@ -51,7 +51,7 @@ def travel_groups(plan: TransferPlan, *, by_node: bool) -> Iterator[Together]:
     begins = np.flatnonzero(np.concatenate([[True], (columns[:, 1:] != columns[:, :-1]).any(axis=0)]))
     for key, parts in zip(columns[:, begins].T.tolist(), np.split(part, begins[1:]), strict=True):
         late, batch, of_stage, where, source, found = key
-        yield Together(group=Group(bool(late), batch, of_stage, where), sender=source, readers=sets[found], parts=parts)
+        yield Together(group=TravelGroup(bool(late), batch, of_stage, where), sender=source, readers=sets[found], parts=parts)
 
 
 _Units = tuple[np.ndarray, np.ndarray, np.ndarray]
