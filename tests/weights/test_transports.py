@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first
 from moerl.config.schema.layout import Layout
 from moerl.rollout.engines.process_push import needed_names
 from moerl.types.errors import HangError, WeightError
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.tensor_specs import box_of, spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.network_transport import DEVICE_KEY
 from moerl.weights.verify.digest import tensor_digest
@@ -250,3 +252,44 @@ def test_ipc_leaves_nothing_behind_when_the_sender_is_killed(start):
         process.join()
         pipe.close()
         theirs.close()
+
+
+LAYERS = {f"layers.{layer}.proj.weight": torch.linspace(layer, layer + 1, 6000).reshape(60, 100) for layer in range(4)}
+FAULTY = "layers.2.proj.weight"
+FAULTS = {
+    "of another tensor": (lambda now, before: now["layers.3.proj.weight"], "tensors exchanged on the way from the trainer's ranks"),
+    "of the version before": (lambda now, before: before[FAULTY], "stale bytes: they are those of version 1"),
+    "of nobody": (lambda now, before: now[FAULTY].neg(), "bytes damaged on the way"),
+}
+"""What is packed as the tensor, of all tensors now and before; and what the error says of it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "relay", "disk"])
+def test_wrong_bytes_of_a_sender_are_found_and_explained_whatever_brings_them(transport, fault, start, make_source, tmp_path):
+    specs = {name: spec_of(name, tensor) for name, tensor in LAYERS.items()}
+    options = {"directory": tmp_path} if transport == "disk" else {}
+    source, engines = make_source(transport, model=LAYERS, **options), named(start(specs=specs), start(specs=specs))
+    sync = WeightSync(source, engines, transport=transport, settle_seconds=5, **places(transport, engines))
+    wrong, said = FAULTS[fault]
+
+    async def push_with_fault():
+        await sync.push(1)
+        source.model = {name: tensor + 10 for name, tensor in LAYERS.items()}
+        for sender in getattr(source, "senders", {0: source}).values():
+            sender = getattr(sender, "sender", sender)
+            sender._place = partial(place_wrong, sender._place, wrong(source.model, LAYERS))
+        await sync.push(2)
+
+    with pytest.raises(WeightError, match=rf"(?s)tensor '{FAULTY}'.*{re.escape(said)}"):
+        asyncio.run(push_with_fault())
+    asyncio.run(sync.push(3))
+    expected = {name: tensor_digest(tensor) for name, tensor in source.model.items()}
+    assert [engine.call("digests") for engine in engines.values()] == [expected, expected]
+
+
+def place_wrong(place, tensor, entry, data):
+    place(entry, data)
+    if entry.name == FAULTY:
+        box = box_of(tensor, entry.start, entry.shape)
+        data[entry.offset : entry.offset + entry.num_bytes].view(box.dtype).view(box.shape).copy_(box)
