@@ -6,7 +6,6 @@ Both take turns in one run, each after the kernel was told to forget the files. 
 """
 
 import argparse
-import multiprocessing
 import os
 import tempfile
 import time
@@ -14,9 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from checkpoint_save import build_engine, step, timed, write_model
-
-import megatron_patches
+from checkpoint_save import new_engine, on_ranks, timed, write_model
 
 
 def main() -> None:
@@ -28,25 +25,13 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as root:  # not in memory, as /tmp may be
         model_dir = write_model(Path(root) / "model", arguments.hidden, arguments.experts)
-        context = multiprocessing.get_context("spawn")
-        place = (arguments.ranks, Path(root), model_dir, arguments.loads)
-        ranks = [context.Process(target=run_rank, args=(rank, *place)) for rank in range(arguments.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+        on_ranks(run_rank, arguments.ranks, Path(root), model_dir, arguments.loads)
 
 
 def run_rank(rank: int, num_ranks: int, root: Path, model_dir: Path, num_loads: int) -> None:
-    import torch
+    engine = new_engine(rank, num_ranks, root, model_dir)
+    import torch.distributed as dist  # which only patched processes may
 
-    megatron_patches.activate()
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=num_ranks)
-    engine = build_engine(model_dir, num_ranks)
-    step(engine)
     directory = root / "saved"
     files = save(engine, directory)
     ways = {"once": lambda: engine.shards.load(directory, files), "digests first": lambda: load_in_two(engine, directory, files)}

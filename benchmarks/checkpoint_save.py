@@ -12,6 +12,7 @@ import multiprocessing
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,13 +32,31 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         model_dir = write_model(Path(root) / "model", arguments.hidden, arguments.experts)
-        context = multiprocessing.get_context("spawn")
-        place = (arguments.ranks, Path(root), model_dir, arguments.saves)
-        ranks = [context.Process(target=run_rank, args=(rank, *place)) for rank in range(arguments.ranks)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
+        on_ranks(run_rank, arguments.ranks, Path(root), model_dir, arguments.saves)
+
+
+def on_ranks(run: Callable[..., None], num_ranks: int, *place: Any) -> None:
+    """Returns when `run(rank, num_ranks, *place)` has ended in a process for every rank."""
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run, args=(rank, num_ranks, *place)) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+
+
+def new_engine(rank: int, num_ranks: int, root: Path, model_dir: Path) -> Any:
+    """Engine of this process as a rank, after one step."""
+    import torch
+
+    megatron_patches.activate()
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=num_ranks)
+    engine = build_engine(model_dir, num_ranks)
+    step(engine)
+    return engine
 
 
 def write_model(directory: Path, hidden: int, experts: int) -> Path:
@@ -50,15 +69,9 @@ def write_model(directory: Path, hidden: int, experts: int) -> Path:
 
 
 def run_rank(rank: int, num_ranks: int, root: Path, model_dir: Path, num_saves: int) -> None:
-    import torch
+    engine = new_engine(rank, num_ranks, root, model_dir)
+    import torch.distributed as dist  # which only patched processes may
 
-    megatron_patches.activate()
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=num_ranks)
-    engine = build_engine(model_dir, num_ranks)
-    step(engine)
     ways = {"background": save_in_background, "at once": save_at_once, "Megatron": save_with_megatron}
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for index in range(num_saves + 1):

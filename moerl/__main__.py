@@ -38,7 +38,6 @@ Overrides = Annotated[
     ),
 ]
 ConfigDir = Annotated[Path | None, typer.Option(help="A directory with recipe/NAME.yaml files of your own.", show_default=False)]
-
 Checkpoint = Annotated[
     Path | None,
     typer.Option(help="RUN/checkpoints/step-N, or a Hugging Face folder; the run's newest if not given.", show_default=False),

@@ -129,7 +129,7 @@ METRICS = (
     Metric("residency/bytes/*", "bytes", "none", MEAN, "what these moved, over ranks or servers; 0 where a platform has nothing to move"),
     Metric("push/seconds", "s", "down", MEAN, "newest push before this step, with its plan if servers changed, without pause and canary"),
     Metric("push/bytes", "bytes", "none", MEAN, "what the ranks packed for it, with padding"),
-    Metric("push/network_bytes", "bytes", "none", MEAN, "of it over the network, once to every node that reads it (nccl)"),
+    Metric("push/network_bytes", "bytes", "none", MEAN, "of it over the network, once to a node that reads and lacks it (nccl)"),
     Metric("push/written_bytes", "bytes", "none", MEAN, "of its files (weights.transport=disk)"),
     Metric("time/step", "s", "down", SUM, "wall time from the end of the previous step to the end of this one"),
     Metric("time/other", "s", "down", SUM, "part of time/step outside every phase"),

@@ -15,7 +15,7 @@ from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
-from moerl.weights.plan.run_plan import faults, part_bytes, relays_of
+from moerl.weights.plan.run_plan import faults, numbered, part_bytes, relays_of
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
@@ -228,9 +228,8 @@ def _relays(config: RunConfig) -> Relays | None:
 
 
 def _nodes_of_servers(config: RunConfig) -> tuple[int, ...]:
-    """Node of every GPU of the servers, counted in the order in which they come, as `relays_of` counts them."""
-    numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(gpu.node, len(numbers)) for server in gpu_map(config).servers for gpu in server)
+    found = [gpu.node for server in gpu_map(config).servers for gpu in server]
+    return tuple(map(numbered(found).__getitem__, found))
 
 
 def rollout_of(

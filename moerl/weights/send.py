@@ -22,10 +22,8 @@ from moerl.weights.transport.links import Lender, rank_key
 from moerl.weights.transport.network_transport import DEVICE_KEY, GroupJoin, NetworkSender
 from moerl.weights.transport.relay_transport import RankRelay, readers_of
 from moerl.weights.transport.rendezvous import JOIN_SECONDS, Deadline, Rendezvous
-from moerl.weights.transport.shared_memory import new_buffer
+from moerl.weights.transport.shared_memory import NUM_BUFFERS, new_buffer
 from moerl.weights.verify.digest import digest_halves, hex_digests
-
-NUM_BUFFERS = 2
 
 ReadPiece = Callable[[str, tuple[int, ...], tuple[int, ...]], torch.Tensor]
 """(name, start, shape): that box of the tensor, in the dtype in which it travels; possibly a view of a parameter."""

@@ -3,12 +3,11 @@
 from moerl.config.schema.layout import Layout
 from moerl.planner import fixed_memory as fixed
 from moerl.weights.loading import DEVICE_BYTES
-from moerl.weights.send import NUM_BUFFERS
-from moerl.weights.transport.relay_transport import NUM_SLOTS
+from moerl.weights.transport.shared_memory import NUM_BUFFERS
 
 
 def test_buffers_of_a_push_are_those_that_ranks_and_servers_have():
-    assert (fixed.PUSH_BUFFERS, fixed.RELAY_BUFFERS, fixed.RECEIVED) == (NUM_BUFFERS, NUM_SLOTS, DEVICE_BYTES)
+    assert (fixed.PUSH_BUFFERS, fixed.RELAY_BUFFERS, fixed.RECEIVED) == (NUM_BUFFERS, NUM_BUFFERS, DEVICE_BYTES)
 
 
 def test_one_rank_has_no_communicators_and_dense_data_parallel_ones_few():

@@ -26,6 +26,7 @@ SIZES = {"servers": None, "gpus_per_server": None, "gpus_per_node": None, "bucke
         ((f"recipe={TINY}", *ON_TWO_NODES), "relay over gloo: TCP from host memory", False),
         ((f"recipe={SHARED}", "weights.transport=disk", "weights.disk_delta=false"), "disk: files", False),
         ((f"recipe={TINY}",), "ipc, on one node", False),
+        ((f"recipe={TINY}", "placement.mode=colocated", "train.offload=all", "weights.transport=nccl"), "relay: NCCL among", True),
         ((f"recipe={TINY}", "weights.transport=nccl"), "nccl, from GPU to GPU", True),
         ((f"recipe={TINY}", "weights.transport=nccl", "placement.device=cpu"), "nccl over gloo: TCP from host memory", False),
     ],

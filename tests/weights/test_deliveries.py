@@ -110,16 +110,16 @@ def test_buckets_are_full_aligned_and_in_order(case, bucket_bytes):
             assert [entry.name for entry in bucket.entries] == sorted(entry.name for entry in bucket.entries)
 
 
-@given(case=cases(), relays=st.booleans())
-def test_all_keep_to_one_order_in_which_nobody_has_two_buckets_of_a_round(case, relays):
+@given(case=cases(), by_node=st.booleans())
+def test_all_keep_to_one_order_in_which_nobody_has_two_buckets_of_a_round(case, by_node):
     layout, rollout, _, _ = case
     plan = plan_transfers(tensors_of(layout.pp), layout, rollout, num_experts=EXPERTS, part_bytes=64)
-    jobs = deliveries(plan, bucket_bytes=200, by_node=relays).jobs
+    jobs = deliveries(plan, bucket_bytes=200, by_node=by_node).jobs
     found = in_order(jobs)
     assert {rank: tuple(bucket for bucket in found if bucket.sender == rank) for rank in jobs} == jobs
     assert [bucket.round for bucket in found] == sorted(bucket.round for bucket in found)
     sending = [(bucket.round, bucket.sender) for bucket in found]
-    reading = [(bucket.round, reader) for bucket in found for reader in (bucket.readers[:1] if relays else bucket.readers)]
+    reading = [(bucket.round, reader) for bucket in found for reader in (bucket.readers[:1] if by_node else bucket.readers)]
     assert len(set(sending)) == len(sending)
     assert len(set(reading)) == len(reading)
 

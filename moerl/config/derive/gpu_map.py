@@ -219,8 +219,8 @@ def gpu_map(config: "RunConfig") -> GPUMap:
 
 def relays_pushes(config: "RunConfig") -> bool:
     """Whether the trainer's ranks relay pushes to servers on their nodes, as a run then does (weights/sync.py, resolve_transport)."""
-    mode = config.placement.mode
-    if config.placement.nodes == 1 or mode == "separate" or config.weights.transport not in ("auto", "nccl"):
+    mode, chosen = config.placement.mode, config.weights.transport
+    if mode == "separate" or (chosen != "nccl" and (chosen != "auto" or config.placement.nodes == 1)):
         return False
     if mode == "colocated":
         return True

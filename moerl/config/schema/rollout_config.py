@@ -141,7 +141,8 @@ class WeightsConfig(Strict):
     transport: Literal["auto", "ipc", "nccl", "disk"] = "auto"
     """ipc: memory shared on one host. nccl: over the network. Buckets are where the trainer's tensors are: on GPUs by CUDA IPC and NCCL, on
     CPU by shared memory and gloo. disk: through files in the run's directory, which trainer and servers must share; slow, for servers that
-    no network group reaches. auto: ipc if ranks and servers are on one host, else nccl."""
+    no network group reaches. auto: ipc if ranks and servers are on one host, else nccl. Where servers share the trainer's GPUs nccl
+    joins the trainer's ranks alone, and these lend to the servers of their nodes as ipc does."""
     disk_delta: bool = True
     """disk: after a first whole push write only blocks of 64 KiB that changed, compressed. Costs the trainer 8 bytes per block."""
     bucket_bytes: Positive = 256 * 2**20

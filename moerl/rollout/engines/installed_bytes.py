@@ -6,6 +6,7 @@ as they come, and are compared there. A loader that does more than copy gets the
 parameter that no copy reached has values of its own, which no digest of what was sent can show.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,8 @@ from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.tensor_specs import first_few, torch_dtype
 from moerl.weights.verify.places import Place, Start, copy_piece, places_of
+
+logger = logging.getLogger(__name__)
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 """An engine's loader, e.g. a model's load_weights."""
@@ -53,7 +56,8 @@ class InstalledBytes:
             asked = torch.empty(spec.shape, dtype=torch_dtype(spec), device="meta")
             try:
                 self._places[name] = self._load(name, asked)
-            except Exception:  # the engine's own code, which was not written for such a tensor
+            except Exception as error:  # the engine's own code, which was not written for such a tensor
+                logger.info("tensor %r is loaded whole, as the engine's loader does more than copy: %r", name, error)
                 self._places[name] = []
         return not self._places[name]
 

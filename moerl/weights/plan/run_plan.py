@@ -4,7 +4,7 @@ It is the plan that `moerl plan` prints for the same layouts; what it assumes of
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
@@ -92,9 +92,7 @@ def _relays(ranks: RankPlaces, needs: Mapping[str, Needs], nodes: Nodes) -> Rela
 def relays_of(ranks: Sequence[tuple[Hashable, int]], processes: Sequence[tuple[Hashable, int | None]]) -> Relays:
     """Node and GPU of every rank, and of every model process of the servers in order; a GPU is counted within its node. A process without
     one, or on one without a rank, gets a rank of its node in turn. WeightError where a node has none."""
-    numbers: dict[Hashable, int] = {}
-    for node, _ in processes:
-        numbers.setdefault(node, len(numbers))
+    numbers = numbered(node for node, _ in processes)
     at = {place: rank for rank, place in enumerate(ranks)}
     on_node: dict[Hashable, list[int]] = defaultdict(list)
     for rank, (node, _) in enumerate(ranks):
@@ -104,6 +102,11 @@ def relays_of(ranks: Sequence[tuple[Hashable, int]], processes: Sequence[tuple[H
     turns = {node: cycle(members) for node, members in on_node.items()}
     of_gpu = tuple(at[place] if place in at else next(turns[place[0]]) for place in processes)
     return Relays(node_of_rank=tuple(numbers.get(node, -1) for node, _ in ranks), of_gpu=of_gpu)
+
+
+def numbered(nodes: Iterable[Hashable]) -> dict[Hashable, int]:
+    """Number of every node of a rollout, of the nodes of its model processes in order: by this RolloutLayout.node_of and Relays agree."""
+    return {node: number for number, node in enumerate(dict.fromkeys(nodes))}
 
 
 def part_bytes(bucket_bytes: int) -> int:
@@ -128,8 +131,8 @@ def _rollout(num_experts: int, needs: Mapping[str, Needs], nodes: Nodes | None) 
 
 def _node_of(size: int, nodes: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Node of every process of servers of `size` processes each."""
-    numbers: dict[str, int] = {}
-    return tuple(numbers.setdefault(node, len(numbers)) for names in nodes for node in _each_node(names, size))
+    found = [node for names in nodes for node in _each_node(names, size)]
+    return tuple(map(numbered(found).__getitem__, found))
 
 
 def _each_node(names: Sequence[str], size: int) -> list[str]:

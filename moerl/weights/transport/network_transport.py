@@ -25,10 +25,7 @@ from moerl.weights.plan.tensor_specs import CPU
 from moerl.weights.transport.gpu_transport import DeviceBuffer, NcclGroup, Transfer
 from moerl.weights.transport.links import Borrower, Lender, describe, rank_key, reader_key
 from moerl.weights.transport.rendezvous import Deadline, Rendezvous, explained
-from moerl.weights.transport.shared_memory import SharedBuffer, SharedReader, new_buffer
-
-NUM_SLOTS = 2
-"""Buckets that a reader keeps for others of its node: one is filled while they read the other."""
+from moerl.weights.transport.shared_memory import NUM_BUFFERS, SharedBuffer, SharedReader, new_buffer
 
 DEVICE_KEY = "moerl/device"
 """In the rendezvous of a push: the kind of device from which the trainer sends."""
@@ -101,7 +98,7 @@ class NetworkReader:
         self._group: GlooGroup | NcclGroup | None = None
         try:
             device = _as_trainer(rendezvous.ask(DEVICE_KEY, deadline), device)
-            self._slots = [new_buffer(device) for _ in range(NUM_SLOTS)]
+            self._slots = [new_buffer(device) for _ in range(NUM_BUFFERS)]
             self._join(rendezvous, offer, buckets, device, deadline)
         except WeightError:
             self.close()
@@ -135,7 +132,7 @@ class NetworkReader:
             assert self._group is not None, "a receive has begun"
             self._group.wait(receiving, deadline, self._check)
         if self._lender is not None:
-            self._lender.lend(bucket, self._slots[position % NUM_SLOTS].source, bucket.readers[1:], slot=position % NUM_SLOTS)
+            self._lender.lend(bucket, self._slots[position % NUM_BUFFERS].source, bucket.readers[1:], slot=position % NUM_BUFFERS)
         if position + 1 < len(self._own):
             self._receive(position + 1, deadline)
         return data
@@ -164,7 +161,7 @@ class NetworkReader:
 
     def _receive(self, position: int, deadline: Deadline) -> None:
         """Begin to receive that bucket, in memory that nobody reads any more."""
-        bucket, slot = self._own[position], position % NUM_SLOTS
+        bucket, slot = self._own[position], position % NUM_BUFFERS
         if self._lender is not None:
             self._lender.wait(slot, deadline)
         data = self._slots[slot].reserve(bucket.num_bytes)[: bucket.num_bytes]

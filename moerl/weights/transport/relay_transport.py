@@ -21,10 +21,7 @@ from moerl.weights.transport.gpu_transport import DeviceBuffer, NcclGroup, Trans
 from moerl.weights.transport.links import Borrower, Lender, rank_key
 from moerl.weights.transport.network_transport import GlooGroup, GroupJoin, join_group
 from moerl.weights.transport.rendezvous import Deadline, explained
-from moerl.weights.transport.shared_memory import SharedBuffer, SharedReader, new_buffer
-
-NUM_SLOTS = 2
-"""Buckets of others that a rank has for its readers: one comes while they read the other."""
+from moerl.weights.transport.shared_memory import NUM_BUFFERS, SharedBuffer, SharedReader, new_buffer
 
 Pack = Callable[[int], tuple[torch.Tensor, str]]
 """(index of a bucket of the rank's job) -> its bytes, and what readers of the node find them by. The buffer was left by all."""
@@ -55,15 +52,15 @@ class RankRelay:
         readers of its node, and to know of ranks that end. `members`: ranks of the group."""
         self._lender, self._members = lender, list(members)
         self._job = {bucket.round: bucket for bucket in job}
-        self._relayed = {bucket.round: (number % NUM_SLOTS, bucket) for number, bucket in enumerate(relayed)}
-        self._slots: list[SharedBuffer | DeviceBuffer] = [new_buffer(join.device) for _ in range(NUM_SLOTS if relayed else 0)]
+        self._relayed = {bucket.round: (number % NUM_BUFFERS, bucket) for number, bucket in enumerate(relayed)}
+        self._slots: list[SharedBuffer | DeviceBuffer] = [new_buffer(join.device) for _ in range(NUM_BUFFERS if relayed else 0)]
         self._borrower = Borrower(SharedReader(), lambda bucket: rank_key(bucket.sender))  # of which it hears when a sender ends
         self._group: GlooGroup | NcclGroup | None = None
         try:
             senders = [rank_key(bucket.sender) for bucket in relayed]
             name = f"trainer rank {rank}"
             self._borrower.join(join.rendezvous, senders, reader=as_reader(rank), name=name, deadline=join.deadline)
-            with explained(f"weights.transport = relay: not all {len(members)} ranks met at {join.host}"):
+            with explained(f"the trainer's ranks did not meet to relay weights: not all {len(members)} are at {join.host}"):
                 self._group = join_group(join, rank=self._members.index(rank), world_size=len(members))
         except BaseException:
             self.close()
@@ -122,7 +119,7 @@ class RankRelay:
             slot, bucket = others
             lent.append((bucket, self._slots[slot].source, slot))
             into = Transfer(receiving, self._members.index(bucket.sender), bucket.index)
-        with explained(f"weights.transport = relay: round {number} could not begin"):
+        with explained(f"round {number} of the weights that ranks relay could not begin"):
             work = self._group.begin(out, into)
         found = _Round(number, work, sorted(lent, key=lambda each: each[0].sender))
         if into is None:
@@ -133,7 +130,7 @@ class RankRelay:
     def _end(self, begun: _Round, deadline: Deadline) -> None:
         """The round is over the network: readers are told of what lies here, in the order in which all read."""
         assert self._group is not None, "an error ends the push"
-        with explained(f"weights.transport = relay: the bucket of round {begun.number} did not arrive"):
+        with explained(f"the bucket of round {begun.number} of the weights that ranks relay did not arrive"):
             self._group.wait(begun.work, deadline, self._check)
         self._lend(begun)
 
@@ -148,7 +145,7 @@ class RankRelay:
 
 def _own_slot(bucket: Bucket) -> int:
     """Slot of the lender for a bucket of the rank's own job, whose buffers take turns too; those before are of relayed buckets."""
-    return NUM_SLOTS + bucket.index % 2
+    return NUM_BUFFERS + bucket.index % NUM_BUFFERS
 
 
 def readers_of(rank: int, job: Sequence[Bucket], relayed: Sequence[Bucket]) -> set[int]:

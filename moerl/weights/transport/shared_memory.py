@@ -15,6 +15,9 @@ from moerl.weights.transport.gpu_transport import ON_GPU, DeviceBuffer, map_devi
 
 _NAME = "moerl-weights"
 
+NUM_BUFFERS = 2
+"""Buffers of one process for buckets, which take turns: one is filled while the other is read."""
+
 
 def new_buffer(device: torch.device) -> "SharedBuffer | DeviceBuffer":
     return DeviceBuffer(device) if device.type == "cuda" else SharedBuffer()
