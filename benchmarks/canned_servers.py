@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moerl.cluster.run_secret import RunSecret
-from moerl.rollout.server import wire
+from moerl.rollout.server.app import Answers
 from moerl.rollout.server.client import HTTPEngine, new_session
+from moerl.rollout.server.messages import parse_requests
 
 SECRET = RunSecret.new()
 """These servers ask nobody for it."""
@@ -66,11 +67,13 @@ def _serve(answer: Connection, content: bytes, num_running: int, seconds: float)
     before, after = content.split(json.dumps(ID).encode(), 1)
     free = asyncio.Semaphore(num_running)
 
-    async def generate(request: Request) -> Response:
-        body = wire.GENERATE.validate_json(await request.body())
+    async def answer_to(request_id: str) -> tuple[int, bytes]:
         async with free:
             await asyncio.sleep(seconds)
-        return Response(b"".join([before, json.dumps(body.request_id).encode(), after]))
+        return 200, b"".join([before, json.dumps(request_id).encode(), after])
+
+    async def generate(request: Request) -> Response:
+        return Answers([answer_to(each.request_id) for each in parse_requests(await request.body())])
 
     listener = socket.create_server(("127.0.0.1", 0))
     answer.send(listener.getsockname()[1])

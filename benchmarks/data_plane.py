@@ -45,6 +45,7 @@ from moerl.rollout.fleet.ray_collectors import RayCollectors
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.runner import GroupRunner
 from moerl.rollout.server import wire
+from moerl.rollout.server.messages import Frames, dump_requests
 from moerl.train.batching.balance import Planner
 from moerl.train.batching.build_batch import build_batch
 from moerl.train.batching.packing import pack
@@ -147,8 +148,9 @@ async def generate_objects(engine: Connected, prompt: Prompt, request_id: str, a
     body = wire.GenerateRequest(
         request_id=request_id, prompt_ids=prompt.token_ids, sampling=SamplingParams(max_tokens=arguments.tokens, seed=1)
     )
-    content = await engine.call("POST", "/generate", wire.GENERATE.dump_json(body))
-    text, _, tail = content.partition(b"\n")
+    content = await engine.call("POST", "/generate", dump_requests([body]), max_answer=2**30)
+    ((_, _, answer),) = Frames([2**30]).feed(content)
+    text, _, tail = answer.partition(b"\n")
     head = JSON_HEAD.validate_json(text)
     completion = Completion(
         request_id=request_id,
@@ -282,9 +284,7 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     intake = Intake(vocab_size=VOCAB, decoder=Pieces(), routes=shape)
     collector: Collector = LocalCollector(intake, keep=keep)
     if arguments.way == "collectors":
-        collector = RayCollectors(
-            intake, secret=SECRET, num_actors=arguments.collectors, max_in_flight=arguments.in_flight, start_seconds=60
-        )
+        collector = RayCollectors(intake, secret=SECRET, num_actors=arguments.collectors, start_seconds=60)
     half = arguments.in_flight // 2
     pool = RolloutPool(engines, max_running=half, max_queued=0, collector=collector, request_seconds=1e6, probe_seconds=1e6)
     ranks = [ray.remote(num_cpus=0)(Rank).remote() for _ in range(arguments.ranks)]

@@ -43,12 +43,10 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder, secret
     # Ray is imported for this one only.
     from moerl.rollout.fleet.ray_collectors import RayCollectors
 
-    in_flight = rollout.num_servers * (rollout.max_running + rollout.max_queued)
     return RayCollectors(
         intake,
         secret=secret,
         num_actors=rollout.num_collectors,
-        max_in_flight=in_flight,
         start_seconds=config.deadlines.start_seconds,
         max_restarts=rollout.max_restarts,
         authority=_authority(rollout),

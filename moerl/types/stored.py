@@ -4,7 +4,8 @@ The driver keeps `StoredCompletion`s: a few numbers and a reference. Who needs t
 Ray is imported where it is used: validation and unit tests run without.
 """
 
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -17,6 +18,9 @@ from moerl.types.sampling_sets import SamplingSets
 
 Stream = Literal["rl", "ce", "kl"]
 """Components of a loss: what the objective makes of a token, its cross-entropy, its distance from a teacher."""
+
+TOGETHER_BYTES = 2**18
+"""Size of an object that holds several payloads, at most. A rank reads all of it for the sake of one of them."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -83,14 +87,48 @@ class Here(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class InStore(Generic[T]):
-    """In Ray's object store, until the last one who holds this lets go of it or the process that put it there ends."""
+    """In Ray's object store, until the last one who holds this, or what was kept together with it, lets go of it, or the process that put
+    it there ends."""
 
     reference: Any
-    """ray.ObjectRef of T."""
+    """ray.ObjectRef of T; of a list of pickled T where several were kept together."""
+    place: int | None = None
+    """Place in that list."""
 
     def get(self) -> T:
-        value: T = _get([self.reference])[0]
+        return self.of(_get([self.reference])[0])
+
+    def of(self, kept: Any) -> T:
+        """The value, from what the reference is of."""
+        value: T = kept if self.place is None else pickle.loads(kept[self.place])
         return value
+
+
+def keep_together(payloads: Sequence[Payload]) -> list[InStore[Payload]]:
+    """Places of each in the object store: small ones share objects of up to TOGETHER_BYTES, since making an object costs as much as copying
+    so many. StoreError as `keep`."""
+    kept: list[InStore[Payload]] = []
+    for together in _together(payloads):
+        if len(together) == 1:
+            kept.append(keep(together[0]))
+        else:
+            reference = keep([pickle.dumps(payload, protocol=5) for payload in together]).reference
+            kept += [InStore(reference, place) for place in range(len(together))]
+    return kept
+
+
+def _together(payloads: Sequence[Payload]) -> Iterator[list[Payload]]:
+    """In order; more than one only if they have TOGETHER_BYTES at most."""
+    together: list[Payload] = []
+    num_bytes = 0
+    for payload in payloads:
+        num_bytes += payload.num_bytes
+        if together and num_bytes > TOGETHER_BYTES:
+            yield together
+            together, num_bytes = [], payload.num_bytes
+        together.append(payload)
+    if together:
+        yield together
 
 
 def keep(value: T) -> InStore[T]:
@@ -109,9 +147,9 @@ def keep(value: T) -> InStore[T]:
 
 def fetch(stored: Sequence[Stored[T]]) -> list[T]:
     """In order; what is on other machines is fetched at the same time."""
-    references = [each.reference for each in stored if isinstance(each, InStore)]
-    fetched = iter(_get(references))
-    return [next(fetched) if isinstance(each, InStore) else each.get() for each in stored]
+    references = list({each.reference: None for each in stored if isinstance(each, InStore)})
+    fetched = dict(zip(references, _get(references), strict=True))
+    return [each.of(fetched[each.reference]) if isinstance(each, InStore) else each.get() for each in stored]
 
 
 def _get(references: Sequence[Any]) -> list[Any]:

@@ -42,7 +42,7 @@ async def main():
     hangs = HangReports(Path(tempfile.mkdtemp()))
     ranks = RankCalls([ray.remote(num_cpus=0)(Rank).remote()], DeadlineConfig(settle_seconds=1), hangs)
     collectors = RayCollectors(
-        Intake(vocab_size=8, decoder=NoLetters(), routes=None), secret=RunSecret.new(), num_actors=1, max_in_flight=1, start_seconds=60
+        Intake(vocab_size=8, decoder=NoLetters(), routes=None), secret=RunSecret.new(), num_actors=1, start_seconds=60
     )
     rank, collector = await asyncio.gather(failure(ranks.on_ranks("update", [0])), failure(collectors.start()))
     print(json.dumps({"rank": rank, "collector": collector}))

@@ -17,10 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moerl.rollout.server import wire
+from moerl.rollout.server.app import Answers
+from moerl.rollout.server.messages import parse_requests
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
 
 VOCAB, LAYERS, TOP_K, EXPERTS = 1000, 4, 2, 8
 dropped: list[str] = []
+sizes: list[int] = []
+aborted = asyncio.Event()
 
 
 class Letters:
@@ -52,18 +56,34 @@ def answer(request_id: str, num_prompt: int, sampling: SamplingParams) -> Comple
     )
 
 
-async def generate(request: Request) -> Response:
-    body = wire.GENERATE.validate_json(await request.body())
-    if body.request_id == "die":
+async def content(asked: wire.GenerateRequest) -> tuple[int, bytes]:
+    if asked.request_id == "die":
         os._exit(3)
-    if body.request_id == "refuse":
-        return Response(wire.ERROR.dump_json(wire.ErrorBody(error="refuse: is refused")), status_code=400)
-    while body.request_id == "held":
-        if await request.is_disconnected():
+    if asked.request_id == "refuse":
+        return 400, wire.ERROR.dump_json(wire.ErrorBody(error="refuse: is refused"))
+    if asked.request_id == "held":
+        try:
+            await aborted.wait()
+        finally:
             dropped.append("held")
-            break
-        await asyncio.sleep(0.01)
-    return Response(wire.dump_completion(answer(body.request_id, len(body.prompt_ids), body.sampling)))
+    return 200, wire.dump_completion(answer(asked.request_id, len(asked.prompt_ids), asked.sampling))
+
+
+async def generate(request: Request) -> Response:
+    requests = parse_requests(await request.body())
+    sizes.append(len(requests))
+    return Answers([content(asked) for asked in requests])
+
+
+async def abort(request: Request) -> Response:
+    assert await request.json() == {"request_ids": ["held"]}
+    aborted.set()
+    return JSONResponse(None)
+
+
+async def list_sizes(_: Request) -> Response:
+    """Requests in each message so far."""
+    return JSONResponse(sizes)
 
 
 async def list_dropped(_: Request) -> Response:
@@ -73,7 +93,8 @@ async def list_dropped(_: Request) -> Response:
 def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-    app = Starlette(routes=[Route("/generate", generate, methods=["POST"]), Route("/dropped", list_dropped)])
+    routes = [Route("/generate", generate, methods=["POST"]), Route("/abort", abort, methods=["POST"])]
+    app = Starlette(routes=[*routes, Route("/dropped", list_dropped), Route("/sizes", list_sizes)])
     uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=75)).run([listener])
 
 

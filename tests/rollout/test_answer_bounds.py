@@ -7,6 +7,7 @@ import math
 import re
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import chain
 from random import Random
 
 import numpy as np
@@ -21,7 +22,9 @@ from tiny_servers import VOCAB
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.server import wire
-from moerl.rollout.server.client import generate_at, new_session
+from moerl.rollout.server.client import BrokenConnection, generate_at, new_session
+from moerl.rollout.server.messages import dump_frame
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, DraftCounts, SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, EngineUnsound
 from moerl.types.routes import RouteShape
@@ -124,8 +127,9 @@ async def answering(head, chunks=()):
 
 
 async def ask(url, **sampling):
+    request = GenerateRequest(request_id="r", prompt_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=4, seed=1, **sampling))
     async with new_session(RunSecret.new()) as session:
-        return await generate_at(session, url, "s", (1, 2, 3), SamplingParams(max_tokens=4, seed=1, **sampling), "r")
+        return [outcome async for _, outcome in generate_at(session, url, "s", [request])]
 
 
 @pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
@@ -141,17 +145,40 @@ def test_a_redirect_is_not_followed_with_prompt_and_secret(run, status):
     run(scenario())
 
 
-def test_an_answer_that_never_ends_is_broken_off_at_what_its_request_can_yield(run):
+FRAME = dump_frame(0, 200, wire.dump_completion(replace(SOUND, routes=None)))
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (b"", "an answer to request 2021161080, which waits for none"),
+        (FRAME, "an answer to request 2021161080, which waits for none"),
+        (FRAME[:6] + (2**40).to_bytes(8, "little"), f"an answer of {2**40} bytes, more than the 1049632 that this request can have"),
+    ],
+    ids=["garbage", "after the answer", "of any length"],
+)
+def test_an_answer_that_never_ends_is_broken_off_at_what_its_request_can_yield(run, before, said):
     chunk = b"x" * 2**16
+    assert wire.max_completion(3, SamplingParams(max_tokens=4, seed=1)) == 1049632
 
     async def scenario():
-        async with answering(b"200 OK\r\nConnection: close", (chunk for _ in range(2**14))) as (url, asked):  # a GiB
-            bound = wire.max_completion(3, SamplingParams(max_tokens=4, seed=1))
-            with pytest.raises(EngineUnsound, match=f"s: r: answered with more than {bound} bytes"):
+        chunks = chain([before], (chunk for _ in range(2**14)))  # a GiB
+        async with answering(b"200 OK\r\nConnection: close", chunks) as (url, asked):
+            with pytest.raises(EngineUnsound, match=f"(?s)s: r: answered .*{said}"):
                 await ask(url)
             await until(lambda: asked[-1] == b"gone")
 
     run(scenario())
+
+
+def test_an_answer_that_ends_too_early_is_a_broken_connection_or_unsound(run):
+    async def scenario(content, kind, said):
+        async with answering(b"200 OK\r\nConnection: close", [content]) as (url, _):
+            with pytest.raises(kind, match=said):
+                await ask(url)
+
+    run(scenario(b"", BrokenConnection, "s: /generate ended, the server still runs: 1 answers are missing"))
+    run(scenario(FRAME[:-1], EngineUnsound, "(?s)s: r: answered .*ends within a frame"))
 
 
 def test_compressed_bytes_are_taken_as_they_are(run):

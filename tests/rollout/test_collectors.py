@@ -38,7 +38,7 @@ INTAKE = Intake(vocab_size=VOCAB, decoder=Letters(), routes=RouteShape(num_layer
 def collectors(run, shared_ray):
     path = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}  # the actors import what this process can import
     ray.init(os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR", runtime_env=path)
-    collectors = RayCollectors(INTAKE, secret=SECRET, num_actors=1, max_in_flight=16, start_seconds=60)
+    collectors = RayCollectors(INTAKE, secret=SECRET, num_actors=1, start_seconds=60)
     run(collectors.start())
     yield collectors
     run(collectors.close())
@@ -150,7 +150,7 @@ def test_a_failure_names_server_and_cause_as_without_collectors(run, collectors,
 
 
 def test_collectors_that_do_not_start_in_time_are_told_and_ended(run, collectors):
-    other = RayCollectors(INTAKE, secret=SECRET, num_actors=2, max_in_flight=4, start_seconds=0.001)
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=2, start_seconds=0.001)
     with pytest.raises(StoreError, match=r"start_seconds = 0.001: not all of rollout.num_collectors = 2 .* have started") as late:
         run(other.start())
     assert late.value.exit_code == ExitCode.KILLED
@@ -158,15 +158,14 @@ def test_collectors_that_do_not_start_in_time_are_told_and_ended(run, collectors
 
 
 def test_the_loss_of_a_collector_says_what_is_lost_and_what_to_do(run, engine, collectors):
-    other = RayCollectors(INTAKE, secret=SECRET, num_actors=1, max_in_flight=4, start_seconds=60)
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=1, start_seconds=60)
 
     async def scenario():
         await other.start()
         answer = await other.ask(engine, request("whole"), None)
         held = asyncio.create_task(other.ask(engine, request("held"), None))
         await asyncio.sleep(0)
-        pid = await other._actors[0].process_id.remote(other._stored_intake)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(other._homes[0].pid, signal.SIGKILL)
         with pytest.raises(StoreError, match="(?s)a process that receives completions ended.*the same command resumes") as in_flight:
             await held
         with pytest.raises(StoreError, match="samples were lost with the process that had received them") as received:

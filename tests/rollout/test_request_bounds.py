@@ -18,6 +18,7 @@ from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest, SlotTable
 from moerl.rollout.server import wire
 from moerl.rollout.server.app import build_app
 from moerl.rollout.server.limits import Limits
+from moerl.rollout.server.messages import MAX_REQUESTS, MORE_BYTES, Frames, dump_requests, messages_of, parse_requests
 from moerl.types.completion import SamplingParams
 
 REFUSALS = (400, 409, 503)
@@ -64,12 +65,23 @@ def server(run, checkpoints):
 def assert_serves(server):
     status, answer, _ = server.ask("/health", method="GET")
     assert (status, json.loads(answer)["status"], json.loads(answer)["version"]) == (200, "healthy", 1)
-    status, answer, _ = server.ask("/generate", generate())
+    status, answer = asked(server, generate())
     assert (status, len(wire.parse_completion(answer).token_ids)) == (200, 3)
 
 
+def asked(server, body):
+    """Status and content of the answer to a message of one request."""
+    status, answer, _ = server.ask("/generate", body)
+    if status != 200:
+        return status, answer
+    ((place, status, content),) = Frames([2**30]).feed(answer)
+    assert place == 0
+    return status, content
+
+
 def generate(prompt_ids=(1, 2), request_id="r", **sampling):
-    return json.dumps({"request_id": request_id, "prompt_ids": prompt_ids, "sampling": {"max_tokens": 3, "seed": 1} | sampling}).encode()
+    request = {"request_id": request_id, "prompt": 0, "sampling": {"max_tokens": 3, "seed": 1} | sampling}
+    return json.dumps({"prompts": [prompt_ids], "requests": [request]}).encode()
 
 
 @pytest.mark.parametrize(
@@ -88,15 +100,26 @@ def generate(prompt_ids=(1, 2), request_id="r", **sampling):
         (generate(prompt_ids=[2**70]), f"token {2**70} is outside"),
         (generate(prompt_ids=[7] * MAX_CONTEXT), "must be at most model.max_context"),
         (generate(request_id="r" * 257), "at most 256 characters"),
-        (b'{"request_id": ' + b"[" * 50_000, "recursion limit"),
-        (b'{"request_id": "r", "prompt_ids": [' + b"9" * 5000 + b"]}", "number out of range"),
+        (b'{"requests": ' + b"[" * 50_000, "recursion limit"),
+        (b'{"prompts": [[' + b"9" * 5000 + b"]]}", "number out of range"),
+        (generate().replace(b'"prompt": 0', b'"prompt": 1'), "prompt = 1: must be below 1, the prompts of the message"),
+        (b'{"prompts": [], "requests": []}', "at least 1 item"),
         (b"\xff", "Invalid JSON"),
     ],
 )
 def test_numbers_and_sizes_that_no_run_asks_for_are_refused_with_the_rule(server, body, said):
-    status, answer, _ = server.ask("/generate", body)
+    status, answer = asked(server, body)
     assert status == 400 and said in json.loads(answer)["error"]
     assert_serves(server)
+
+
+def test_a_request_that_is_refused_leaves_those_that_came_with_it_alone(server):
+    sound, wrong = (json.loads(generate(request_id=name, **more)) for name, more in (("r", {}), ("w", {"top_k": 2**70})))
+    body = json.dumps({"prompts": sound["prompts"], "requests": wrong["requests"] + sound["requests"]}).encode()
+    _, answer, _ = server.ask("/generate", body)
+    outcomes = {place: (status, content) for place, status, content in Frames([2**20] * 2).feed(answer)}
+    assert outcomes[0][0] == 400 and "w: top_k = " in json.loads(outcomes[0][1])["error"]
+    assert outcomes[1][0] == 200 and len(wire.parse_completion(outcomes[1][1]).token_ids) == 3
 
 
 ADDRESSES = ("nowhere", "", "h:", ":1", "h:0", "h:65536", "h:1e3", "h:²")
@@ -130,10 +153,10 @@ def test_a_version_that_no_engine_could_count_is_refused(server, version):
 
 @pytest.mark.parametrize("path", ["/generate", "/abort"])
 def test_a_body_beyond_the_bound_is_not_read_to_its_end(server, path):
-    bound = server.gate._limits.body_bytes
+    bound = server.gate._limits.body_bytes + (MORE_BYTES if path == "/generate" else 0)
     status, answer, read = server.ask(path, b" " * 100, headers=[(b"content-length", b"%d" % (bound + 1))])
     assert (status, read) == (413, 0) and f"must be at most {bound}" in json.loads(answer)["error"]
-    status, answer, read = server.ask(path, b" " * (4 * bound))  # in chunks, of a length that nobody has said
+    status, answer, read = server.ask(path, b" " * (bound + 2**20))  # in chunks, of a length that nobody has said
     assert status == 413 and read < bound + 2**17
     assert_serves(server)
 
@@ -143,15 +166,23 @@ def test_the_longest_request_of_a_run_fits_the_bound():
     sampling = SamplingParams(max_tokens=1, seed=2**128 - 1, stop_token_ids=(2**31 - 1,) * 1024)
     longest = wire.GenerateRequest(request_id="\U0001f600" * 256, prompt_ids=(2**31 - 1,) * 99_999, sampling=sampling)
     assert limits.violation(longest.prompt_ids, sampling) == ""
-    assert len(wire.GENERATE.dump_json(longest)) < limits.body_bytes
+    assert len(dump_requests([longest])) < limits.body_bytes
+    (full,) = messages_of([longest] * MAX_REQUESTS)
+    assert len(dump_requests(full)) < limits.body_bytes + MORE_BYTES
+    several = [replace(longest, prompt_ids=(2**31 - 1,) * 99_999) for _ in range(7)]
+    assert [len(message) for message in messages_of(several)] == [5, 2]
+    assert all(len(dump_requests(message)) < limits.body_bytes + MORE_BYTES for message in messages_of(several))
 
 
 SOUND = {
-    "request_id": "r", "prompt_ids": [1, 2, 3],
-    "sampling": {
-        "max_tokens": 3, "seed": 5, "temperature": 1.0, "top_p": 0.9, "top_k": 3, "stop_token_ids": [7], "num_drawn": 1,
-        "returns_routes": True,
-    },
+    "prompts": [[1, 2, 3]],
+    "requests": [{
+        "request_id": "r", "prompt": 0,
+        "sampling": {
+            "max_tokens": 3, "seed": 5, "temperature": 1.0, "top_p": 0.9, "top_k": 3, "stop_token_ids": [7], "num_drawn": 1,
+            "returns_routes": True,
+        },
+    }],
 }  # fmt: skip
 ENTRY = {"name": "x", "start": [0], "shape": [2], "offset": 0, "num_bytes": 8}
 OFFER = {
@@ -183,11 +214,15 @@ def test_any_request_for_a_completion_is_refused_or_the_engine_can_take_it(serve
             body = body[:at] + random.randbytes(random.randrange(3)) + body[at + random.randrange(3) :]
         status, answer, _ = server.ask("/generate", body)
         assert status == 200 or (status == 400 and json.loads(answer)["error"]), (body, answer)
-        if status == 200:
-            asked = wire.GENERATE.validate_json(body)
-            assert len(wire.parse_completion(answer).token_ids) <= asked.sampling.max_tokens
-            assert len(answer) <= wire.max_completion(len(asked.prompt_ids), asked.sampling)
-            SlotTable(1, MAX_CONTEXT, VOCAB).take(0, len(asked.prompt_ids), asked.sampling)
+        requests = parse_requests(body) if status == 200 else ()
+        bounds = [wire.max_completion(len(request.prompt_ids), request.sampling) for request in requests]
+        for place, status, content in Frames([max(bound, 2**20) for bound in bounds]).feed(answer if requests else b""):
+            asked = requests[place]
+            assert status == 200 or (status in (400, 409) and json.loads(content)["error"]), (body, content)
+            if status == 200:
+                assert len(wire.parse_completion(content).token_ids) <= asked.sampling.max_tokens
+                assert len(content) <= bounds[place]
+                SlotTable(1, MAX_CONTEXT, VOCAB).take(0, len(asked.prompt_ids), asked.sampling)
 
 
 @settings(max_examples=50)

@@ -11,6 +11,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Answer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
+from moerl.rollout.server.messages import dump_frame
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, SamplingParams, VersionSpan
@@ -194,7 +195,11 @@ def test_an_answer_that_cannot_be_the_requests_names_server_request_and_rule(run
 
 @pytest.mark.parametrize(
     ("status", "body", "answered"),
-    [(200, b"<html>", "answered b'<html>'"), (200, b'{"request_id": "r"}', "num_tokens"), (502, b"Bad Gateway", "answered b'Bad Gateway'")],
+    [
+        (200, b"<html>", "answered b'<html>'"),
+        (200, dump_frame(0, 200, b'{"request_id": "r"}'), "num_tokens"),
+        (502, b"Bad Gateway", "answered b'Bad Gateway'"),
+    ],
 )
 def test_an_answer_that_is_no_completion_names_server_and_request(run, tmp_path, status, body, answered):
     code = f"""

@@ -17,6 +17,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.server import admission, wire
 from moerl.rollout.server.child import _ChildServer, listen
 from moerl.rollout.server.client import generate_at, new_session
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError
 
@@ -165,10 +166,10 @@ def test_a_driver_that_meets_another_runs_server_says_so(run, served):
 
     async def scenario():
         async with new_session(RunSecret.new()) as session:
-            sampling = SamplingParams(max_tokens=2, seed=1)
+            request = GenerateRequest(request_id="r", prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=2, seed=1))
             said = rf"^{engine.name}: r: .* does not know this run's secret; is it another run's server.* rollout.port=0"
             with pytest.raises(EngineError, match=said):
-                await generate_at(session, engine.url, engine.name, (1, 2), sampling, "r")
+                await anext(generate_at(session, engine.url, engine.name, [request]))
 
     run(scenario())
 

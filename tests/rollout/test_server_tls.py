@@ -1,6 +1,7 @@
 """Servers that speak TLS: who gets an answer, who gets none, and that strangers are in nobody's way before TLS is agreed either."""
 
 import asyncio
+import pickle
 import socket
 import ssl
 from dataclasses import replace
@@ -14,18 +15,22 @@ from tiny_servers import VOCAB, push
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import TLSConfig
 from moerl.rollout.build_engines import build_engines
-from moerl.rollout.fleet import ray_collectors
 from moerl.rollout.fleet.collect import Intake
+from moerl.rollout.fleet.collector_actor import CollectorActor
 from moerl.rollout.server import admission
 from moerl.rollout.server.client import BrokenConnection, generate_at, new_session
+from moerl.rollout.server.messages import dump_requests
 from moerl.rollout.server.tls import client_context, server_context
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import SamplingParams
 from moerl.types.errors import EngineError
-from moerl.types.stored import Here
 
 SAMPLING = SamplingParams(max_tokens=6, seed=1)
 FILES = {"certificate": "server.pem", "key": "server.key", "authority": "authority.pem"}
+
+
+def request():
+    return GenerateRequest(request_id="r", prompt_ids=(4, 9), sampling=SAMPLING)
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +39,28 @@ def tls(certificates):
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_server_over_tls_answers_those_that_trust_its_authority_and_have_the_secret(run, checkpoints, tmp_path, tls, monkeypatch):
+def test_a_server_over_tls_answers_those_that_trust_its_authority_and_have_the_secret(run, checkpoints, tmp_path, tls):
     """Everything of one hf server: its start is what costs."""
-    monkeypatch.setattr(ray_collectors, "keep", Here)
     checkpoint, secret = checkpoints["moe"], RunSecret.new()
     (server,) = build_engines(config(tls=tls, max_running=4, prefill_chunk=16), checkpoint.directory, tmp_path, secret)
     trusting = client_context(server.authority)
 
     async def asked(url, secret, context):
         async with new_session(secret, context) as session:
-            return await generate_at(session, url, server.name, (4, 9), SAMPLING, "r")
+            _, outcome = await anext(generate_at(session, url, server.name, [request()]))
+            return outcome
 
     async def refused(error, said, url, secret, context):
         with pytest.raises(error, match=said):
             await asked(url, secret, context)
 
     async def collected():
-        collector = ray_collectors.CollectorActor(secret, server.authority)
-        request = GenerateRequest(request_id="r", prompt_ids=(4, 9), sampling=SAMPLING)
+        collector = CollectorActor(secret, server.authority)
         collector._intake = Intake(vocab_size=VOCAB, decoder=Letters(), routes=None)
-        answer = await collector._answer(server.url, server.name, request, None)
-        await collector._session.close()
-        return answer.completion.payload.get()
+        await collector.submit([], pickle.dumps((server.url, server.name, [7], dump_requests([request()]))), {})
+        await collector._arrived.wait()
+        await collector._connected().close()
+        return collector._ready[7][1]
 
     async def scenario():
         await server.start()

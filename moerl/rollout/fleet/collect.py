@@ -5,7 +5,7 @@ numbers.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -74,7 +74,6 @@ def _joined_spans(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
     return tuple(replace(run[0], num_tokens=sum(span.num_tokens for span in run)) for run in runs)
 
 
-Generate = Callable[[tuple[int, ...], SamplingParams, str], Awaitable[Completion]]
 Keep = Callable[[Payload], Stored[Payload]]
 
 
@@ -95,29 +94,26 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intake:
-    """Pure but for `keep`; picklable, since collectors in other processes get it."""
+    """Work on an answer, wherever it arrives; picklable, since collectors in other processes get it."""
 
     vocab_size: int
     decoder: Decoder
     routes: RouteShape | None = None
     """Shape of the routes that completions bring if they are asked for."""
 
-    async def ask(
-        self, generate: Generate, request: GenerateRequest, so_far: tuple[StoredCompletion, Payload] | None, *, server: str, keep: Keep
-    ) -> Answer:
-        """Answer with what is missing of `request`, from `server`. EngineUnsound for an answer that cannot be right."""
-        before = None if so_far is None else so_far[0].whole(so_far[1])
-        prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
-        more = await generate(prompt_ids, sampling, request.request_id)
+    async def received(
+        self, more: Completion, request: GenerateRequest, so_far: Completion | None, *, server: str
+    ) -> tuple[Completion, Payload]:
+        """The whole, from `server`'s answer to what was missing of `request`. EngineUnsound for an answer that cannot be right."""
+        _, sampling = rest(request.prompt_ids, request.sampling, so_far)
         check = partial(check_completion, more, sampling, request_id=request.request_id, vocab_size=self.vocab_size, server=server)
         if more.sets is None:
             check()
         else:  # of large sets it takes a while, and other completions are arriving
             await asyncio.to_thread(check)
-        completion = completed(joined(before, more), request.sampling)
+        completion = completed(joined(so_far, more), request.sampling)
         text = "" if completion.finish_reason == "abort" else await self._finished(request, completion)
-        payload = Payload.of(request.prompt_ids, completion, text)
-        return Answer(completion=StoredCompletion.of(completion, payload, keep(payload)), text=text)
+        return completion, Payload.of(request.prompt_ids, completion, text)
 
     async def _finished(self, request: GenerateRequest, completion: Completion) -> str:
         if self.routes is not None and request.sampling.returns_routes and completion.token_ids:
@@ -147,7 +143,10 @@ class LocalCollector:
     async def start(self) -> None: ...
 
     async def ask(self, engine: Any, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        before = None if so_far is None else (so_far, so_far.payload.get())
-        return await self._intake.ask(engine.generate, request, before, server=engine.name, keep=self._keep)
+        before = None if so_far is None else so_far.whole(so_far.payload.get())
+        prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
+        more = await engine.generate(prompt_ids, sampling, request.request_id)
+        completion, payload = await self._intake.received(more, request, before, server=engine.name)
+        return Answer(completion=StoredCompletion.of(completion, payload, self._keep(payload)), text=payload.text)
 
     async def close(self) -> None: ...

@@ -1,150 +1,181 @@
 """Ray actors that receive completions from rollout servers, so that what grows with their length never enters the driver.
 
-The pool in the driver keeps the control: which server, how often, until when. For each request it calls one actor, which talks HTTP to that
-server, puts the payload into the object store of its own machine, and answers with a StoredCompletion.
+The pool in the driver keeps the control: which server, how often, until when. Requests that it makes in one turn of the event loop go to an
+actor (collector_actor.py) in one call, which talks HTTP to the server; their answers come back, as many at a time as are there, by another
+call, which this process always has open.
 """
 
 import asyncio
-import os
 import pickle
 import socket
-from functools import partial
-from itertools import count
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import ray
 
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.collect import Answer, Intake
-from moerl.rollout.server.client import BrokenConnection, HTTPEngine, generate_at, new_session
-from moerl.rollout.server.tls import client_context
+from moerl.rollout.fleet.collector_actor import CollectorActor, unpacked
+from moerl.rollout.server.client import BrokenConnection, HTTPEngine
+from moerl.rollout.server.messages import dump_requests, messages_of
 from moerl.rollout.server.wire import GenerateRequest
-from moerl.types.errors import EngineError, MoerlError, Origin, StoreError
+from moerl.types.errors import MoerlError, Origin, StoreError
 from moerl.types.exit_codes import ExitCode
-from moerl.types.stored import StoredCompletion, keep
-
-_DROP_THREAD = "drop"
+from moerl.types.stored import StoredCompletion
 
 
-class CollectorActor:
-    """One of them. `ask` runs for as long as the server decodes, beside many others."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Waiting:
+    """A request that has no answer yet."""
 
-    def __init__(self, secret: RunSecret, authority: Path | None):
-        self._secret, self._authority = secret, authority
-        self._intake: Intake | None = None
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._asking: dict[int, asyncio.Task[Answer]] = {}
-        self._dropped: set[int] = set()
+    engine: HTTPEngine
+    request: GenerateRequest
+    so_far: StoredCompletion | None
+    answer: "asyncio.Future[Answer]"
 
-    async def process_id(self, stored_intake: list[Any]) -> int:
-        """Answers when everything is there."""
-        await self._received(stored_intake)
-        return os.getpid()
 
-    async def ask(self, stored_intake: list[Any], asked: bytes, so_far: StoredCompletion | None = None) -> Answer:
-        """`stored_intake`: a reference, in every call, since an actor that Ray has made again has none, and of one among the arguments that
-        it is made of Ray warns. `asked`: a number of its own, url and name of the server, and the request, pickled. MoerlErrors as they
-        are; BrokenConnection for what only the driver, which watches the server, can explain."""
-        await self._received(stored_intake)
-        number, url, server, request = pickle.loads(asked)
-        self._loop = asyncio.get_running_loop()
-        self._asking[number] = task = asyncio.create_task(self._answer(url, server, request, so_far))
-        if number in self._dropped:
-            task.cancel()
-        try:
-            return await task
-        except asyncio.CancelledError:
-            raise EngineError(f"{server}: {request.request_id} was dropped") from None
-        finally:
-            del self._asking[number]
-            self._dropped.discard(number)
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Home:
+    """An actor, and what is asked of it."""
 
-    async def _answer(self, url: str, server: str, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        if self._session is None:
-            self._session = new_session(self._secret, client_context(self._authority))
-        session = self._session
-        before = None if so_far is None else (so_far, await asyncio.to_thread(so_far.payload.get))
-        assert self._intake is not None
-        return await self._intake.ask(partial(generate_at, session, url, server), request, before, server=server, keep=keep)
-
-    async def _received(self, stored_intake: list[Any]) -> None:
-        if self._intake is None:
-            self._intake = await stored_intake[0]
-
-    @ray.method(concurrency_group=_DROP_THREAD)
-    async def drop(self, number: int) -> None:
-        """Nobody waits for it any more: the connection is closed, and the server drops the request. In another thread than `ask`, which it
-        may overtake."""
-        self._dropped.add(number)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._cancel, number)
-
-    def _cancel(self, number: int) -> None:
-        if number in self._asking:
-            self._asking[number].cancel()
+    actor: Any
+    life: str
+    pid: int
+    waiting: dict[int, _Waiting] = field(default_factory=dict)
+    new: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    failure: Exception | None = None
+    """Why it answers no more."""
 
 
 class RayCollectors:
     """Implements Collector for HTTPEngines. Ray must be initialised."""
 
     def __init__(
-        self, intake: Intake, *, secret: RunSecret, num_actors: int, max_in_flight: int, start_seconds: float,
-        max_restarts: int = 0, authority: Path | None = None,
+        self, intake: Intake, *, secret: RunSecret, num_actors: int, start_seconds: float, max_restarts: int = 0,
+        authority: Path | None = None,
     ):  # fmt: skip
-        """`max_in_flight`: requests of all servers together. `start_seconds`: for all actors to come. `max_restarts`: of each actor whose
-        process ends. `authority`: HTTPEngine's."""
+        """`start_seconds`: for all actors to come. `max_restarts`: of each actor whose process ends. `authority`: HTTPEngine's."""
         self._intake, self._secret, self._authority = intake, secret, authority
-        self._num_actors, self._max_in_flight, self._max_restarts = num_actors, max_in_flight, max_restarts
-        self._start_seconds = start_seconds
+        self._num_actors, self._max_restarts, self._start_seconds = num_actors, max_restarts, start_seconds
         self._actors: list[Any] = []
         self._stored_intake: list[Any] = []
-        self._homes: dict[HTTPEngine, Any] = {}
+        self._homes: list[_Home] = []
+        self._home_of: dict[HTTPEngine, _Home] = {}
+        self._listeners: list[asyncio.Task[None]] = []
         self._numbers = count()
 
     async def start(self) -> None:
         # Spread over machines: the payloads fill the store of the machine that receives them.
-        options: dict[str, Any] = dict(num_cpus=0, max_concurrency=self._max_in_flight, scheduling_strategy="SPREAD")
-        # Of one that ends Ray makes another, and asks it what it was asked. What it had received is lost: see moerl.types.stored.
+        options: dict[str, Any] = dict(num_cpus=0, scheduling_strategy="SPREAD")
+        # Of one that ends Ray makes another, and asks it for answers. What it had received is lost: see moerl.types.stored.
         options |= dict(max_restarts=self._max_restarts, max_task_retries=self._max_restarts)
-        actor = ray.remote(concurrency_groups={_DROP_THREAD: 1}, **options)(CollectorActor)
         self._stored_intake = [ray.put(self._intake)]  # as long as an actor may be made again
+        actor = ray.remote(**options)(CollectorActor)
         self._actors = [actor.remote(self._secret, self._authority) for _ in range(self._num_actors)]
         try:
             async with asyncio.timeout(self._start_seconds):
-                await asyncio.gather(*(actor.process_id.remote(self._stored_intake) for actor in self._actors))
+                begun = await asyncio.gather(*(actor.begin.remote(self._stored_intake) for actor in self._actors))
         except TimeoutError as error:
             raise _late(self._start_seconds, self._num_actors) from error
         except LOST as error:
             raise _lost(error) from error
+        self._homes = [_Home(actor=actor, life=life, pid=pid) for actor, (life, pid) in zip(self._actors, begun, strict=True)]
+        self._listeners = [asyncio.create_task(self._listen(home)) for home in self._homes]
 
     async def ask(self, engine: HTTPEngine, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        actor = self._homes.setdefault(engine, self._actors[len(self._homes) % len(self._actors)])
-        # Ray serializes argument by argument with cloudpickle: four of them cost the driver 0.1 ms more.
-        number = next(self._numbers)
-        stored, asked = self._stored_intake, pickle.dumps((number, engine.url, engine.name, request))
+        home = self._home_of.setdefault(engine, self._homes[len(self._home_of) % len(self._homes)])
+        if home.failure is not None:
+            raise _told(home.failure)
+        loop, number = asyncio.get_running_loop(), next(self._numbers)
+        waiting = home.waiting[number] = _Waiting(engine=engine, request=request, so_far=so_far, answer=loop.create_future())
+        if not home.new:
+            loop.call_soon(self._submit_new, home)
+        home.new.append(number)
         try:
-            answer: Answer = await (actor.ask.remote(stored, asked) if so_far is None else actor.ask.remote(stored, asked, so_far))
+            return await waiting.answer
         except asyncio.CancelledError:
-            actor.drop.remote(number)
+            if home.waiting.pop(number, None) is not None:
+                self._drop(home, number)
             raise
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, BrokenConnection):
-                raise await engine.explain(error.cause) from None
-            if isinstance(error.cause, MoerlError):
-                raise error.cause from None
-            raise
-        except LOST as error:
-            raise _lost(error) from error
-        return answer
+        except BrokenConnection as error:
+            raise await engine.explain(error) from None
 
     async def close(self) -> None:
+        for listener in self._listeners:
+            listener.cancel()
+        await asyncio.gather(*self._listeners, return_exceptions=True)
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._homes, self._stored_intake = [], {}, []
+        self._actors, self._homes, self._home_of, self._listeners, self._stored_intake = [], [], {}, [], []
+
+    def _submit_new(self, home: _Home) -> None:
+        new, home.new = home.new, []
+        self._submit(home, [number for number in new if number in home.waiting])
+
+    def _submit(self, home: _Home, numbers: Iterable[int]) -> None:
+        """A call for each message to each server. Nobody waits for it: if the actor ends, `answers` says so."""
+        submit = home.actor.submit.options(max_task_retries=0)
+        for engine, members in groupby(
+            sorted(numbers, key=lambda number: id(home.waiting[number].engine)), lambda n: home.waiting[n].engine
+        ):
+            left = list(members)
+            for message in messages_of([home.waiting[number].request for number in left]):
+                sent, left = left[: len(message)], left[len(message) :]
+                so_far = {number: before for number in sent if (before := home.waiting[number].so_far) is not None}
+                # Ray serializes argument by argument with cloudpickle, which costs more than the call.
+                submitted = pickle.dumps((engine.url, engine.name, sent, dump_requests(message)))
+                submit.remote(self._stored_intake, submitted, so_far)
+
+    def _drop(self, home: _Home, number: int) -> None:
+        if not home.dropped:
+            asyncio.get_running_loop().call_soon(self._drop_all, home)
+        home.dropped.append(number)
+
+    def _drop_all(self, home: _Home) -> None:
+        dropped, home.dropped = home.dropped, []
+        if home.failure is None and self._actors:
+            home.actor.drop.remote(dropped)
+
+    async def _listen(self, home: _Home) -> None:
+        while True:
+            try:
+                life, references, answers = await home.actor.answers.remote(home.life)
+            except ray.exceptions.RayError as error:
+                self._fail(home, error)
+                return
+            if life != home.life:
+                home.life = life
+                self._submit(home, [number for number in home.waiting if number not in home.new])
+            for number, outcome in unpacked(references, answers).items():
+                _settle(home.waiting.pop(number, None), outcome)
+
+    def _fail(self, home: _Home, failure: Exception) -> None:
+        home.failure = failure
+        waiting, home.waiting = home.waiting, {}
+        for each in waiting.values():
+            _settle(each, _told(failure))
+
+
+def _settle(waiting: _Waiting | None, outcome: Answer | Exception) -> None:
+    """Nothing if nobody waits any more."""
+    if waiting is None or waiting.answer.done():
+        return
+    if isinstance(outcome, Exception):
+        waiting.answer.set_exception(outcome)
+    else:
+        waiting.answer.set_result(outcome)
+
+
+def _told(error: Exception) -> Exception:
+    """Cause of a call's failure, anew for each who waits."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return error.cause if isinstance(error.cause, MoerlError) else error
+    return _lost(error) if isinstance(error, LOST) else error
 
 
 def _late(seconds: float, num_actors: int) -> StoreError:

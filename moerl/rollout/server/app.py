@@ -1,18 +1,19 @@
 """HTTP in front of a gate. Tokens in, tokens out; nothing here but parsing, checks and waiting."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from moerl.rollout.server import wire
+from moerl.rollout.server import messages, wire
 from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import PUSH_BYTES, Limits, push_violation
+from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 
 T = TypeVar("T")
@@ -27,28 +28,71 @@ class TooLarge(Exception):
     """Becomes status 413, and ends the connection: the rest of the body is not read."""
 
 
+_STATUSES: dict[type[Exception], int] = {
+    BadRequest: 400, TooLarge: 413, EngineUnavailable: wire.UNAVAILABLE, EngineError: 409, WeightError: 409, Exception: 500,
+}  # fmt: skip
+"""The first that fits."""
+
+
 def build_app(gate: Gate, limits: Limits) -> Starlette:
     async def generate(request: HTTPRequest) -> Response:
-        """Ends early, and frees the slot, when the client goes away."""
-        body = await _parsed(request, wire.GENERATE.validate_json, limits.body_bytes)
-        if violation := limits.violation(body.prompt_ids, body.sampling):
-            raise BadRequest(f"{body.request_id}: {violation}")
-        answer = asyncio.ensure_future(gate.generate(body.prompt_ids, body.sampling, body.request_id))
-        gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())  # after the body, the next message is the disconnect
-        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not answer.done():
-            answer.cancel()
-            return Response(status_code=499)
-        return Response(wire.dump_completion(answer.result()), media_type="application/octet-stream")
+        asked = await _parsed(request, messages.parse_requests, limits.body_bytes + messages.MORE_BYTES)
+        return Answers([_content(gate, limits, each) for each in asked])
 
     routes = [Route("/generate", generate, methods=["POST"])]
     for verb in wire.VERBS.values():
         handler = _handler(verb, getattr(gate, verb.name), PUSH_BYTES if verb.is_of_push else limits.body_bytes)
         routes.append(Route(verb.path, handler, methods=[verb.http]))
-    statuses = {BadRequest: 400, TooLarge: 413, EngineUnavailable: wire.UNAVAILABLE, EngineError: 409, WeightError: 409, Exception: 500}
-    handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in statuses.items()}
+    handlers: dict[Any, Any] = {kind: _error_handler(status) for kind, status in _STATUSES.items()}
     return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class Answers(Response):
+    """Stream of the answers to a message, each as soon as it is there; those of one turn of the event loop leave together.
+
+    Requests of a client that goes away end early, and free their slots.
+    """
+
+    def __init__(self, contents: Sequence[Coroutine[Any, Any, tuple[int, bytes]]]):
+        """`contents`: status and content of each frame, in the order of the requests."""
+        super().__init__(media_type="application/octet-stream")
+        del self.headers["content-length"]  # nobody knows it yet
+        self._contents = contents
+        self._frames: list[bytes] = []
+        self._changed = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        tasks = [asyncio.create_task(self._answer(place, content)) for place, content in enumerate(self._contents)]
+        gone = asyncio.ensure_future(receive())  # after the body, the next message is the disconnect
+        gone.add_done_callback(lambda _: self._changed.set())
+        try:
+            left = len(tasks)
+            while left and not gone.done():
+                await self._changed.wait()
+                self._changed.clear()
+                frames, self._frames = self._frames, []
+                left -= len(frames)
+                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": left > 0})
+        finally:
+            for task in (gone, *tasks):
+                task.cancel()
+
+    async def _answer(self, place: int, content: Coroutine[Any, Any, tuple[int, bytes]]) -> None:
+        self._frames.append(messages.dump_frame(place, *await content))
+        self._changed.set()
+
+
+async def _content(gate: Gate, limits: Limits, request: GenerateRequest) -> tuple[int, bytes]:
+    """Status and content of the answer."""
+    try:
+        if violation := limits.violation(request.prompt_ids, request.sampling):
+            raise BadRequest(f"{request.request_id}: {violation}")
+        completion = await gate.generate(request.prompt_ids, request.sampling, request.request_id)
+        return 200, wire.dump_completion(completion)
+    except Exception as error:
+        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+        return status, _error_body(error, status)
 
 
 def _handler(verb: wire.Verb, call: Callable[..., Awaitable[Any]], max_bytes: int) -> Handler:
@@ -66,7 +110,7 @@ async def _parsed(request: HTTPRequest, parse: Callable[[bytes], T], max_bytes: 
     body = await _body(request, max_bytes)
     try:
         return parse(body)
-    except ValidationError as error:
+    except ValueError as error:  # pydantic's too
         raise BadRequest(str(error)) from error
 
 
@@ -84,8 +128,12 @@ async def _body(request: HTTPRequest, max_bytes: int) -> bytes:
 
 def _error_handler(status: int) -> Callable[[HTTPRequest, Exception], Awaitable[Response]]:
     async def handle(request: HTTPRequest, error: Exception) -> Response:
-        text = str(error) if status < 500 else f"{type(error).__name__}: {error}"
-        body, headers = wire.ERROR.dump_json(wire.ErrorBody(error=text)), {"connection": "close"} if isinstance(error, TooLarge) else None
-        return Response(body, status_code=status, headers=headers, media_type="application/json")
+        headers = {"connection": "close"} if isinstance(error, TooLarge) else None
+        return Response(_error_body(error, status), status_code=status, headers=headers, media_type="application/json")
 
     return handle
+
+
+def _error_body(error: Exception, status: int) -> bytes:
+    is_known = status < 500 or status == wire.UNAVAILABLE
+    return wire.ERROR.dump_json(wire.ErrorBody(error=str(error) if is_known else f"{type(error).__name__}: {error}"))

@@ -2,7 +2,8 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,7 +12,7 @@ import aiohttp
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.hangs.watched import WatchedProcess
-from moerl.rollout.server import wire
+from moerl.rollout.server import messages, wire
 from moerl.rollout.server.contract import EngineRefuses, RolloutEngine
 from moerl.rollout.server.remote_process import RemoteProcess
 from moerl.rollout.server.server_process import ServerProcess
@@ -97,10 +98,14 @@ class HTTPEngine:
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         session = self._running_session("/generate")
+        request = wire.GenerateRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
         try:
-            return await generate_at(session, self.url, self.name, prompt_ids, sampling, request_id)
+            outcomes = [outcome async for _, outcome in generate_at(session, self.url, self.name, [request])]
         except BrokenConnection as error:
             raise await self.explain(error) from error
+        if isinstance(outcomes[0], EngineError):
+            raise outcomes[0]
+        return outcomes[0]
 
     abort = _sent(RolloutEngine.abort)
     pause = _sent(RolloutEngine.pause)
@@ -154,39 +159,82 @@ def new_session(secret: RunSecret, tls: ssl.SSLContext | None = None) -> aiohttp
 
 
 async def generate_at(
-    session: aiohttp.ClientSession, url: str, name: str, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str
-) -> Completion:
-    """Completion from the server at `url`, by its `name` in errors. EngineError, EngineUnavailable, EngineUnsound, BrokenConnection."""
-    body = wire.GenerateRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
-    data = wire.GENERATE.dump_json(body)
-    max_answer = wire.max_completion(len(body.prompt_ids), sampling)
-    content = await _exchange(session, "POST", url, "/generate", data, name=name, about=f": {request_id}", max_answer=max_answer)
-    return _parse(f"{name}: {request_id}", wire.parse_completion, content)
+    session: aiohttp.ClientSession, url: str, name: str, requests: Sequence[wire.GenerateRequest], data: bytes | None = None
+) -> AsyncGenerator[tuple[int, Completion | EngineError], None]:
+    """Outcomes, as they come, of requests to the server at `url`, each with the place of its request; `name` is the server's in errors.
+    `data`: the message of these requests; None: it is made.
+
+    Raises what ends all of them, of which nothing more comes then: EngineError, EngineUnsound, BrokenConnection.
+    """
+    frames = messages.Frames([wire.max_completion(len(request.prompt_ids), request.sampling) for request in requests])
+
+    def about(place: int) -> str:
+        return f"{name}: {requests[place].request_id}"
+
+    data = messages.dump_requests(requests) if data is None else data
+    async with _requested(session, "POST", url, "/generate", data, name=name, about=about(0)) as response:
+        async for chunk in response.content.iter_any():
+            try:
+                found = list(frames.feed(chunk))
+            except ValueError as error:
+                raise _unsound(about(0), frames.unread, error) from error
+            for place, status, content in found:
+                yield place, _outcome(name, about(place), status, content)
+    if frames.unread:
+        raise _unsound(about(0), frames.unread, "the answer ends within a frame")
+    if frames.missing:
+        raise BrokenConnection(f"{name}: /generate ended, the server still runs: {len(frames.missing)} answers are missing")
+
+
+async def abort_at(session: aiohttp.ClientSession, url: str, name: str, request_ids: Sequence[str]) -> None:
+    """RolloutEngine.abort of these, from a process that has no HTTPEngine. EngineError."""
+    verb = wire.VERBS["abort"]
+    data = verb.dump({"request_ids": tuple(request_ids)})
+    await _exchange(session, verb.http, url, verb.path, data, name=name, max_answer=verb.max_answer)
 
 
 async def _exchange(
-    session: aiohttp.ClientSession, method: str, url: str, path: str, data: bytes | None, *, name: str, about: str = "", max_answer: int
+    session: aiohttp.ClientSession, method: str, url: str, path: str, data: bytes | None, *, name: str, max_answer: int
 ) -> bytes:
-    """`about` follows the server's name where the answer makes no sense. EngineUnsound also if it has more than `max_answer` bytes."""
+    """EngineUnsound also if the answer has more than `max_answer` bytes."""
+    async with _requested(session, method, url, path, data, name=name, about=name) as response:
+        return await _content(response, max_answer, name)
+
+
+@asynccontextmanager
+async def _requested(
+    session: aiohttp.ClientSession, method: str, url: str, path: str, data: bytes | None, *, name: str, about: str
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Answer of status 200, to be read; what goes wrong meanwhile is told of `about`, the server and what it was asked for."""
     try:
         async with session.request(method, url + path, data=data, allow_redirects=False) as response:
-            content = await _content(response, max_answer, f"{name}{about}")
+            if response.status == wire.STRANGER:
+                raise EngineError(
+                    f"{about}: whoever answers there does not know this run's secret; is it another run's server, or another program, on "
+                    "the same port? Set rollout.port=0 to let the system choose, or choose a free one"
+                )
+            if response.status != 200:
+                raise _refusal(name, about, response.status, await _content(response, wire.MAX_ERROR, about))
+            yield response
     except aiohttp.ClientConnectorCertificateError as error:
         raise EngineError(
-            f"{name}{about}: the certificate that is shown there is not trusted ({error.certificate_error}). rollout.tls.certificate must "
+            f"{about}: the certificate that is shown there is not trusted ({error.certificate_error}). rollout.tls.certificate must "
             f"be signed by rollout.tls.authority, be in date, and have {error.host} in its subjectAltName (an address as IP, a name as DNS)"
         ) from error
     except aiohttp.ClientError as error:
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
-    if response.status == wire.STRANGER:
-        raise EngineError(
-            f"{name}{about}: whoever answers there does not know this run's secret; is it another run's server, or another program, on the "
-            "same port? Set rollout.port=0 to let the system choose, or choose a free one"
-        )
-    if response.status != 200:
-        reason = _parse(f"{name}{about}", wire.ERROR.validate_json, content, status=response.status).error
-        raise (EngineRefuses if response.status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
-    return content
+
+
+def _outcome(name: str, about: str, status: int, content: bytes) -> Completion | EngineError:
+    try:
+        return _parse(about, wire.parse_completion, content) if status == 200 else _refusal(name, about, status, content)
+    except EngineUnsound as error:
+        return error
+
+
+def _refusal(name: str, about: str, status: int, content: bytes) -> EngineError:
+    reason = _parse(about, wire.ERROR.validate_json, content, status=status).error
+    return (EngineRefuses if status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
 
 
 async def _content(response: aiohttp.ClientResponse, max_bytes: int, name: str) -> bytes:
@@ -203,8 +251,11 @@ def _parse(name: str, parse: Callable[[bytes], T], content: bytes, *, status: in
     try:
         return parse(content)
     except ValueError as error:
-        told = "" if status == 200 else f" with status {status}"
-        raise EngineUnsound(f"{name}: answered {content[:200]!r}{told}; is rollout.python of the same moerl?\n{error}") from error
+        raise _unsound(name, content, error, "" if status == 200 else f" with status {status}") from error
+
+
+def _unsound(name: str, content: bytes, error: ValueError | str, status: str = "") -> EngineUnsound:
+    return EngineUnsound(f"{name}: answered {content[:200]!r}{status}; is rollout.python of the same moerl?\n{error}")
 
 
 def _bracketed(host: str) -> str:

@@ -1,7 +1,7 @@
 """HTTP between the driver and a rollout server.
 
 The arguments of a verb, by name, are the JSON of its request, and what it returns is that of the answer, with the types that the contract
-gives them. `generate` answers with one line of JSON, and after it the bytes of the completion's arrays, little-endian: token ids (int32),
+gives them. A completion (server/messages.py) is one line of JSON, and after it the bytes of its arrays, little-endian: token ids (int32),
 log-probs (float32), its routes, if it has any (tokens * layers * top_k of uint8 or uint16), and the entries its tokens were chosen from, if
 it brings them: how many for each token (int32), then all of them (int32).
 """
@@ -89,7 +89,6 @@ class ReadyLine:
     arrived: bool = False
 
 
-GENERATE = TypeAdapter(GenerateRequest)
 COMPLETION_HEAD = TypeAdapter(CompletionHead)
 OFFER = TypeAdapter(TransportOffer)
 MANIFEST = TypeAdapter(Manifest)

@@ -1,0 +1,211 @@
+"""The process that receives completions from rollout servers: checks them, and puts what grows with their length into the object store.
+
+    driver --submit(message)--> this process --POST /generate--> server
+    driver <-- answers() -----  (all that came since, a few ms after the first)  <--stream--
+
+`answers` is asked again and again: what it returns is one call, one object in the store and one piece of bytes for as many completions as
+came meanwhile.
+"""
+
+import asyncio
+import logging
+import os
+import pickle
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from moerl.cluster.run_secret import RunSecret
+from moerl.rollout.fleet.collect import Answer, Intake, rest
+from moerl.rollout.server.client import abort_at, generate_at, new_session
+from moerl.rollout.server.messages import parse_requests
+from moerl.rollout.server.tls import client_context
+from moerl.rollout.server.wire import GenerateRequest
+from moerl.types.completion import Completion, DraftCounts, VersionSpan
+from moerl.types.errors import EngineError, MoerlError
+from moerl.types.stored import InStore, Payload, StoredCompletion, keep_together
+
+logger = logging.getLogger(__name__)
+
+LINGER_SECONDS = 0.005
+"""Time for others to come after the first answer."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Asked:
+    request: GenerateRequest
+    so_far: Completion | None
+    server: str
+    url: str
+    exchange: "asyncio.Task[None] | None" = None
+
+
+class CollectorActor:
+    """One of them; an actor of Ray."""
+
+    def __init__(self, secret: RunSecret, authority: Path | None):
+        self._secret, self._authority = secret, authority
+        self._life = secrets.token_hex(8)
+        self._intake: Intake | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._asked: dict[int, _Asked] = {}
+        self._ready: dict[int, tuple[Completion, Payload] | MoerlError] = {}
+        self._arrived = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self, stored_intake: list[Any]) -> tuple[str, int]:
+        """Answers when everything is there: a name of this process that none before or after it has, and its number."""
+        await self._take(stored_intake)
+        return self._life, os.getpid()
+
+    async def submit(self, stored_intake: list[Any], submitted: bytes, so_far: Mapping[int, StoredCompletion]) -> None:
+        """`stored_intake`: a reference, in every call, since an actor that Ray has made again has none, and of one among the arguments that
+        it is made of Ray warns. `submitted`: url and name of the server, a number of its own for each request, and the message of all,
+        pickled. Numbers that are here already are not asked again. `so_far`: what a push left of them."""
+        await self._take(stored_intake)
+        url, server, numbers, data = pickle.loads(submitted)
+        before = {number: completion.whole(await asyncio.to_thread(completion.payload.get)) for number, completion in so_far.items()}
+        asked = {
+            number: _Asked(request=request, so_far=before.get(number), server=server, url=url)
+            for number, request in zip(numbers, parse_requests(data), strict=True)
+            if number not in self._asked and number not in self._ready
+        }
+        if not asked:
+            return
+        self._asked |= asked
+        exchange = self._spawn(self._exchange(url, server, asked, data if len(asked) == len(numbers) and not before else None))
+        for each in asked.values():
+            each.exchange = exchange
+
+    async def answers(self, life: str) -> tuple[str, list[Any], bytes]:
+        """Name of this process, references, and answers for `unpacked`; at once and without answers if the driver knows another `life`."""
+        if life != self._life:
+            return self._life, [], packed([], {})
+        while not self._ready:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._asked:
+            await asyncio.sleep(LINGER_SECONDS)
+        ready, self._ready = self._ready, {}
+        whole = {number: outcome for number, outcome in ready.items() if not isinstance(outcome, MoerlError)}
+        errors = {number: outcome for number, outcome in ready.items() if isinstance(outcome, MoerlError)}
+        stored = keep_together([payload for _, payload in whole.values()])
+        references = list({each.reference: None for each in stored})
+        places = [(references.index(each.reference), each.place) for each in stored]
+        rows = [(number, *place, _row(*each)) for (number, each), place in zip(whole.items(), places, strict=True)]
+        return self._life, references, packed(rows, errors)
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """Nobody waits for them any more: their servers drop the requests."""
+        dropped = [self._asked.pop(number) for number in numbers if number in self._asked]
+        for number in numbers:
+            self._ready.pop(number, None)
+        asked = {each.exchange for each in self._asked.values()}
+        for url, server in {(each.url, each.server) for each in dropped}:
+            self._spawn(self._abort(url, server, [each.request.request_id for each in dropped if each.url == url]))
+        for exchange in {each.exchange for each in dropped} - asked:
+            if exchange is not None:  # nothing else is to come over this connection
+                exchange.cancel()
+
+    async def _exchange(self, url: str, server: str, asked: Mapping[int, _Asked], data: bytes | None) -> None:
+        numbers, requests = list(asked), [_missing(each) for each in asked.values()]
+        try:
+            async for place, outcome in generate_at(self._connected(), url, server, requests, data):
+                if isinstance(outcome, EngineError):
+                    self._end(numbers[place], outcome)
+                else:
+                    self._spawn(self._receive(numbers[place], asked[numbers[place]], outcome))
+        except MoerlError as error:
+            self._end_all(numbers, error)
+        except Exception as error:
+            self._end_all(numbers, _bug(error))
+
+    async def _receive(self, number: int, asked: _Asked, more: Completion) -> None:
+        assert self._intake is not None
+        try:
+            self._end(number, await self._intake.received(more, asked.request, asked.so_far, server=asked.server))
+        except MoerlError as error:
+            self._end(number, error)
+        except Exception as error:
+            self._end(number, _bug(error))
+
+    async def _abort(self, url: str, server: str, request_ids: Sequence[str]) -> None:
+        try:
+            await abort_at(self._connected(), url, server, request_ids)
+        except EngineError as error:  # it may be gone, which is why nobody waits any more
+            logger.info("%s were not dropped: %s", ", ".join(request_ids[:4]), error)
+
+    def _end_all(self, numbers: Iterable[int], error: MoerlError) -> None:
+        """All that have no answer."""
+        for number in numbers:
+            self._end(number, error)
+
+    def _end(self, number: int, outcome: tuple[Completion, Payload] | MoerlError) -> None:
+        if self._asked.pop(number, None) is not None:
+            self._ready[number] = outcome
+            self._arrived.set()
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = new_session(self._secret, client_context(self._authority))
+        return self._session
+
+    async def _take(self, stored_intake: list[Any]) -> None:
+        if self._intake is None:
+            self._intake = await stored_intake[0]
+
+    def _spawn(self, work: Any) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def packed(rows: Sequence[tuple[Any, ...]], errors: Mapping[int, MoerlError]) -> bytes:
+    """Answers as bytes: plain tuples, since pickling an object of a class costs ten times as much."""
+    return pickle.dumps((rows, dict(errors)))
+
+
+def unpacked(references: Sequence[Any], answers: bytes) -> dict[int, Answer | MoerlError]:
+    """By number."""
+    rows, found = pickle.loads(answers)
+    for number, index, place, row in rows:
+        found[number] = _answer(row, InStore(references[index], place))
+    return found
+
+
+def _row(completion: Completion, payload: Payload) -> tuple[Any, ...]:
+    stored = StoredCompletion.of(completion, payload, InStore(None))
+    spans = [(span.version, span.num_tokens, span.push_id) for span in stored.spans]
+    numbers = (stored.num_tokens, stored.num_prompt, stored.routes_bytes, stored.num_bytes)
+    return stored.request_id, numbers, spans, stored.finish_reason, (stored.drafts.checks, stored.drafts.accepted), payload.text
+
+
+def _answer(row: tuple[Any, ...], payload: InStore[Payload]) -> Answer:
+    request_id, (num_tokens, num_prompt, routes_bytes, num_bytes), spans, reason, drafts, text = row
+    completion = StoredCompletion(
+        request_id=request_id,
+        num_tokens=num_tokens,
+        num_prompt=num_prompt,
+        spans=tuple(VersionSpan(version=version, num_tokens=count, push_id=push_id) for version, count, push_id in spans),
+        finish_reason=reason,
+        routes_bytes=routes_bytes,
+        num_bytes=num_bytes,
+        payload=payload,
+        drafts=DraftCounts(*drafts),
+    )
+    return Answer(completion=completion, text=text)
+
+
+def _missing(asked: _Asked) -> GenerateRequest:
+    prompt_ids, sampling = rest(asked.request.prompt_ids, asked.request.sampling, asked.so_far)
+    return replace(asked.request, prompt_ids=prompt_ids, sampling=sampling)
+
+
+def _bug(error: Exception) -> MoerlError:
+    logger.error("an answer could not be received", exc_info=error)
+    return MoerlError(f"a process that receives completions failed: {type(error).__name__}: {error}")

@@ -1,0 +1,129 @@
+"""Requests that go to a server together, and their answers, which come as they are ready: one exchange of HTTP for a whole group, or many.
+
+A message is JSON: prompts, each once, and the requests, which name theirs. The answer is a stream of frames: the place of a request in the
+message, a status and a length, little-endian, and as many bytes: with status 200 a completion (wire.dump_completion), else an ErrorBody.
+"""
+
+import struct
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, TypeAdapter
+
+from moerl.rollout.server import wire
+from moerl.rollout.server.wire import GenerateRequest
+from moerl.types.completion import SamplingParams
+
+MAX_REQUESTS = 1024
+"""Requests of a message, at most."""
+
+MAX_TOKENS = 2**19
+"""Tokens of a message's prompts, at most, unless it has one prompt alone."""
+
+MORE_BYTES = 16 * MAX_TOKENS + 2**15 * MAX_REQUESTS
+"""Bytes that a message may have more than one of a single request."""
+
+_FRAME = struct.Struct("<IHQ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    request_id: Annotated[str, Field(max_length=wire.MAX_ID)]
+    prompt: NonNegativeInt
+    """Its place among the prompts."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Message:
+    prompts: tuple[tuple[int, ...], ...]
+    requests: Annotated[tuple[_Asked, ...], Field(min_length=1, max_length=MAX_REQUESTS)]
+
+
+_MESSAGE = TypeAdapter(_Message)
+
+
+def dump_requests(requests: Sequence[GenerateRequest]) -> bytes:
+    """A message. Requests that hold the same prompt, as a group's do, send it once."""
+    places: dict[int, int] = {}  # by identity: comparing thousands of tokens would cost more than sending them
+    prompts: list[tuple[int, ...]] = []
+    asked = []
+    for request in requests:
+        place = places.setdefault(id(request.prompt_ids), len(prompts))
+        if place == len(prompts):
+            prompts.append(request.prompt_ids)
+        asked.append(_Asked(request_id=request.request_id, prompt=place, sampling=request.sampling))
+    return _MESSAGE.dump_json(_Message(prompts=tuple(prompts), requests=tuple(asked)))
+
+
+def parse_requests(content: bytes) -> tuple[GenerateRequest, ...]:
+    """pydantic.ValidationError, or ValueError, with what is wrong. Requests with the same prompt hold the same tuple."""
+    message = _MESSAGE.validate_json(content)
+    last = max(asked.prompt for asked in message.requests)
+    if last >= len(message.prompts):
+        raise ValueError(f"prompt = {last}: must be below {len(message.prompts)}, the prompts of the message")
+    return tuple(
+        GenerateRequest(request_id=asked.request_id, prompt_ids=message.prompts[asked.prompt], sampling=asked.sampling)
+        for asked in message.requests
+    )
+
+
+def messages_of(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRequest]]:
+    """In order, as many in each as a server takes."""
+    message: list[GenerateRequest] = []
+    num_tokens, seen = 0, set[int]()
+    for request in requests:
+        more = 0 if id(request.prompt_ids) in seen else len(request.prompt_ids)
+        if message and (len(message) == MAX_REQUESTS or num_tokens + more > MAX_TOKENS):
+            yield message
+            message, num_tokens, more = [], 0, len(request.prompt_ids)
+            seen.clear()
+        message.append(request)
+        seen.add(id(request.prompt_ids))
+        num_tokens += more
+    if message:
+        yield message
+
+
+def dump_frame(place: int, status: int, content: bytes) -> bytes:
+    return _FRAME.pack(place, status, len(content)) + content
+
+
+class Frames:
+    """Frames of an answer, from its bytes as they come."""
+
+    def __init__(self, bounds: Sequence[int]):
+        """`bounds`: bytes of the answer to each request, at most."""
+        self._bounds, self._left = bounds, set(range(len(bounds)))
+        self._rest = bytearray()
+
+    @property
+    def missing(self) -> Collection[int]:
+        """Places of those that have not come."""
+        return self._left
+
+    @property
+    def unread(self) -> bytes:
+        """What came after the last frame that is whole; the first 200 bytes of it."""
+        return bytes(self._rest[:200])
+
+    def feed(self, chunk: bytes) -> Iterator[tuple[int, int, bytes]]:
+        """Place, status and content of each that is whole now. ValueError for one that nobody asked for, or that is too long."""
+        self._rest += chunk
+        at = 0
+        try:
+            while len(self._rest) - at >= _FRAME.size:
+                place, status, length = _FRAME.unpack_from(self._rest, at)
+                if place not in self._left:
+                    raise ValueError(f"an answer to request {place}, which waits for none")
+                if length > self._bounds[place]:
+                    raise ValueError(f"an answer of {length} bytes, more than the {self._bounds[place]} that this request can have")
+                end = at + _FRAME.size + length
+                if len(self._rest) < end:
+                    break
+                self._left.remove(place)
+                yield place, status, bytes(memoryview(self._rest)[at + _FRAME.size : end])
+                at = end
+        finally:
+            del self._rest[:at]
