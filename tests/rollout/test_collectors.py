@@ -27,7 +27,7 @@ from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, St
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Group, Prompt, Sample, Score
 from moerl.types.routes import RouteShape
-from moerl.types.stored import InStore
+from moerl.types.stored import InStore, fetch
 
 PROMPT = (1, 2, 3)
 SECRET = RunSecret.new()
@@ -106,6 +106,58 @@ def test_neither_tokens_nor_routes_nor_text_of_a_finished_sample_stay_in_the_dri
     assert min(sample.completion.num_bytes for sample in kept.samples) > num_tokens * (8 + LAYERS * TOP_K)
     assert held < num_samples * 10_000
     assert len(ray.cloudpickle.dumps(kept)) < num_samples * 2_000
+
+
+def test_requests_of_one_turn_are_one_message_and_their_payloads_one_object(run, collectors, engine):
+    async def scenario():
+        answers = await asyncio.gather(*(collectors.ask(engine, request(f"r{index}"), None) for index in range(20)))
+        return answers, json.loads(await engine.call("GET", "/sizes"))
+
+    answers, sizes = run(scenario())
+    assert sizes == [20]
+    assert [answer.completion.request_id for answer in answers] == [f"r{index}" for index in range(20)]
+    payloads = [answer.completion.payload for answer in answers]
+    assert len({payload.reference for payload in payloads}) < 20
+    for payload, fetched in zip(payloads, fetch(payloads), strict=True):
+        assert_whole(fetched, 8)
+        assert_whole(payload.get(), 8)
+
+
+def test_of_several_that_were_asked_together_one_can_be_dropped(run, collectors, engine):
+    async def scenario():
+        held = asyncio.create_task(collectors.ask(engine, request("held"), None))
+        assert (await collectors.ask(engine, request("whole"), None)).completion.num_tokens == 8
+        assert json.loads(await engine.call("GET", "/sizes")) == [2]
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        async with asyncio.timeout(5):
+            while json.loads(await engine.call("GET", "/dropped")) != ["held"]:
+                pass
+        assert (await collectors.ask(engine, request("next"), None)).completion.num_tokens == 8
+
+    run(scenario())
+
+
+def test_a_collector_that_is_made_again_is_asked_again_what_has_no_answer(run, engine, collectors):
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=1, start_seconds=60, max_restarts=1)
+
+    async def scenario():
+        await other.start()
+        held = asyncio.create_task(other.ask(engine, request("held"), None))
+        async with asyncio.timeout(60):
+            while json.loads(await engine.call("GET", "/sizes")) != [1]:
+                pass
+            os.kill(other._homes[0].pid, signal.SIGKILL)
+            while len(json.loads(await engine.call("GET", "/sizes"))) < 2:
+                pass
+            await engine.call("POST", "/abort", b'{"request_ids": ["held"]}')
+            answer = await held
+        assert_whole(await asyncio.to_thread(answer.completion.payload.get), 8)
+        assert (await other.ask(engine, request("next"), None)).completion.num_tokens == 8
+        await other.close()
+
+    run(scenario())
 
 
 def test_what_a_push_left_is_joined_with_the_rest(run, collectors, engine):
