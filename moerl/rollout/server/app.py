@@ -79,7 +79,8 @@ class Answers(Response):
                 task.cancel()
 
     async def _answer(self, place: int, content: Coroutine[Any, Any, tuple[int, bytes]]) -> None:
-        self._frames.append(messages.dump_frame(place, *await content))
+        frame = messages.dump_frame(place, *await content)
+        self._frames.append(frame)  # to the list that is there now, and not to the one of before the wait
         self._changed.set()
 
 
