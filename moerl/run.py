@@ -269,13 +269,22 @@ async def _assembled(
                 if companions is not None:
                     await companions.start()
                 rails = await find_run_rails(placement, seconds=config.deadlines.start_seconds)
-            gc.collect()
-            gc.freeze()  # else each full collection walks over all that was imported: a third of the driver's CPU in a step
-            stack.callback(gc.unfreeze)
+            stack.enter_context(_frozen_heap())
             yield _Assembly(
                 model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions,
                 rails=rails,
             )  # fmt: skip
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    """Else each full collection walks over all that was imported: a third of the driver's CPU in a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _rollout_pool(config: RunConfig, model: RunModel, secret: RunSecret, placement: RunPlacement, hangs: HangReports) -> RolloutPool:

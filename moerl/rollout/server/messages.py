@@ -105,7 +105,7 @@ class Frames:
 
     @property
     def unread(self) -> bytes:
-        """What came after the last frame that is whole; the first 200 bytes of it."""
+        """First 200 bytes after the last frame that is whole."""
         return bytes(self._rest[:200])
 
     def feed(self, chunk: bytes) -> Iterator[tuple[int, int, bytes]]:
