@@ -22,7 +22,7 @@ from tiny_servers import VOCAB
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.server import wire
-from moerl.rollout.server.client import BrokenConnection, generate_at, new_session
+from moerl.rollout.server.client import BrokenConnection, abort_at, generate_at, new_session
 from moerl.rollout.server.messages import dump_frame
 from moerl.rollout.server.wire import GenerateRequest
 from moerl.types.completion import Completion, DraftCounts, SamplingParams, VersionSpan
@@ -166,6 +166,17 @@ def test_an_answer_that_never_ends_is_broken_off_at_what_its_request_can_yield(r
         async with answering(b"200 OK\r\nConnection: close", chunks) as (url, asked):
             with pytest.raises(EngineUnsound, match=f"(?s)s: r: answered .*{said}"):
                 await ask(url)
+            await until(lambda: asked[-1] == b"gone")
+
+    run(scenario())
+
+
+def test_an_answer_to_a_command_that_never_ends_is_broken_off_at_the_longest_error(run):
+    async def scenario():
+        async with answering(b"200 OK\r\nConnection: close", (b"x" * 2**16 for _ in range(2**14))) as (url, asked):  # a GiB
+            async with new_session(RunSecret.new()) as session:
+                with pytest.raises(EngineUnsound, match=f"s: answered with more than {2**20} bytes"):
+                    await abort_at(session, url, "s", ["r"])
             await until(lambda: asked[-1] == b"gone")
 
     run(scenario())

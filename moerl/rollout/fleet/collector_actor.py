@@ -38,7 +38,7 @@ LINGER_SECONDS = 0.005
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Asked:
     request: GenerateRequest
-    so_far: Completion | None
+    so_far: StoredCompletion | None
     server: str
     url: str
     exchange: "asyncio.Task[None] | None" = None
@@ -66,18 +66,15 @@ class CollectorActor:
         """`stored_intake`: a reference, in every call, since an actor that Ray has made again has none, and of one among the arguments that
         it is made of Ray warns. `submitted`: url and name of the server, a number of its own for each request, and the message of all,
         pickled. Numbers that are here already are not asked again. `so_far`: what a push left of them."""
-        await self._take(stored_intake)
         url, server, numbers, data = pickle.loads(submitted)
-        before = {number: completion.whole(await asyncio.to_thread(completion.payload.get)) for number, completion in so_far.items()}
         asked = {
-            number: _Asked(request=request, so_far=before.get(number), server=server, url=url)
+            number: _Asked(request=request, so_far=so_far.get(number), server=server, url=url)
             for number, request in zip(numbers, parse_requests(data), strict=True)
             if number not in self._asked and number not in self._ready
         }
-        if not asked:
-            return
+        # Nothing is waited for before they are noted: `drop` finds them, and every failure from here on is an answer to them.
         self._asked |= asked
-        exchange = self._spawn(self._exchange(url, server, asked, data if len(asked) == len(numbers) and not before else None))
+        exchange = self._spawn(self._exchange(stored_intake, asked, data if len(asked) == len(numbers) and not so_far else None))
         for each in asked.values():
             each.exchange = exchange
 
@@ -111,23 +108,32 @@ class CollectorActor:
             if exchange is not None:  # nothing else is to come over this connection
                 exchange.cancel()
 
-    async def _exchange(self, url: str, server: str, asked: Mapping[int, _Asked], data: bytes | None) -> None:
-        numbers, requests = list(asked), [_missing(each) for each in asked.values()]
+    async def _exchange(self, stored_intake: list[Any], asked: Mapping[int, _Asked], data: bytes | None) -> None:
+        """All to one server. `data`: their message, where nothing is there of any."""
+        if not asked:
+            return
+        left = dict(asked)  # those that have not come
         try:
-            async for place, outcome in generate_at(self._connected(), url, server, requests, data):
+            await self._take(stored_intake)
+            before = {number: await _whole(each.so_far) for number, each in asked.items()}
+            requests = [_missing(each.request, before[number]) for number, each in asked.items()]
+            numbers, (first, *_) = list(asked), asked.values()
+            async for place, outcome in generate_at(self._connected(), first.url, first.server, requests, data):
+                number = numbers[place]
+                each = left.pop(number)
                 if isinstance(outcome, EngineError):
-                    self._end(numbers[place], outcome)
+                    self._end(number, outcome)
                 else:
-                    self._spawn(self._receive(numbers[place], asked[numbers[place]], outcome))
+                    self._spawn(self._receive(number, each, before[number], outcome))
         except MoerlError as error:
-            self._end_all(numbers, error)
+            self._end_all(left, error)
         except Exception as error:
-            self._end_all(numbers, _bug(error))
+            self._end_all(left, _bug(error))
 
-    async def _receive(self, number: int, asked: _Asked, more: Completion) -> None:
+    async def _receive(self, number: int, asked: _Asked, so_far: Completion | None, more: Completion) -> None:
         assert self._intake is not None
         try:
-            self._end(number, await self._intake.received(more, asked.request, asked.so_far, server=asked.server))
+            self._end(number, await self._intake.received(more, asked.request, so_far, server=asked.server))
         except MoerlError as error:
             self._end(number, error)
         except Exception as error:
@@ -140,7 +146,6 @@ class CollectorActor:
             logger.info("%s were not dropped: %s", ", ".join(request_ids[:4]), error)
 
     def _end_all(self, numbers: Iterable[int], error: MoerlError) -> None:
-        """All that have no answer."""
         for number in numbers:
             self._end(number, error)
 
@@ -179,6 +184,7 @@ def unpacked(references: Sequence[Any], answers: bytes) -> dict[int, Answer | Mo
 
 
 def _row(completion: Completion, payload: Payload) -> tuple[Any, ...]:
+    """Numbers of an engine's answer, all of whose tokens the policy produced and none of which has a weight of its own."""
     stored = StoredCompletion.of(completion, payload, InStore(None))
     spans = [(span.version, span.num_tokens, span.push_id) for span in stored.spans]
     numbers = (stored.num_tokens, stored.num_prompt, stored.routes_bytes, stored.num_bytes)
@@ -201,9 +207,13 @@ def _answer(row: tuple[Any, ...], payload: InStore[Payload]) -> Answer:
     return Answer(completion=completion, text=text)
 
 
-def _missing(asked: _Asked) -> GenerateRequest:
-    prompt_ids, sampling = rest(asked.request.prompt_ids, asked.request.sampling, asked.so_far)
-    return replace(asked.request, prompt_ids=prompt_ids, sampling=sampling)
+async def _whole(so_far: StoredCompletion | None) -> Completion | None:
+    return None if so_far is None else so_far.whole(await asyncio.to_thread(so_far.payload.get))
+
+
+def _missing(request: GenerateRequest, so_far: Completion | None) -> GenerateRequest:
+    prompt_ids, sampling = rest(request.prompt_ids, request.sampling, so_far)
+    return replace(request, prompt_ids=prompt_ids, sampling=sampling)
 
 
 def _bug(error: Exception) -> MoerlError:

@@ -142,17 +142,17 @@ class RayCollectors:
             home.actor.drop.remote(dropped)
 
     async def _listen(self, home: _Home) -> None:
-        while True:
-            try:
+        """Whatever ends it is told to all that wait: nothing else would ever answer them."""
+        try:
+            while True:
                 life, references, answers = await home.actor.answers.remote(home.life)
-            except ray.exceptions.RayError as error:
-                self._fail(home, error)
-                return
-            if life != home.life:
-                home.life = life
-                self._submit(home, [number for number in home.waiting if number not in home.new])
-            for number, outcome in unpacked(references, answers).items():
-                _settle(home.waiting.pop(number, None), outcome)
+                if life != home.life:
+                    home.life = life
+                    self._submit(home, [number for number in home.waiting if number not in home.new])
+                for number, outcome in unpacked(references, answers).items():
+                    _settle(home.waiting.pop(number, None), outcome)
+        except Exception as error:
+            self._fail(home, error)
 
     def _fail(self, home: _Home, failure: Exception) -> None:
         home.failure = failure

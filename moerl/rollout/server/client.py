@@ -148,7 +148,7 @@ class HTTPEngine:
 
 
 def new_session(secret: RunSecret, tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
-    """One connection per running request, and no deadline here: that is the pool's. `tls`: for https."""
+    """One connection per message whose answers are not all there, and no deadline here: that is the pool's. `tls`: for https."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=True if tls is None else tls),
         timeout=aiohttp.ClientTimeout(total=None),
