@@ -11,6 +11,8 @@ from moerl.run_model import load_model
 RECIPE = "grpo-tiny-moe-1n2g-sync"
 PROMPT_TOKENS = 2
 """A digit and a sign."""
+LONGEST_PROMPT = 16
+"""data.max_prompt_tokens of the demo, for which there must be room in the context."""
 LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "fixed_length": "dr_grpo"}
 """Of trl, by algorithm.normalize_by."""
 
@@ -18,7 +20,7 @@ LOSS_TYPES = {"sequence": "grpo", "token": "dapo", "fixed_length": "dr_grpo"}
 def overrides(tokens: int, steps: int, directory: Path, more: list[str]) -> list[str]:
     """Command line of `moerl train`: the demo with responses of `tokens` tokens, without checkpoints on the way."""
     run = [f"recipe={RECIPE}", f"num_steps={steps}", "save_every=0", f"output_dir={directory}", "observe.tensorboard=false"]
-    return [*run, f"rollout.max_response_tokens={tokens}", f"model.max_context={max(32, PROMPT_TOKENS + tokens)}", *more]
+    return [*run, f"rollout.max_response_tokens={tokens}", f"model.max_context={max(32, LONGEST_PROMPT + tokens)}", *more]
 
 
 def trl_task(config: RunConfig, *, threads: int, experts: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The side of trl in benchmarks/peers.py: GRPO of what the file TASK says, `python trl_demo.py TASK`. It runs in .venv-peers, without moerl.
+"""The side of trl in benchmarks/peers.py: `python trl_demo.py TASK` trains what the JSON file TASK says, in .venv-peers, without moerl.
 
-A line `rollout` when the first samples are there, then `STEP/STEPS REWARD` for each step, as the terminal of moerl has it.
+A line `STEP/STEPS REWARD` for each step, as the terminal of moerl has it.
 """
 
 import json
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-task = json.loads(Path(sys.argv[1]).read_text())
 os.environ.update({"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 
 import torch
@@ -25,8 +24,6 @@ def prefix(completions: list[str], ground_truth: list[str], **_: Any) -> list[fl
     """moerl/rewards/verifiers.py, kind=prefix: share of the ground truth's positions that the response has right."""
     pairs = zip(completions, ground_truth, strict=True)
     found = [sum(said == wanted for said, wanted in zip(text, truth, strict=False)) / len(truth) for text, truth in pairs]
-    if not rewards:
-        print("rollout", flush=True)
     rewards.append(sum(found) / len(found))
     return found
 
@@ -37,6 +34,7 @@ class Rows(TrainerCallback):
 
 
 def main() -> None:
+    task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
     model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32, experts_implementation=task["experts"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **task["optimizer"])
