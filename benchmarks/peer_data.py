@@ -2,11 +2,12 @@
 
     python benchmarks/peer_data.py --samples 2048 --tokens 1024
 
-moerl: benchmarks/data_plane.py, way `collectors`, over HTTP from servers that answer with canned tokens. verl: benchmarks/peers/verl_data.py,
+moerl: benchmarks/data_plane.py, way `collectors`, over HTTP from servers with canned tokens. verl: benchmarks/peers/verl_data.py,
 from Ray actors that make the samples. MB are the driver's above those before the step: at its end, and the most of it; shared are pages of
 Ray's object store. CPU: of the driver alone.
 
-Plans: the lengths and measures of benchmarks/balance.py, without padding.
+Plans: the lengths and measures of benchmarks/balance.py, without padding. Driver and ranks of moerl each make the whole plan; verl's driver
+shares the samples out, and a rank makes its own micro-batches.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def main() -> None:
         middle = {name: float(np.median([row[name] for row in rows])) for name in (*COLUMNS, "cpu")}
         print(f"| {way} | {' | '.join(f'{middle[name] / 1e6:.0f}' for name in COLUMNS)} | {middle['cpu'] * 1e3:.2f} |")
     print(f"\n{options.samples * 4} samples, {options.ranks} ranks, {options.budget} tokens\n")
-    print("| mean length | plan | rounds | ranks | rounds waited for | CPU s |\n| --- | --- | --- | --- | --- | --- |")
+    print(f"| mean length | plan | rounds | ranks | rounds waited for | driver, CPU s | a rank, CPU s |\n|{' --- |' * 7}")
     for mu, sigma in DISTRIBUTIONS:
         compare_plans(mu, sigma, options)
 
@@ -77,20 +78,21 @@ def last_json(command: list[str], given: str) -> dict[str, Any]:
 
 def compare_plans(mu: float, sigma: float, options: argparse.Namespace) -> None:
     lengths = np.random.default_rng(0).lognormal(mu, sigma, options.samples * 4).astype(np.int64).clip(16, options.budget)
-    plans: dict[str, tuple[list[Bins], float]] = {}
+    plans: dict[str, tuple[list[Bins], float, float]] = {}
     for name, waits in (("moerl, even ranks", False), ("moerl, even rounds", True)):
         began = time.process_time()
         plan = plan_micro_batches(
             lengths, num_ranks=options.ranks, token_budget=options.budget, token_multiple=1, sequence_multiple=1,
             attention_tokens=ATTENTION_TOKENS, waits_in_rounds=waits,
         )  # fmt: skip
-        plans[name] = plan, time.process_time() - began
+        cpu = time.process_time() - began
+        plans[name] = plan, cpu, cpu
     if not options.without_verl:
         told = verl("plan", {"lengths": lengths.tolist(), "ranks": options.ranks, "budget": options.budget})
-        plans["verl"] = told["plan"], told["cpu"]
-    for name, (plan, cpu) in plans.items():
+        plans["verl"] = told["plan"], told["cpu"], told["rank_cpu"]
+    for name, (plan, cpu, rank_cpu) in plans.items():
         of = Balance.of(plan, lengths, sequence_multiple=1, attention_tokens=ATTENTION_TOKENS)
-        cells = f"{len(plan[0])} | {of.rank_imbalance:.4f} | {of.round_imbalance:.4f} | {cpu:.2f}"
+        cells = f"{len(plan[0])} | {of.rank_imbalance:.4f} | {of.round_imbalance:.4f} | {cpu:.2f} | {rank_cpu:.2f}"
         print(f"| {lengths.mean():.0f} | {name} | {cells} |", flush=True)
 
 

@@ -21,7 +21,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from cpu_cost import Counter, new_counter  # noqa: E402
+from cpu_cost import Counter, new_counter
 
 _ROW = re.compile(r"\s*(\d+)/\d+\s+(\S+)")
 _LOOK_SECONDS = 0.2
