@@ -87,9 +87,9 @@ test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs
 learn: venv ## the demo's task by every algorithm, three seeds each (an hour and more); what build/learn.jsonl holds is not run again
 	$(BIN)/python benchmarks/learn.py $(ARGS)
 
-bench-peers: venv ## the demo's task against trl, data and balance against verl (docs/benchmarks.md); makes .venv-peers, 1.7 GB
+bench-peers: venv ## the demo's task against trl, data and balance against verl (an hour and more; ARGS="--tokens 8"); makes .venv-peers, 1.7 GB
 	@bash scripts/peers.sh
-	$(BIN)/python benchmarks/peers.py $(or $(ARGS),--tokens 8 24 64 --threads 1 2)
+	$(BIN)/python benchmarks/peers.py $(or $(ARGS),--tokens 8 24 64 --steps 60)
 	$(BIN)/python benchmarks/peer_data.py
 
 lint: venv ## ruff and mypy
