@@ -97,9 +97,10 @@ def table(found: dict[str, list[Watched]], memory: dict[str, int]) -> str:
     for title, form, value in rows:
         lines.append(_row(title, form, {side: statistics.median(map(value, runs)) for side, runs in found.items()}))
     lines.append(_row("memory, MB (PSS of all processes)", ".0f", {side: peak / 1e6 for side, peak in memory.items()}))
-    learned = (" | ".join(f"{statistics.fmean(runs[0].rewards[-LAST:]):.3f}" for runs in found.values()),)
-    reached = (" | ".join(str(next((n for n, reward in enumerate(runs[0].rewards, 1) if reward > 0.6), "-")) for runs in found.values()),)
-    lines += [f"| reward, last {LAST} steps | {learned[0]} |", f"| first step above .6 | {reached[0]} |"]
+    first = {side: runs[0].rewards for side, runs in found.items()}
+    learned = " | ".join(f"{statistics.fmean(rewards[-LAST:]):.3f}" for rewards in first.values())
+    reached = " | ".join(str(next((step for step, reward in enumerate(each, 1) if reward > 0.6), "-")) for each in first.values())
+    lines += [f"| reward, last {LAST} steps, first round | {learned} |", f"| first step above .6 | {reached} |"]
     return "\n".join(lines)
 
 
