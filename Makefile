@@ -30,7 +30,7 @@ BIN := .venv/bin
 COMMA := ,
 SPACE := $(subst ,, )
 
-.PHONY: help venv demo gpu locks test venv-py312 test-py312 test-gpu test-wheels test-real test-bridges engines test-engines test-slurm learn lint docs format clean
+.PHONY: help venv demo gpu locks test venv-py312 test-py312 test-gpu test-wheels test-real test-bridges engines test-engines test-slurm learn bench-peers lint docs format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,11 @@ test-slurm: venv ## the tests that start a Slurm of two nodes (as root; installs
 learn: venv ## the demo's task by every algorithm, three seeds each (an hour and more); what build/learn.jsonl holds is not run again
 	$(BIN)/python benchmarks/learn.py $(ARGS)
 
+bench-peers: venv ## the demo's task against trl, data and balance against verl (an hour and more; ARGS="--tokens 8"); makes .venv-peers, 1.7 GB
+	@bash scripts/peers.sh
+	$(BIN)/python benchmarks/peers.py $(or $(ARGS),--tokens 8 24 64 --steps 60)
+	$(BIN)/python benchmarks/peer_data.py
+
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -100,5 +105,5 @@ format: venv ## ruff, with fixes
 	$(BIN)/ruff format .
 
 clean: ## remove the environment and every cache; keeps runs/
-	rm -rf .venv .venv-py312 .venv-gpu .venv-sglang .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-py312 .venv-gpu .venv-sglang .venv-vllm .venv-peers build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

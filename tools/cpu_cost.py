@@ -38,7 +38,7 @@ class Counter(Protocol):
 
     def seconds(self) -> float: ...
 
-    def num_alive(self) -> int:
+    def pids(self) -> list[int]:
         """Counted processes that still run."""
 
     def close(self) -> None: ...
@@ -65,13 +65,13 @@ class Cgroup:
         lines = (self.path / "cpu.stat").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("usage_usec")) / 1e6
 
-    def num_alive(self) -> int:
-        return len(self._pids())
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in (self.path / "cgroup.procs").read_text().split()]
 
     def close(self) -> None:
         """Those who still run go back to the group above, which counts them on."""
         for _ in range(100):  # whoever forks meanwhile needs another round
-            pids = self._pids()
+            pids = self.pids()
             for pid in pids:
                 with contextlib.suppress(OSError):  # it has ended
                     _move(pid, self.parent)
@@ -81,9 +81,6 @@ class Cgroup:
             self.path.rmdir()
         except OSError as error:  # groups of others within it: nothing depends on its end
             print(f"cpu_cost: {self.path} stays: {error}", file=sys.stderr)
-
-    def _pids(self) -> list[int]:
-        return [int(pid) for pid in (self.path / "cgroup.procs").read_text().split()]
 
 
 @dataclass(frozen=True)
@@ -126,8 +123,8 @@ class Subreaper:
         alive = sum(process.seconds for process in self._look())
         return own + usage.ru_utime + usage.ru_stime + alive + self._lost
 
-    def num_alive(self) -> int:
-        return sum(not process.is_zombie for process in self._look())
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._look() if not process.is_zombie]
 
     def close(self) -> None:
         self._closed.set()
@@ -250,7 +247,7 @@ def main() -> int:
     start = time.monotonic()
     counter = new_counter(arguments.counter)
     status = _wait(_start(arguments.command, counter))
-    seconds, alive, wall = counter.seconds(), counter.num_alive(), time.monotonic() - start
+    seconds, alive, wall = counter.seconds(), len(counter.pids()), time.monotonic() - start
     counter.close()
     left = f", {alive} processes still run" if alive else ""
     name = textwrap.shorten(shlex.join(arguments.command), 120)
