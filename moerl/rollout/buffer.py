@@ -16,9 +16,9 @@ Invariants, by the names of their tests:
   (v - u) * P groups taken in steps u to v - 1 are of these, or younger, of which fewer than `window` passed it:
   (v - u) * P <= num_slots + window - 2 < (max_staleness + 1) * P.
 * never_stuck: `take` returns once num_groups live groups, and all older than those, have finished.
-* resumable: `skipped` are the untrained tickets below the youngest one taken; from `drawn` on none was taken; every other one below was taken
-  or dropped. A run that resumes with both trains every kept prompt once. Prompts above `drawn` are drawn again, dropped ones included:
-  newer weights may now solve them. With window 1 nothing is skipped; with max_staleness=0 nothing is drawn when the trainer saves.
+* resumable: `skipped` are the untrained tickets below the youngest one taken; from `drawn` on none was taken; every other one below was
+  taken or dropped. A run that resumes with both trains every kept prompt once. Prompts above `drawn` are drawn again, dropped ones
+  included: newer weights may now solve them. With window 1 nothing is skipped; with max_staleness=0 nothing is drawn when the trainer saves.
 * draws_bounded: a step that can no longer find its groups within max_attempts * groups_per_step draws fails, and, with window 1, none
   fails earlier.
 """
@@ -38,8 +38,8 @@ class GroupBuffer(HandOff):
         self, *, groups_per_step: int, max_staleness: int, max_attempts: int, num_slots: int | None = None, first_ticket: int = 0,
         skipped: Iterable[int] = (),
     ):  # fmt: skip
-        """`num_slots`: from groups_per_step to (max_staleness + 1) times as many, which None is. `skipped`: tickets below `first_ticket` that
-        are still to be drawn."""
+        """`num_slots`: from groups_per_step to (max_staleness + 1) times as many, which None is. `skipped`: tickets below `first_ticket`
+        that are still to be drawn."""
         super().__init__()
         self._groups_per_step, self._max_attempts, self._num_steps = groups_per_step, max_attempts, max_staleness + 1
         most = self._num_steps * groups_per_step

@@ -1,5 +1,5 @@
-"""The buffer in which stragglers are put off: a round begins more groups than a step trains, the first that finish train, and the others are
-parked until there is a round's worth of them, which then begins anew, with the weights of that time (long rounds, as of RollPacker).
+"""The buffer in which stragglers are put off: a round begins more groups than a step trains, the first that finish train, and the others
+are parked until there is a round's worth of them, which then begins anew, with the weights of that time (long rounds, as of RollPacker).
 
 So short groups do not wait for long ones, and long ones share their waiting; no sample is older than max_staleness, for what was sampled of
 a parked group is thrown away. Its prompt is not. A long round has spare groups as any other, so that the longest of the long are put
@@ -8,14 +8,14 @@ off once more, MAX_PARKS times at most.
 Invariants, by the names of their tests; P = groups_per_step:
 * bounded: live tickets plus taken but unreleased groups never exceed (max_staleness + 1) * (P + spare_groups).
 * first_finished: a step trains the first P kept groups that finish of its round, and a round holds P + spare_groups tickets at most.
-* staleness: if groups are released only after the weights they trained were pushed, round r begins when step r - max_staleness - 1 is released,
-  and step r trains it: its groups were reserved at version r - max_staleness or later.
+* staleness: if groups are released only after the weights they trained were pushed, round r begins when step r - max_staleness - 1 is
+  released, and step r trains it: its groups were reserved at version r - max_staleness or later.
 * patience: a ticket is parked at most MAX_PARKS times, and a run that was not resumed never has more than
   MAX_PARKS * (P + spare_groups) + max_staleness * spare_groups that are.
 * complete: at the end of the run every ticket that was drawn was trained or dropped, so that no length is preferred: a round parks groups
   only if the rounds that begin after it can train all that are parked.
-* resumable: as in moerl/rollout/buffer.py. Parked tickets, and those of rounds that have not trained, are skipped ones; a resumed run treats them
-  as parked once.
+* resumable: as in moerl/rollout/buffer.py. Parked tickets, and those of rounds that have not trained, are skipped ones where a younger one
+  trained; a resumed run treats them as parked once.
 * draws_bounded: a round fails once it has dropped more than (max_attempts - 1) * P groups.
 """
 
@@ -29,8 +29,8 @@ from moerl.rollout.hand_off import HandOff, outcome_of, too_many_drops
 from moerl.types.groups import Group
 
 MAX_PARKS = 3
-"""Of 32 groups of 8 with lognormal lengths and 8 spare ones, at staleness 1, 300 steps take 0.43 of the synchronous time with 1, 0.34 with 2,
-0.31 with 3, 0.30 with 5 (docs/benchmarks.md); every further time doubles the steps that the longest wait."""
+"""300 steps of 32 groups of 8 with lognormal lengths, 8 spare ones and slots for all, take at staleness 1 0.43 of the synchronous time with
+1, 0.34 with 2, 0.31 with 3, 0.30 with 5; every further time multiplies the steps that the longest wait."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

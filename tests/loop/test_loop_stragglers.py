@@ -34,7 +34,7 @@ class Late(FakeEngine):
     async def generate(self, prompt_ids, sampling, request_id):
         ticket, first = request_id.partition("-")[0], self._num_pushes
         completion = await super().generate(prompt_ids, sampling, request_id)
-        while ticket.isdecimal() and int(ticket) % 12 == 5 and self._num_pushes < first + 2:
+        while ticket.isdecimal() and int(ticket) % 12 == 5 and self._num_pushes < first + 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return completion
 

@@ -127,13 +127,14 @@ class RunConfig(Strict):
     max_staleness: NotNegative = 0
     """Steps by which a group's weights may be older than the trainer's. 0: rollout and training alternate."""
     groups_in_flight: Positive | None = None
-    """Groups begun and not trained at any time. None: (max_staleness + 1) * groups_per_step; every step trains the oldest. Fewer: groups begin
-    later, so that most are less stale, and the steps this leaves are for stragglers: as many younger groups may train before one that is
-    unfinished as are left out here, and no group trains later than max_staleness allows. More than groups_per_step."""
+    """Groups begun and not trained at any time. None: (max_staleness + 1) * groups_per_step; every step trains the oldest. Fewer: groups
+    begin later, so that most are less stale, and the steps this leaves are for stragglers: as many younger groups may train before one that
+    is unfinished as are left out here, and no group trains later than max_staleness allows. More than groups_per_step."""
     spare_groups: NotNegative = 0
     """Groups that a step begins beyond groups_per_step. The first to finish train; the others are put off until there are enough of them
-    for a step of their own, and begin anew with the weights of that time, their tokens lost: for answers that are long because of their
-    prompt. Every prompt that was drawn trains before the run ends. A quarter of groups_per_step is a good number. 0: none is put off."""
+    for a step of their own, and begin anew with the weights of that time, their tokens lost. Every prompt that was drawn trains before the
+    run ends; answers that chance made long come out shorter, those that are long because of their prompt do not. A quarter of
+    groups_per_step is a good number. 0: none is put off."""
     save_every: NotNegative = 10
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     keep_checkpoints: Positive = 2

@@ -73,7 +73,9 @@ class Gate:
         try:
             return await held.outcome
         except asyncio.CancelledError:
-            if self._requests.get(request_id) is held:  # its id is free at once: a group that was put off may begin anew before the engine ends it
+            if (
+                self._requests.get(request_id) is held
+            ):  # its id is free at once: a group that was put off may begin anew before the engine ends it
                 held.request_id = held.key
                 self._requests[held.key] = self._requests.pop(request_id)
             self._spawn(self._end_early([held]))
