@@ -18,7 +18,8 @@ Invariants, by the names of their tests:
 * never_stuck: `take` returns once num_groups live groups, and all older than those, have finished.
 * resumable: `skipped` are the untrained tickets below the youngest one taken; from `drawn` on none was taken; every other one below was
   taken or dropped. A run that resumes with both trains every kept prompt once. Prompts above `drawn` are drawn again, dropped ones
-  included: newer weights may now solve them. With window 1 nothing is skipped; with max_staleness=0 nothing is drawn when the trainer saves.
+  included: newer weights may now solve them. With window 1 nothing is skipped; with max_staleness=0 nothing is drawn when the trainer
+  saves.
 * draws_bounded: a step that can no longer find its groups within max_attempts * groups_per_step draws fails, and, with window 1, none
   fails earlier.
 """

@@ -20,7 +20,7 @@ class HandOff(ABC):
     def __init__(self) -> None:
         self._error: MoerlError | None = None
         self._changed = asyncio.Event()
-        """For `take`: groups came, or an error."""
+        """Signal to `take`: groups came, or an error."""
 
     @property
     @abstractmethod
