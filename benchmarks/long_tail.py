@@ -1,15 +1,17 @@
-"""Ways not to wait for the longest completions of a step: staleness, against more groups than needed of which the first finished train.
+"""Ways not to wait for the longest completions of a step, against the synchronous run.
 
     python benchmarks/long_tail.py --steps 30
 
-On the clock of benchmarks/pool.py: real pool and buffer, servers and trainer that only wait. staleness k: as the loop does with
-max_staleness=k. first finished: max_staleness=0, 1.5 times as many groups are started, and those that are unfinished when enough are
-there are thrown away. unused: share of the slots' time that no completion which trained took. Lengths are means.
+On the clock of benchmarks/pool.py: real pool and buffers, servers and trainer that only wait. staleness k: as the loop does with
+max_staleness=k; in flight: with groups_in_flight; spare: with spare_groups, where groups that were put off have the lengths they had
+before, or, with "anew", lengths drawn independently: the prompt says nothing about them. first finished: max_staleness=0, 1.5 times as many
+groups are started, and those that are unfinished when enough are there are thrown away. unused: share of the slots' time that no completion
+which trained took. lag: of trained groups, versions since they began; mean and most. Lengths are means.
 """
 
 import argparse
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,8 @@ from pool import LONGEST, PROMPT, JumpingClock, Waiting, collector
 
 from moerl.rollout.buffer import GroupBuffer
 from moerl.rollout.fleet.rollout_pool import RolloutPool
+from moerl.rollout.hand_off import HandOff
+from moerl.rollout.rounds import RoundBuffer
 from moerl.types.completion import SamplingParams
 from moerl.types.groups import Group, Prompt
 
@@ -28,9 +32,17 @@ class Steps:
 
     arguments: argparse.Namespace
     seconds: float = 0.0
+    draws_anew: bool = False
     drawn: dict[int, np.ndarray] = field(default_factory=dict)
-    """Lengths, by group."""
+    """Lengths, by group, as it was begun first."""
+    last: dict[int, np.ndarray] = field(default_factory=dict)
+    """As it was begun last."""
+    began: dict[int, int] = field(default_factory=dict)
+    """Version, by group."""
+    version: int = 0
+    num_begun: int = 0
     trained: list[int] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
 
     def play(self, way: Coroutine[Any, Any, None]) -> "Steps":
         with asyncio.Runner(loop_factory=JumpingClock) as runner:
@@ -48,34 +60,58 @@ class Steps:
         pool.fleet.served(pool.fleet.members)
         return pool
 
-    async def group(self, pool: RolloutPool, ticket: int) -> int:
-        lengths = np.random.default_rng(ticket).lognormal(6.0, self.arguments.sigma, self.arguments.group).astype(np.int64)
-        self.drawn[ticket] = lengths.clip(1, LONGEST)
+    async def group(self, pool: RolloutPool, ticket: int) -> Group:
+        self.num_begun += 1
+        self.began[ticket] = self.version
+        lengths = self.lengths(ticket, self.num_begun if self.draws_anew and ticket in self.drawn else 0)
+        self.last[ticket] = lengths
+        self.drawn.setdefault(ticket, lengths)
         calls = [
             pool.generate(PROMPT, SamplingParams(max_tokens=int(length), seed=index), f"{ticket}-{index}", session=str(ticket))
-            for index, length in enumerate(self.drawn[ticket])
+            for index, length in enumerate(lengths)
         ]
         await asyncio.gather(*calls)
-        return ticket
+        return Group(prompt=Prompt(index=ticket, token_ids=PROMPT, text="", data_source="", ground_truth=""), samples=())
 
-    async def stale(self, max_staleness: int) -> None:
+    def lengths(self, ticket: int, attempt: int) -> np.ndarray:
+        """int64 [G]. Without a share of the prompt lognormal(6, sigma), drawn from the ticket's seed alone."""
+        arguments, seed = self.arguments, (ticket, attempt) if attempt else ticket
+        mean = 6.0
+        if arguments.prompt_share:
+            mean += arguments.sigma * arguments.prompt_share**0.5 * np.random.default_rng((ticket, 0, 0)).standard_normal()
+        sigma = arguments.sigma * (1 - arguments.prompt_share) ** 0.5
+        return np.random.default_rng(seed).lognormal(mean, sigma, arguments.group).astype(np.int64).clip(1, LONGEST)
+
+    def train(self, tickets: list[int]) -> None:
+        self.trained += tickets
+        self.lags += [self.version - self.began[ticket] for ticket in tickets]
+
+    async def through(self, options: dict[str, Any]) -> None:
+        """As moerl/loop.py does."""
         arguments, pool = self.arguments, self.pool()
-        buffer = GroupBuffer(groups_per_step=arguments.groups, max_staleness=max_staleness, max_attempts=1)
+        buffer = self.buffer(**options)
 
         async def produce() -> None:
             while True:
                 ticket = await buffer.reserve()
-                await self.group(pool, ticket)
-                buffer.fill(ticket, Group(prompt=_prompt(ticket), samples=()))
+                if (group := await buffer.unless_parked(ticket, self.group(pool, ticket))) is not None:
+                    buffer.fill(ticket, group)
 
         tasks = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
         for _ in range(arguments.steps):
-            self.trained += [group.prompt.index for group in await buffer.take(arguments.groups)]
+            self.train([group.prompt.index for group in await buffer.take(arguments.groups)])
             await asyncio.sleep(arguments.update)
+            self.version += 1
             buffer.release(arguments.groups)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def buffer(self, *, stale: int, in_flight: int | None = None, spare: int = 0) -> HandOff:
+        options: dict[str, Any] = dict(groups_per_step=self.arguments.groups, max_staleness=stale, max_attempts=1)
+        if spare:
+            return RoundBuffer(spare_groups=spare, num_steps=self.arguments.steps, **options)
+        return GroupBuffer(num_slots=in_flight, **options)
 
     async def first_finished(self, factor: float) -> None:
         arguments, pool = self.arguments, self.pool()
@@ -83,17 +119,13 @@ class Steps:
         for step in range(arguments.steps):
             tasks = [asyncio.create_task(self.group(pool, step * num_started + index)) for index in range(num_started)]
             for number, done in enumerate(asyncio.as_completed(tasks), start=1):
-                self.trained.append(await done)
+                self.train([(await done).prompt.index])
                 if number == arguments.groups:
                     break
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(arguments.update)
-
-
-def _prompt(index: int) -> Prompt:
-    return Prompt(index=index, token_ids=PROMPT, text="", data_source="", ground_truth="")
 
 
 def main() -> None:
@@ -104,21 +136,37 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=8)
     parser.add_argument("--running", type=int, default=32)
     parser.add_argument("--sigma", type=float, default=1.0)
+    parser.add_argument("--prompt-share", type=float, default=0.0, help="of the variance of log lengths, what the prompt decides")
     parser.add_argument("--update", type=float, default=600.0, help="time of an update and push")
     arguments = parser.parse_args()
-    ways = {f"staleness {k}": (lambda steps, k=k: steps.stale(k)) for k in (0, 1, 2, 4)}
-    ways["first finished of 1.5"] = lambda steps: steps.first_finished(1.5)
-    print("way                     time per step   ratio  unused   trained length   drawn length")
+    print("way                            time per step  speedup  unused  mean lag  most  trained length   drawn length  begun")
     base = None
-    for name, way in ways.items():
-        steps = Steps(arguments=arguments)
-        steps.play(way(steps))
-        trained = np.concatenate([steps.drawn[ticket] for ticket in steps.trained])
+    for name, options, draws_anew in ways(arguments.groups):
+        steps = Steps(arguments=arguments, draws_anew=draws_anew)
+        steps.play(steps.through(options) if options else steps.first_finished(1.5))
+        trained = np.concatenate([steps.last[ticket] for ticket in steps.trained])
         drawn = np.concatenate(list(steps.drawn.values()))
         per_step = steps.seconds / arguments.steps
         base = per_step if base is None else base
         busy = trained.sum() / (steps.seconds * arguments.servers * arguments.running)
-        print(f"{name:23} {per_step:13.0f}  {per_step / base:6.2f}  {1 - busy:7.1%}  {trained.mean():15.0f}  {drawn.mean():13.0f}")
+        print(
+            f"{name:30} {per_step:13.0f}  {base / per_step:7.2f}  {1 - busy:6.1%}  {np.mean(steps.lags):8.2f}  {max(steps.lags):4}"
+            f"  {trained.mean():14.0f}  {drawn.mean():13.0f}  {steps.num_begun:5}"
+        )
+
+
+def ways(groups: int) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Name, options of the buffer, whether groups that are begun anew have other lengths."""
+    for stale in (0, 1, 2, 4):
+        yield f"staleness {stale}", dict(stale=stale), False
+    yield "first finished of 1.5", {}, False
+    for stale, in_flight in ((1, groups * 3 // 2), (2, 2 * groups), (4, 2 * groups)):
+        yield f"staleness {stale}, {in_flight} in flight", dict(stale=stale, in_flight=in_flight), False
+    for stale in (0, 1):
+        for spare in (groups // 8, groups // 4, groups // 2):
+            yield f"staleness {stale}, {spare} spare", dict(stale=stale, spare=spare), False
+    for stale in (0, 1):
+        yield f"staleness {stale}, {groups // 4} spare, anew", dict(stale=stale, spare=groups // 4), True
 
 
 if __name__ == "__main__":

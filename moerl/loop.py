@@ -4,7 +4,7 @@
     whose GPUs:  the servers'                                      |  the trainer's        | both's      |  the servers'
 
 Synchronous is asynchronous with max_staleness = 0: the buffer has (max_staleness + 1) * groups_per_step slots, and a slot is
-free again only after the weights that its group trained were pushed.
+free again only after the weights that its group trained were pushed. With spare_groups those that take long are drawn anew later.
 """
 
 import asyncio
@@ -27,7 +27,9 @@ from moerl.observe.observer import Observer
 from moerl.publish import WeightPublisher
 from moerl.residency import Residency
 from moerl.rollout.buffer import GroupBuffer
+from moerl.rollout.hand_off import HandOff
 from moerl.rollout.prompts import PromptSource
+from moerl.rollout.rounds import RoundBuffer
 from moerl.rollout.runner import GroupRunner
 from moerl.train.batching.build_batch import build_batch, credited, with_proximal
 from moerl.train.group import TrainGroup
@@ -51,8 +53,8 @@ async def run(
             prompts.refuse_other_data(state)
     with observe.phase("push"):
         await weights.push(first_version)
-    buffer, routes, algorithm = _buffer(config, algorithm, state), routes_to_replay(config), algorithm.resumed(state)
-    cursor = buffer.oldest_untrained_ticket
+    buffer, routes, algorithm = _buffer(config, algorithm, state, first_version), routes_to_replay(config), algorithm.resumed(state)
+    cursor = buffer.state()
     observe.ask(buffer, weights, residency)
     async with _saving(train, observe), _producing(config, algorithm, prompts, runner, buffer):
         for step in range(first_version, config.num_steps):
@@ -74,7 +76,7 @@ async def run(
             stats = await _update(config, step, groups, batch, algorithm, train, companions, observe)
             is_refused = weights.refuses(stats, step=step + 1)
             _check(config, stats, step=step, is_first=step == first_version and not is_refused, is_reference=not state)
-            version, cursor = step + 1, buffer.oldest_untrained_ticket
+            version, cursor = step + 1, buffer.state()
             algorithm = algorithm if is_refused else algorithm.after_step(stats, groups)
             observe.step(version, groups, stats)
             del groups, batch  # with them go their samples in the object store
@@ -111,9 +113,11 @@ def _is_saved(config: RunConfig, version: int) -> bool:
     return version == config.num_steps or (config.save_every > 0 and version % config.save_every == 0)
 
 
-async def _save(version: int, cursor: int, prompts: PromptSource, algorithm: Algorithm, train: TrainGroup, observe: Observer) -> None:
+async def _save(
+    version: int, cursor: Mapping[str, Any], prompts: PromptSource, algorithm: Algorithm, train: TrainGroup, observe: Observer
+) -> None:
     with observe.phase("save"):
-        await train.save(version, {"drawn": cursor, "num_rows": prompts.num_rows, **algorithm.state()})
+        await train.save(version, {**cursor, "num_rows": prompts.num_rows, **algorithm.state()})
 
 
 @asynccontextmanager
@@ -132,18 +136,19 @@ async def _saving(train: TrainGroup, observe: Observer) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _producing(
-    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, buffer: GroupBuffer
+    config: RunConfig, algorithm: Algorithm, prompts: PromptSource, runner: GroupRunner, buffer: HandOff
 ) -> AsyncIterator[None]:
     """Keep the buffer full in the background, one task per slot. A task that fails fails the next `take`."""
 
-    def settle(ticket: int, group: Group) -> None:
+    def settle(ticket: int, group: Group | None) -> None:
         # A function of its own: a name of the loop below would hold the group, and its samples in the object store, until the next one.
-        (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
+        if group is not None:
+            (buffer.fill if algorithm.keep(group) else buffer.drop)(ticket, group)
 
     async def produce() -> None:
         while True:
             ticket = await buffer.reserve()
-            settle(ticket, await runner.run(prompts.prompt_at(ticket)))
+            settle(ticket, await buffer.unless_parked(ticket, runner.run(prompts.prompt_at(ticket))))
 
     is_over = False
 
@@ -166,13 +171,17 @@ async def _producing(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any]) -> GroupBuffer:
-    return GroupBuffer(
+def _buffer(config: RunConfig, algorithm: Algorithm, state: Mapping[str, Any], first_version: int) -> HandOff:
+    options: dict[str, Any] = dict(
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
         max_attempts=algorithm.max_attempts,
         first_ticket=state.get("drawn", 0),
+        skipped=state.get("skipped", ()),
     )
+    if config.spare_groups:
+        return RoundBuffer(spare_groups=config.spare_groups, num_steps=config.num_steps - first_version, **options)
+    return GroupBuffer(num_slots=config.groups_in_flight, **options)
 
 
 async def _completed(

@@ -26,7 +26,8 @@ LEFT_OUT = {
     ),
     "rollout.over_sampling": (
         "the first to finish of more groups than needed are the shorter ones, and the prompts of the others are lost",
-        "max_staleness=1, which starts twice as many groups as a step takes and trains them all, with rollout.partial=true",
+        "max_staleness=1, which starts twice as many groups as a step takes and trains them all, with rollout.partial=true; or "
+        "spare_groups, which puts the others off",
     ),
 }
 """Settings that people know from elsewhere: path -> why there is none, what to write instead."""

@@ -26,19 +26,25 @@ def _derived(config: RunConfig) -> list[str]:
     layout = config.train.layout
     samples = config.groups_per_step * config.group_size
     updates = config.train.updates_per_step
-    slots = (config.max_staleness + 1) * config.groups_per_step
     return [
         f"run directory   {config.run_dir}",
         f"train ranks     {layout.ranks}: data parallel {layout.dp}, expert data parallel {layout.edp}",
         f"rollout servers {config.rollout.num_servers} ({config.rollout.engine}, {config.rollout_dtype})",
         f"one step        {config.groups_per_step} prompts * {config.group_size} = {samples} samples, {updates} update(s)",
-        f"in flight       at most {slots} groups",
+        f"in flight       at most {config.most_groups} groups{_passing(config)}",
         f"object store    at most {most_bytes(config) / 1e9:.3g} GB of samples, {sample_bytes(config) / 1e6:.3g} MB for the longest",
         f"algorithm       {_algorithm(config)}",
         f"old log-probs   {_old_logprobs(config)}",
         *(f"{model.name:15} {_companion(config, model)}" for model in companion_models(config)),
         f"reference model {'a frozen copy of the initial weights' if config.uses_reference else 'none'}",
     ]
+
+
+def _passing(config: RunConfig) -> str:
+    if config.spare_groups:
+        return f"; {config.spare_groups} of each step may be put off"
+    left = (config.max_staleness + 1) * config.groups_per_step - config.most_groups
+    return f"; {left} younger ones may train before one that is unfinished" if left else ""
 
 
 def _companion(config: RunConfig, model: CompanionModel) -> str:

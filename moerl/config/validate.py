@@ -26,6 +26,7 @@ from moerl.config.rules.run_rules import (
     optimizer_problems,
     run_problems,
     staleness_problems,
+    straggler_problems,
 )
 from moerl.config.rules.server_layout_rules import layout_problems
 from moerl.config.schema.run_config import RunConfig
@@ -34,6 +35,7 @@ from moerl.types.errors import Problem
 _RULES: tuple[Rule, ...] = (
     run_problems,
     staleness_problems,
+    straggler_problems,
     model_problems,
     length_problems,
     micro_batch_problems,

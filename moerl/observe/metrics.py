@@ -64,6 +64,7 @@ METRICS = (
     Metric("groups/solved", "share", "up", MEAN, "trained groups whose samples all have the full reward: too easy to learn from"),
     Metric("groups/uniform", "share", "down", MEAN, "trained groups whose rewards are all equal: their advantages are zero"),
     Metric("groups/dropped", "groups", "down", SUM, "groups drawn for this step and discarded by dynamic sampling"),
+    Metric("groups/parked", "groups", "none", SUM, "begun for this step and put off, to begin anew; absent unless spare_groups > 0"),
     Metric("eval/*", "", "up", LAST, "eval/DATASET/NAME: reward, pass@k and its standard error, length, truncated and unscorable samples"),
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
     Metric("fleet/retired", "servers", "zero", LAST, "ended for good: what they answered cannot be true, or is of other weights"),

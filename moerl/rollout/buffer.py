@@ -1,87 +1,109 @@
-"""The bounded, ordered hand-off from the group producers to the trainer. One event loop, no polling, no tasks of its own.
+"""The buffer in which every group that was begun is waited for: the oldest groups train first, and a straggler may be passed over by a
+bounded number of younger ones (windowed FIFO).
 
-A ticket is a prompt's index in the draw order. It is *live* from `reserve` until it is dropped or taken.
+Up to max_staleness * P groups, P = groups_per_step, may be trained between the draw of a group and its own step. Groups that are in flight
+ahead of it use some of them up, and younger ones that pass it the others: num_slots + window = (max_staleness + 1) * P + 1. With all slots,
+which is the default, the window is 1 and nothing passes; with fewer, groups are drawn later, so that most are less stale, and stragglers
+have the time that is left.
 
 Invariants, by the names of their tests:
-* bounded: live tickets plus taken but unreleased groups never exceed (max_staleness + 1) * groups_per_step.
-* in_order: tickets are handed out in ascending order and taken in ascending order, whatever order groups finish in.
+* bounded: live tickets plus taken but unreleased groups never exceed num_slots.
+* in_order: tickets are handed out in ascending order, `skipped` ones first. With window 1 they are taken in ascending order, whatever order
+  groups finish in.
+* window: while a ticket is live, fewer than `window` younger ones are taken. A step has the oldest finished groups that this allows.
 * staleness: if groups are released only after the weights they trained were pushed, a group taken at trainer version v was
-  reserved at version v - max_staleness or later.
-* resumable: below `oldest_untrained_ticket` every ticket was taken or dropped; from it on none was taken. A run that resumes with it
-  as `first_ticket` trains every kept prompt once. Prompts above it are drawn again, dropped ones included: newer weights may now
-  solve them. With max_staleness=0 there are none when the trainer saves.
-* draws_bounded: a step that can no longer find its groups within max_attempts * groups_per_step draws fails, and none fails earlier.
+  reserved at version v - max_staleness or later. For when it was reserved, at version u, at most num_slots - 1 others were held, and the
+  (v - u) * P groups taken in steps u to v - 1 are of these, or younger, of which fewer than `window` passed it:
+  (v - u) * P <= num_slots + window - 2 < (max_staleness + 1) * P.
+* never_stuck: `take` returns once num_groups live groups, and all older than those, have finished.
+* resumable: `skipped` are the untrained tickets below the youngest one taken; from `drawn` on none was taken; every other one below was
+  taken or dropped. A run that resumes with both trains every kept prompt once. Prompts above `drawn` are drawn again, dropped ones
+  included: newer weights may now solve them. With window 1 nothing is skipped; with max_staleness=0 nothing is drawn when the trainer
+  saves.
+* draws_bounded: a step that can no longer find its groups within max_attempts * groups_per_step draws fails, and, with window 1, none
+  fails earlier.
 """
 
 import asyncio
-from collections import Counter
+from collections import deque
+from collections.abc import Iterable
 from itertools import islice
+from typing import Any
 
-from moerl.types.errors import DynamicSamplingError, MoerlError
+from moerl.rollout.hand_off import HandOff, outcome_of, too_many_drops
 from moerl.types.groups import Group
 
 
-class GroupBuffer:
-    def __init__(self, *, groups_per_step: int, max_staleness: int, max_attempts: int, first_ticket: int = 0):
+class GroupBuffer(HandOff):
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, max_attempts: int, num_slots: int | None = None, first_ticket: int = 0,
+        skipped: Iterable[int] = (),
+    ):  # fmt: skip
+        """`num_slots`: from groups_per_step to (max_staleness + 1) times as many, which None is. `skipped`: tickets below `first_ticket`
+        that are still to be drawn."""
+        super().__init__()
         self._groups_per_step, self._max_attempts, self._num_steps = groups_per_step, max_attempts, max_staleness + 1
-        self._next_ticket = first_ticket
+        most = self._num_steps * groups_per_step
+        self._num_slots = most if num_slots is None else num_slots
+        assert groups_per_step <= self._num_slots <= most, f"{num_slots=} slots with {groups_per_step=} and {max_staleness=}"
+        self.window = most - self._num_slots + 1
+        self._skipped, self._next_ticket = deque(sorted(skipped)), first_ticket
         self._live: dict[int, Group | None] = {}  # ascending; None: still being produced
+        self._passing: list[int] = []  # taken tickets younger than the oldest live one
+        self._youngest_taken = first_ticket - 1
         self._dropped: dict[int, str] = {}  # ticket -> why, for tickets after the last one taken
         self._num_unreleased = 0
         self._num_dropped_by_last_take = 0
-        self._free = asyncio.Semaphore(self.capacity)
-        self._changed = asyncio.Event()
-        self._error: MoerlError | None = None
+        self._free = asyncio.Semaphore(self._num_slots)
 
     @property
     def capacity(self) -> int:
-        return self._num_steps * self._groups_per_step
+        return self._num_slots
 
-    @property
-    def oldest_untrained_ticket(self) -> int:
-        """Place at which a resumed run goes on drawing. Groups count as trained once taken: read it after their update."""
-        return next(iter(self._live), self._next_ticket)
+    def state(self) -> dict[str, Any]:
+        return {
+            "drawn": next((ticket for ticket in self._live if ticket > self._youngest_taken), self._next_ticket),
+            "skipped": [ticket for ticket in (*self._live, *self._skipped) if ticket <= self._youngest_taken],
+        }
 
     def step_metrics(self) -> dict[str, float]:
-        """Groups that the last `take` passed over, for the observer."""
         return {"groups/dropped": float(self._num_dropped_by_last_take)}
 
     async def reserve(self) -> int:
-        """Waits for a free slot and returns the next ticket; raises like `take` once the buffer failed."""
         await self._free.acquire()
         if self._error is not None:
             self._free.release()  # wakes the next one in line, so that all of them raise
             raise self._error
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        if self._skipped:
+            ticket = self._skipped.popleft()
+        else:
+            ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         self._live[ticket] = None
         return ticket
 
     def fill(self, ticket: int, group: Group) -> None:
-        """The ticket's group is ready to be trained on."""
         assert self._live[ticket] is None, f"ticket {ticket} was filled twice"
         self._live[ticket] = group
         self._changed.set()
 
     def drop(self, ticket: int, group: Group) -> None:
-        """The ticket's group is not worth training on; its slot is free at once."""
+        """Its slot is free at once."""
         assert self._live[ticket] is None, f"ticket {ticket} was filled before"
         del self._live[ticket]
-        self._dropped[ticket] = _outcome(group)
+        self._dropped[ticket] = outcome_of(group)
         self._free.release()
         self._check_draws()
         self._changed.set()
 
     async def take(self, num_groups: int) -> list[Group]:
-        """The `num_groups` oldest live groups, in ticket order; waits until all of them are there. One caller at a time.
-
-        Raises DynamicSamplingError, or MoerlError from the error given to `fail`.
-        """
         assert num_groups <= self.capacity - self._num_unreleased, f"{num_groups=} can never be ready: release the taken groups first"
-        while not self._is_ready(num_groups):
+        while (tickets := self._chosen(num_groups)) is None:
             self._changed.clear()
             await self._changed.wait()
-        tickets = list(islice(self._live, num_groups))
         groups = [self._live.pop(ticket) for ticket in tickets]
+        self._youngest_taken = max(self._youngest_taken, tickets[-1])
+        oldest = next(iter(self._live), self._next_ticket)
+        self._passing = [ticket for ticket in (*self._passing, *tickets) if ticket > oldest]
         later = {ticket: why for ticket, why in self._dropped.items() if ticket > tickets[-1]}
         self._num_dropped_by_last_take = len(self._dropped) - len(later)
         self._dropped = later
@@ -90,29 +112,23 @@ class GroupBuffer:
         return groups  # type: ignore[return-value]
 
     def release(self, num_groups: int) -> None:
-        """Frees the slots of taken groups; call it after the push of the weights they trained."""
         assert num_groups <= self._num_unreleased, f"{num_groups=} of {self._num_unreleased} taken groups"
         self._num_unreleased -= num_groups
         for _ in range(num_groups):
             self._free.release()
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the hand-off: everyone who waits or comes later gets a MoerlError with `error` as its cause."""
-        stopped = MoerlError(f"rollout stopped, because a group could not be produced: {type(error).__name__}: {error}")
-        stopped.__cause__ = error
-        self._stop(stopped)
+    def _wake_producers(self) -> None:
+        self._free.release()
 
-    def _stop(self, error: MoerlError) -> None:
-        if self._error is None:  # the first one is the cause of the others
-            self._error = error
-            self._free.release()
-            self._changed.set()
-
-    def _is_ready(self, num_groups: int) -> bool:
-        if self._error is not None:
-            raise self._error
-        oldest = list(islice(self._live.values(), num_groups))
-        return len(oldest) == num_groups and all(group is not None for group in oldest)
+    def _chosen(self, num_groups: int) -> list[int] | None:
+        """The oldest finished groups, unless too many of them would pass one that is not. No other choice passes it with fewer."""
+        self._raise_error()
+        tickets = list(islice((ticket for ticket, group in self._live.items() if group is not None), num_groups))
+        if len(tickets) < num_groups:
+            return None
+        oldest = next((ticket for ticket, group in self._live.items() if group is None), self._next_ticket)
+        num_passing = sum(ticket > oldest for ticket in (*self._passing, *tickets))
+        return tickets if num_passing < self.window else None
 
     def _check_draws(self) -> None:
         """Fail if the first k steps in the buffer have dropped more than k steps may, for any k.
@@ -126,26 +142,4 @@ class GroupBuffer:
             end = live[num_groups - 1] if len(live) >= num_groups else self._next_ticket
             dropped = [why for ticket, why in self._dropped.items() if ticket < end]
             if len(dropped) > (self._max_attempts - 1) * num_groups:
-                self._stop(DynamicSamplingError(_explain(dropped, self._max_attempts, num_groups)))
-
-
-def _outcome(group: Group) -> str:
-    rewards = sorted(set(group.rewards_G.tolist()))
-    if not rewards:
-        return "had no sample that could be scored"
-    if len(rewards) == 1:
-        return f"scored {rewards[0]:g} for every sample"
-    return "scored differently only in samples the algorithm leaves out"
-
-
-def _explain(dropped: list[str], max_attempts: int, num_groups: int) -> str:
-    counts = Counter(dropped).most_common()
-    listed = "".join(f"\n    {count} of {len(dropped)} dropped groups {outcome}" for outcome, count in counts[:8])
-    more = f"\n    {len(counts) - 8} more outcomes" if len(counts) > 8 else ""
-    return (
-        f"algorithm.max_attempts = {max_attempts}: dynamic sampling found fewer than {num_groups} usable groups in "
-        f"{max_attempts * num_groups} draws{listed}{more}\n"
-        "    why: equal rewards in a group give no gradient, so such groups are replaced, and replacing them has a bound\n"
-        "    fix: lowest score everywhere: easier tasks, a supervised warm start (sft), a larger group_size, or a longer "
-        "rollout.max_response_tokens; highest score everywhere: harder tasks; a mixture: a larger max_attempts"
-    )
+                self._stop(too_many_drops(dropped, self._max_attempts, num_groups))

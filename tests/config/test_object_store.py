@@ -17,6 +17,8 @@ def test_the_longest_samples_of_every_slot_are_counted_with_their_routes():
     replayed = load([DEMO, *SIZES, "train.router_replay=rollout"])
     assert sample_bytes(replayed) == 4096 * (12 + 4 * 2)  # 4 layers, top 2, a byte each
     assert most_bytes(replace(config, max_staleness=2)) == 3 * most_bytes(config)
+    assert most_bytes(replace(config, max_staleness=2, groups_in_flight=2048)) == 2 * most_bytes(config)
+    assert most_bytes(replace(config, spare_groups=512)) == 1.5 * most_bytes(config)
 
 
 def test_log_probs_that_the_trainer_adds_are_counted_once():
@@ -28,5 +30,5 @@ def test_a_store_that_may_be_too_small_is_told_with_what_is_needed():
     config = load([DEMO, *SIZES])
     assert shortage(config, most_bytes(config)) is None
     said = shortage(config, 1e8)
-    assert said.startswith("Ray's object store has 0.1 GB, and the samples of max_staleness + 1 = 1 steps take up to 0.403 GB")
+    assert said.startswith("Ray's object store has 0.1 GB, and the samples of 1024 groups in flight take up to 0.403 GB")
     assert f"--object-store-memory={most_bytes(config)}" in said

@@ -41,6 +41,8 @@ def words(overrides: str) -> list[str]:
         "rollout.port=65534 rollout.num_servers=2",
         "train.micro_batch_tokens=32",
         "rollout.max_response_tokens=16",
+        "deterministic=false spare_groups=8",
+        "deterministic=false max_staleness=1 groups_in_flight=33 train.old_logprobs=rollout",
     ],
 )
 def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
@@ -55,6 +57,13 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DAPO, "group_size=1", "group_size", "must be at least 2"),
         (DEMO, "train.updates_per_step=257", "train.updates_per_step", "must be at most 256"),
         (DEMO, "max_staleness=1 train.old_logprobs=rollout", "deterministic", "needs max_staleness=0"),
+        (DEMO, "groups_in_flight=64", "groups_in_flight", "needs max_staleness > 0"),
+        (DAPO, "groups_in_flight=32", "groups_in_flight", "must be in [33, 64]"),
+        (DAPO, "groups_in_flight=65", "groups_in_flight", "groups_in_flight=64, or leave it out"),
+        (DAPO, "groups_in_flight=48 spare_groups=4", "groups_in_flight", "has no effect with spare_groups"),
+        (DAPO, "spare_groups=33", "spare_groups", "spare_groups=8"),
+        (DAPO, "spare_groups=1 num_steps=2", "spare_groups", "num_steps=2 leaves no step"),
+        (DEMO, "spare_groups=1", "deterministic", "needs spare_groups=0"),
         (DEMO, "rollout.partial=true", "rollout.partial", "has no effect"),
         (DAPO, "train.old_logprobs=trainer", "train.old_logprobs", "train.old_logprobs=rollout"),
         (DEMO, "model.scratch=null", "model", "neither is given"),

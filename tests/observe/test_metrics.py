@@ -104,6 +104,7 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
     values |= move_metrics({"servers_sleep": Move(seconds=0.25, num_bytes=8)})
     values |= {
         "groups/dropped": 3.0,
+        "groups/parked": 3.0,
         "fleet/restarts": 0.0,
         "fleet/retired": 0.0,
         "fleet/resumed": 0.0,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +34,8 @@ def oldest_version(group):
     return min(span.version for sample in group.samples for span in sample.completion.spans)
 
 
-def make_buffer(groups_per_step=2, max_staleness=0, max_attempts=UNLIMITED, first_ticket=0):
-    return GroupBuffer(groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts, first_ticket=first_ticket)
+def make_buffer(groups_per_step=2, max_staleness=0, max_attempts=UNLIMITED, **options):
+    return GroupBuffer(groups_per_step=groups_per_step, max_staleness=max_staleness, max_attempts=max_attempts, **options)
 
 
 @dataclass
@@ -47,13 +48,18 @@ class Run:
     max_staleness: int
     keeps: set[int]
     """Tickets worth training on."""
+    is_slow: bool = False
+    """Some groups take many times as long as others."""
     version: int = 0
     held: int = 0
     drawn: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
-    saves: list[tuple[int, int, int]] = field(default_factory=list)
-    """(steps trained, cursor, tickets drawn so far)"""
+    saves: list[tuple[int, dict[str, Any], int]] = field(default_factory=list)
+    """(steps trained, state of the buffer, tickets drawn so far)"""
+    live: set[int] = field(default_factory=set)
+    passed: dict[int, int] = field(default_factory=dict)
+    """Ticket -> younger ones taken while it was live."""
 
     async def give_way(self):
         for _ in range(self.rng.choice([0, 1, 2, 7])):
@@ -64,12 +70,15 @@ class Run:
             ticket = await self.buffer.reserve()
             version, self.held = self.version, self.held + 1
             self.drawn.append(ticket)
-            assert self.held <= (self.max_staleness + 1) * self.groups_per_step  # bounded
-            await self.give_way()
+            self.live.add(ticket)
+            assert self.held <= self.buffer.capacity  # bounded
+            for _ in range(self.rng.choice([1, 1, 1, 20]) if self.is_slow else 1):
+                await self.give_way()
             if ticket in self.keeps:
                 self.buffer.fill(ticket, make_group(ticket, version=version))
             else:
                 self.held -= 1
+                self.live.remove(ticket)
                 self.dropped.append(ticket)
                 self.buffer.drop(ticket, make_group(ticket, rewards=(0, 0)))
 
@@ -77,9 +86,13 @@ class Run:
         while len(self.steps) < num_steps:
             groups = await self.buffer.take(self.groups_per_step)
             assert all(oldest_version(group) >= self.version - self.max_staleness for group in groups)  # staleness
+            taken = [group.prompt.index for group in groups]
+            self.live -= set(taken)
+            for ticket in self.live:
+                self.passed[ticket] = self.passed.get(ticket, 0) + sum(each > ticket for each in taken)
             await self.give_way()
-            self.steps.append([group.prompt.index for group in groups])
-            self.saves.append((len(self.steps), self.buffer.oldest_untrained_ticket, len(self.drawn)))
+            self.steps.append(taken)
+            self.saves.append((len(self.steps), self.buffer.state(), len(self.drawn)))
             await self.give_way()
             self.version += 1
             self.held -= self.groups_per_step
@@ -108,13 +121,24 @@ def run_inputs(draw):
     )
 
 
-def make_run(inputs, *, first_ticket=0, max_attempts=UNLIMITED, interleaving=0):
+@st.composite
+def windowed_inputs(draw):
+    inputs = draw(run_inputs())
+    share = draw(st.floats(0, 1))
+    slots = inputs["groups_per_step"] * (1 + share * inputs["max_staleness"])
+    return {**inputs, "num_slots": int(slots), "is_slow": draw(st.booleans())}
+
+
+def make_run(inputs, *, first_ticket=0, skipped=(), max_attempts=UNLIMITED, interleaving=0):
     """`interleaving` changes who runs when, not which tickets are kept."""
     keeps = random.Random(inputs["seed"])
     sizes = {name: inputs[name] for name in ("groups_per_step", "max_staleness")}
     return Run(
-        buffer=make_buffer(**sizes, max_attempts=max_attempts, first_ticket=first_ticket),
+        buffer=make_buffer(
+            **sizes, max_attempts=max_attempts, first_ticket=first_ticket, skipped=skipped, num_slots=inputs.get("num_slots")
+        ),
         rng=random.Random(f"{inputs['seed']} {interleaving}"),
+        is_slow=inputs.get("is_slow", False),
         keeps={ticket for ticket in range(2000) if keeps.random() < inputs["keep_share"]},
         **sizes,
     )
@@ -130,17 +154,72 @@ def simulate(inputs, *, num_steps=6, **options):
 
 
 @SETTINGS
-@given(run_inputs())
+@given(windowed_inputs())
 def test_bounded(inputs):
     run = simulate(inputs)  # asserts the bound at every reservation
-    assert run.buffer.capacity == (inputs["max_staleness"] + 1) * inputs["groups_per_step"]
+    assert run.buffer.capacity == inputs["num_slots"]
     assert len(run.drawn) - len(run.dropped) <= 6 * inputs["groups_per_step"] + run.buffer.capacity
 
 
 @SETTINGS
-@given(run_inputs())
+@given(windowed_inputs())
 def test_staleness(inputs):
-    simulate(inputs)  # asserts the age of every group it takes
+    simulate(inputs, num_steps=20)  # asserts the age of every group it takes
+
+
+@SETTINGS
+@given(windowed_inputs())
+def test_window(inputs):
+    run = simulate(inputs, num_steps=20)
+    assert run.buffer.window + inputs["num_slots"] == (inputs["max_staleness"] + 1) * inputs["groups_per_step"] + 1
+    assert max(run.passed.values(), default=0) < run.buffer.window
+
+
+def test_the_window_is_used_whole():
+    async def main():
+        buffer = make_buffer(groups_per_step=2, max_staleness=2, num_slots=4)  # 3 groups are passed to train, of the 6 of 3 steps
+        tickets = [await buffer.reserve() for _ in range(4)]
+        for ticket in tickets[1:]:
+            buffer.fill(ticket, make_group(ticket))
+        taken = [group.prompt.index for group in await buffer.take(2)]
+        buffer.release(2)
+        for _ in range(2):
+            ticket = await buffer.reserve()
+            buffer.fill(ticket, make_group(ticket))
+        assert (taken, buffer.window, buffer.state()) == ([1, 2], 3, {"drawn": 3, "skipped": [0]})
+        waiting = asyncio.create_task(buffer.take(2))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "four would have passed ticket 0"
+        buffer.fill(0, make_group(0))
+        assert [group.prompt.index for group in await waiting] == [0, 3]
+        assert buffer.state() == {"drawn": 4, "skipped": []}
+
+    asyncio.run(main())
+
+
+@SETTINGS
+@given(windowed_inputs(), st.data())
+def test_never_stuck(inputs, data):
+    """Whatever finished when: once the oldest groups of a step have, it goes on."""
+
+    async def main():
+        per_step = inputs["groups_per_step"]
+        buffer = make_buffer(per_step, inputs["max_staleness"], num_slots=inputs["num_slots"])
+        live: list[int] = []
+        for _ in range(8):
+            while len(live) < buffer.capacity:
+                live.append(await buffer.reserve())
+                if data.draw(st.booleans()):
+                    buffer.fill(live[-1], make_group(live[-1]))
+            for ticket in live[:per_step]:
+                if buffer._live[ticket] is None:
+                    buffer.fill(ticket, make_group(ticket))
+            taken = [group.prompt.index for group in await asyncio.wait_for(buffer.take(per_step), 5)]
+            assert taken == live[:per_step]
+            live = live[per_step:]
+            buffer.release(per_step)
+
+    asyncio.run(main())
 
 
 @SETTINGS
@@ -154,17 +233,36 @@ def test_in_order(inputs):
 
 
 @SETTINGS
-@given(run_inputs(), st.data())
+@given(windowed_inputs(), st.data())
 def test_resumable(inputs, data):
     run = simulate(inputs)
-    num_trained, cursor, num_drawn = data.draw(st.sampled_from(run.saves))
+    num_trained, state, num_drawn = data.draw(st.sampled_from(run.saves))
     before = [ticket for step in run.steps[:num_trained] for ticket in step]
-    assert all(ticket < cursor for ticket in before)
-    resumed = simulate(inputs, first_ticket=cursor, num_steps=3, interleaving=2)
+    drawn, skipped = state["drawn"], state["skipped"]
+    assert all(ticket < drawn for ticket in (*before, *skipped))
+    assert skipped == sorted(set(skipped) - set(before))
+    resumed = simulate(inputs, first_ticket=drawn, skipped=skipped, num_steps=3, interleaving=2)
     trained = before + [ticket for step in resumed.steps for ticket in step]
-    assert trained == sorted(run.keeps)[: len(trained)]
+    assert len(trained) == len(set(trained))
+    untrained = sorted(run.keeps - set(trained))
+    if untrained and untrained[0] < max(trained):  # it waits in the resumed run, as it would in the first one
+        assert untrained[0] in (*resumed.buffer._live, *resumed.buffer._skipped)
+    if resumed.buffer.window == 1:
+        assert skipped == []
+        assert trained == sorted(run.keeps)[: len(trained)]
     if inputs["max_staleness"] == 0:
-        assert cursor == num_drawn  # nothing is drawn again
+        assert drawn == num_drawn  # nothing is drawn again
+
+
+@SETTINGS
+@given(windowed_inputs(), st.integers(1, 3))
+def test_a_run_that_is_resumed_before_it_trained_starts_where_the_one_before_did(inputs, num_skipped):
+    skipped = list(range(3, 3 + num_skipped))
+    run = make_run(inputs, first_ticket=30, skipped=skipped)
+    assert run.buffer.state() == {"drawn": 30, "skipped": skipped}
+    for _ in range(min(2, run.buffer.capacity)):
+        asyncio.run(run.buffer.reserve())
+    assert run.buffer.state() == {"drawn": 30, "skipped": skipped}
 
 
 @st.composite

@@ -24,7 +24,7 @@ def most_bytes(config: RunConfig) -> int:
     """With every slot of the buffer full of the longest samples, and the columns of a step."""
     step = config.groups_per_step * config.group_size
     number = config.needs_old_logprobs + config.uses_reference + config.credits_tokens + _num_beside(config)
-    return (config.max_staleness + 1) * step * sample_bytes(config) + step * _longest(config) * COLUMN_BYTES * number
+    return config.most_groups * config.group_size * sample_bytes(config) + step * _longest(config) * COLUMN_BYTES * number
 
 
 def _num_beside(config: RunConfig) -> int:
@@ -43,10 +43,10 @@ def shortage(config: RunConfig, store_bytes: float) -> str | None:
     most = most_bytes(config)
     if most <= store_bytes:
         return None
-    num_samples = config.groups_per_step * config.group_size
+    num_samples = config.most_groups * config.group_size
     return (
-        f"Ray's object store has {_gb(store_bytes)}, and the samples of max_staleness + 1 = {config.max_staleness + 1} steps take up to "
-        f"{_gb(most)}: groups_per_step * group_size = {num_samples} samples of {_gb(sample_bytes(config))} at the longest. What does not "
+        f"Ray's object store has {_gb(store_bytes)}, and the samples of {config.most_groups} groups in flight take up to "
+        f"{_gb(most)}: with group_size={config.group_size}, {num_samples} of {_gb(sample_bytes(config))} at the longest. What does not "
         "fit is written to the disk under Ray's --temp-dir and read back for training, which is slow. Start Ray with "
         f"--object-store-memory={most}, on all machines together (shared memory must have the room: df -h /dev/shm), or make the step, "
         "rollout.max_response_tokens or max_staleness smaller"

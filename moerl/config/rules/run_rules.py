@@ -45,6 +45,32 @@ def staleness_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         yield problem("train.old_logprobs", "trainer", "needs algorithm.corrections when max_staleness > 0", reason, fix)
 
 
+def straggler_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
+    per_step, spare, in_flight = config.groups_per_step, config.spare_groups, config.groups_in_flight
+    most = (config.max_staleness + 1) * per_step
+    if in_flight is not None and spare:
+        reason = "a step begins its own groups then, and those that take long are put off instead of passed"
+        yield problem("groups_in_flight", in_flight, "has no effect with spare_groups", reason, "leave it out, or spare_groups=0")
+    elif in_flight is not None and config.max_staleness == 0:
+        reason = "a group that others pass trains later than the weights it began with"
+        yield problem("groups_in_flight", in_flight, "needs max_staleness > 0", reason, "max_staleness=2, or leave it out")
+    elif in_flight is not None and not per_step < in_flight <= most:
+        reason = (
+            "a step waits for groups_per_step of them, which may not be all, and (max_staleness + 1) * groups_per_step are none too stale"
+        )
+        fix = f"groups_in_flight={min(2 * per_step, most)}, or leave it out"
+        yield problem("groups_in_flight", in_flight, f"must be in [{per_step + 1}, {most}]", reason, fix)
+    if spare > per_step:
+        reason = "of every step's groups more would be thrown away than trained"
+        yield problem("spare_groups", spare, f"must be at most groups_per_step={per_step}", reason, f"spare_groups={-(-per_step // 4)}")
+    elif spare and spare > (config.num_steps - 1 - config.max_staleness) * per_step:
+        reason = f"groups are put off only if the run trains them later, and num_steps={config.num_steps} leaves no step for that"
+        yield problem("spare_groups", spare, "has no effect", reason, "spare_groups=0, or a larger num_steps")
+    if spare and config.deterministic:
+        reason = "which groups are put off depends on which finish first"
+        yield problem("deterministic", True, "needs spare_groups=0", reason, "spare_groups=0 or deterministic=false")
+
+
 def micro_batch_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
     budget, multiple = config.train.micro_batch_tokens, config.train.token_multiple
     longest = -(-config.model.max_context // multiple) * multiple

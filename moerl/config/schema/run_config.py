@@ -126,6 +126,15 @@ class RunConfig(Strict):
     seed: int = 0
     max_staleness: NotNegative = 0
     """Steps by which a group's weights may be older than the trainer's. 0: rollout and training alternate."""
+    groups_in_flight: Positive | None = None
+    """Groups begun and not trained at any time. None: (max_staleness + 1) * groups_per_step; every step trains the oldest. Fewer: groups
+    begin later, so that most are less stale, and the steps this leaves are for stragglers: as many younger groups may train before one that
+    is unfinished as are left out here, and no group trains later than max_staleness allows. More than groups_per_step."""
+    spare_groups: NotNegative = 0
+    """Groups that a step begins beyond groups_per_step. The first to finish train; the others are put off until there are enough of them
+    for a step of their own, and begin anew with the weights of that time, their tokens lost. Every prompt that was drawn trains before the
+    run ends; answers that chance made long come out shorter, those that are long because of their prompt do not. A quarter of
+    groups_per_step is a good number. 0: none is put off."""
     save_every: NotNegative = 10
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     keep_checkpoints: Positive = 2
@@ -136,6 +145,13 @@ class RunConfig(Strict):
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.name
+
+    @property
+    def most_groups(self) -> int:
+        """Groups begun and not trained, at any time."""
+        if self.groups_in_flight is not None:
+            return self.groups_in_flight
+        return (self.max_staleness + 1) * (self.groups_per_step + self.spare_groups)
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -31,6 +31,8 @@ class _Held:
     key: str
     """The engine's name for it."""
     outcome: "asyncio.Future[Completion]"
+    name: str
+    """What it is found by: its id, until somebody ends it."""
     task: "asyncio.Task[None] | None" = field(default=None)
     """None while it waits."""
 
@@ -68,17 +70,22 @@ class Gate:
             sampling=sampling,
             key=f"{next(self._keys):016x}",  # of fixed width: SGLang aborts by prefix
             outcome=asyncio.get_running_loop().create_future(),
+            name=request_id,
         )
         self._admit()
         try:
             return await held.outcome
         except asyncio.CancelledError:
+            self._set_aside([held])
             self._spawn(self._end_early([held]))
             raise
 
     async def abort(self, request_ids: tuple[str, ...] | None = None) -> None:
         names = self._requests if request_ids is None else request_ids
-        await self._end_early([self._requests[name] for name in names if name in self._requests])
+        chosen = [self._requests[name] for name in names if name in self._requests]
+        if request_ids is not None:
+            self._set_aside(chosen)
+        await self._end_early(chosen)
 
     async def pause(self, mode: PauseMode) -> None:
         """Returns when the mode is in force; for wait: when the last running request has finished."""
@@ -211,15 +218,23 @@ class Gate:
 
     def _end(self, held: _Held, outcome: Completion | EngineError) -> None:
         """Nothing if it has ended already."""
-        if self._requests.get(held.request_id) is not held:
+        if self._requests.get(held.name) is not held:
             return
-        del self._requests[held.request_id]
+        del self._requests[held.name]
         if held.outcome.done():  # whoever asked has gone
             return
         if isinstance(outcome, EngineError):
             held.outcome.set_exception(outcome)
         else:
             held.outcome.set_result(outcome)
+
+    def _set_aside(self, chosen: Iterable[_Held]) -> None:
+        """Their ids are free at once: a group that was put off may begin anew before the engine has ended it."""
+        for held in chosen:
+            if self._requests.get(held.name) is held:
+                del self._requests[held.name]
+                held.name = held.key
+                self._requests[held.name] = held
 
     def _running(self) -> list[_Held]:
         return [held for held in self._requests.values() if held.task is not None]
