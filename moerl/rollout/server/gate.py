@@ -32,7 +32,7 @@ class _Held:
     """The engine's name for it."""
     outcome: "asyncio.Future[Completion]"
     name: str
-    """What it is found by: its id, until somebody ends it."""
+    """Key by which it is found: its id, until somebody ends it."""
     task: "asyncio.Task[None] | None" = field(default=None)
     """None while it waits."""
 
