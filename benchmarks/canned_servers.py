@@ -32,6 +32,7 @@ class Connected(HTTPEngine):
 
     def __init__(self, port: int):
         self.name, self.host, self.authority = f"127.0.0.1:{port}", "127.0.0.1", None
+        self._reading = set()
 
     async def start(self) -> None:
         self._session = new_session(SECRET)

@@ -73,6 +73,7 @@ class HTTPEngine:
         )
         self._secret, self.authority = secret, authority
         self._session: aiohttp.ClientSession | None = None
+        self._reading: set[asyncio.Task[Completion | EngineError]] = set()
 
     @property
     def url(self) -> str:
@@ -99,13 +100,22 @@ class HTTPEngine:
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
         session = self._running_session("/generate")
         request = wire.GenerateRequest(request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling)
+        reading = asyncio.create_task(_only(generate_at(session, self.url, self.name, [request])))
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
         try:
-            outcomes = [outcome async for _, outcome in generate_at(session, self.url, self.name, [request])]
+            outcome = await reading
         except BrokenConnection as error:
             raise await self.explain(error) from error
-        if isinstance(outcomes[0], EngineError):
-            raise outcomes[0]
-        return outcomes[0]
+        except asyncio.CancelledError:
+            whoever = asyncio.current_task()
+            if self._session is session or whoever is None or whoever.cancelling():
+                raise
+            closed = BrokenConnection(f"{self.name}: /generate failed: the server was closed meanwhile")
+            raise await self.explain(closed) from None
+        if isinstance(outcome, EngineError):
+            raise outcome
+        return outcome
 
     abort = _sent(RolloutEngine.abort)
     pause = _sent(RolloutEngine.pause)
@@ -121,6 +131,8 @@ class HTTPEngine:
 
     async def close(self) -> None:
         session, self._session = self._session, None
+        for reading in self._reading:  # a session that is closed tells nothing to who reads an answer's body
+            reading.cancel()
         if session is not None:
             await session.close()
         await self._process.close()
@@ -184,6 +196,12 @@ async def generate_at(
         raise _unsound(about(0), frames.unread, "the answer ends within a frame")
     if frames.missing:
         raise BrokenConnection(f"{name}: /generate ended, the server still runs: {len(frames.missing)} answers are missing")
+
+
+async def _only(outcomes: AsyncGenerator[tuple[int, Completion | EngineError], None]) -> Completion | EngineError:
+    """The outcome of a message of one request."""
+    ((_, outcome),) = [each async for each in outcomes]
+    return outcome
 
 
 async def abort_at(session: aiohttp.ClientSession, url: str, name: str, request_ids: Sequence[str]) -> None:
