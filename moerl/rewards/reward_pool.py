@@ -12,7 +12,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
-from moerl.rewards.reward_slot import Answers, Asked, ErrorKind, Failure, RewardSlot
+from moerl.rewards.reward_slot import Answers, PendingCheck, ErrorKind, Failure, RewardSlot
 from moerl.rewards.verifiers import PURE_KINDS, Check
 from moerl.rewards.worker_sandbox import missing
 from moerl.types.groups import Prompt, Score
@@ -41,7 +41,7 @@ class RewardPool:
             self._levels.setdefault(term.isolation, {})[name] = _absolute(term)
         self._slots = [RewardSlot(config, self._levels, memory_bytes) for _ in range(config.num_workers)]
         self._serving: list[asyncio.Task[None]] = []
-        self._waiting: deque[Asked] = deque()
+        self._waiting: deque[PendingCheck] = deque()
         self._has_waiting = asyncio.Event()
         self._pace = _MESSAGE_SECONDS
         """Seconds of a check, lately."""
@@ -90,7 +90,7 @@ class RewardPool:
         if not self._serving:
             raise _not_running()
         check = Check(text=text, data_source=prompt.data_source, ground_truth=prompt.ground_truth, extra_info=prompt.extra_info)
-        asked = Asked(pickle.dumps(check), asyncio.get_running_loop().create_future())
+        asked = PendingCheck(pickle.dumps(check), asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         self._has_waiting.set()
         try:
@@ -118,7 +118,7 @@ class RewardPool:
             pace = (asyncio.get_running_loop().time() - began) / len(message)
             self._pace = (self._pace + pace) / 2
 
-    def _next_message(self) -> list[Asked]:
+    def _next_message(self) -> list[PendingCheck]:
         """Each slot's share of what waits, at most."""
         share = math.ceil(len(self._waiting) / len(self._slots))
         most = min(share, MESSAGE_CHECKS, int(_MESSAGE_SECONDS / self._pace))
@@ -149,7 +149,7 @@ def _not_running() -> RuntimeError:
     return RuntimeError("the reward pool is not running: score between start and close")
 
 
-def _tell(message: "deque[Asked] | list[Asked]", error: Exception) -> None:
+def _tell(message: "deque[PendingCheck] | list[PendingCheck]", error: Exception) -> None:
     for asked in message:
         if not asked.outcome.done():
             asked.outcome.set_exception(error)
