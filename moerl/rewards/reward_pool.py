@@ -12,7 +12,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
-from moerl.rewards.reward_slot import Answers, PendingCheck, ErrorKind, Failure, RewardSlot
+from moerl.rewards.reward_slot import Answers, ErrorKind, Failure, PendingCheck, RewardSlot
 from moerl.rewards.verifiers import PURE_KINDS, Check
 from moerl.rewards.worker_sandbox import missing
 from moerl.types.groups import Prompt, Score
