@@ -47,7 +47,7 @@ test: venv ## every test that needs neither a GPU, an engine's environment, nor 
 venv-py312: ## make or update .venv-py312: Python 3.12 with the newest megatron-core (PYTHON312=...)
 	@VENV=.venv-py312 PYTHON_VERSION=3.12 PYTHON=$(PYTHON312) PINS=constraints-py312.txt bash scripts/setup.sh
 
-test-py312: venv-py312 ## an eighth of the files of make test there (docs/testing.md; MOERL_SHARD=all for all)
+test-py312: venv-py312 ## a sixteenth of the files of make test there (docs/testing.md; MOERL_SHARD=all for all)
 	.venv-py312/bin/python -m pytest -q --part -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not engine and not slurm and not gpu and not real and not wheels" $(ARGS)
 
 test-gpu: gpu ## on a machine with GPUs: a step on Transformer Engine, memory, pushes, whole runs; GPUS=1, 2 or 8 uses as many

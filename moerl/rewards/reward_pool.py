@@ -1,45 +1,32 @@
 """Scores samples in killable worker processes: a verifier that hangs, dies or misbehaves costs one worker, never the run.
 
-score(prompt, text) -> free slot -> its worker (a new one if the last was killed) -> all terms within one deadline -> Score
+score(prompt, text) -> with others that wait -> free slot -> its workers (new ones if the last were killed) -> Score
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
-from collections import Counter
-from dataclasses import dataclass
+import math
+import pickle
+from collections import Counter, deque
 from pathlib import Path
-from typing import Any, Literal
 
 from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
-from moerl.rewards.answer_channel import ForgedAnswer
-from moerl.rewards.reward_process import WorkerProcess
-from moerl.rewards.reward_supervisor import MAX_TASKS, TOO_MANY_TASKS
+from moerl.rewards.reward_slot import Answers, ErrorKind, Failure, PendingCheck, RewardSlot
 from moerl.rewards.verifiers import PURE_KINDS, Check
 from moerl.rewards.worker_sandbox import missing
-from moerl.types.errors import ConfigError, Problem
 from moerl.types.groups import Prompt, Score
 
 logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 4 * 2**30
 """Bytes that the checks of one worker may allocate, beyond what its verifiers' packages take."""
-START_SECONDS = 120.0
-"""Seconds for one worker to import its verifiers' packages."""
-
-ErrorKind = Literal["timeout", "died", "raised", "not_a_number", "forged", "no_worker"]
-"""forged: something on the worker's channel that is not its answer to the check."""
-
-
-class _WorkerDied(Exception):
-    def __init__(self, path: str, reason: str):
-        super().__init__(reason)
-        self.path = path
-
-
-_Place = tuple[int, Isolation]
-"""Where a worker is: each slot has one for each level of isolation that a term asks for, which runs the terms of that level."""
+MESSAGE_CHECKS = 16
+"""Checks of a message, at most: what one that hangs holds up."""
+_MESSAGE_BYTES = 2**16
+"""Bytes of a message of several: a socket takes them at once, so that nobody writes while nobody reads."""
+_MESSAGE_SECONDS = 0.005
+"""Seconds that the checks of a message take together, by the pace of the last ones: slower ones are spread over the workers."""
 
 
 class RewardPool:
@@ -49,13 +36,15 @@ class RewardPool:
         self.error_counts: Counter[ErrorKind] = Counter()
         """Samples that could not be scored, since the pool was made."""
         self._config = config
-        self._memory_bytes = memory_bytes
         self._levels: dict[Isolation, dict[str, RewardTerm]] = {}
         for name, term in config.terms.items():
             self._levels.setdefault(term.isolation, {})[name] = _absolute(term)
-        self._workers: dict[_Place, WorkerProcess] = {}
-        self._free: asyncio.Queue[int] = asyncio.Queue()
-        self._running = False
+        self._slots = [RewardSlot(config, self._levels, memory_bytes) for _ in range(config.num_workers)]
+        self._serving: list[asyncio.Task[None]] = []
+        self._waiting: deque[PendingCheck] = deque()
+        self._has_waiting = asyncio.Event()
+        self._pace = _MESSAGE_SECONDS
+        """Seconds of a check, lately."""
 
     async def __aenter__(self) -> "RewardPool":
         await self.start()
@@ -67,19 +56,15 @@ class RewardPool:
     async def start(self) -> None:
         """Raises ConfigError if a verifier cannot be built, such as a user's function that cannot be imported."""
         self._tell_isolation()
-        places = [(slot, level) for slot in range(self._config.num_workers) for level in self._levels]
         try:
             # Waiting for all of them leaves no start under way that `close` would miss.
-            outcomes = await asyncio.gather(*(self._start_worker(place) for place in places), return_exceptions=True)
+            outcomes = await asyncio.gather(*(slot.start() for slot in self._slots), return_exceptions=True)
             for error in filter(None, outcomes):
                 raise error
         except BaseException:
             await self.close()
             raise
-        self._free = asyncio.Queue()
-        for slot in range(self._config.num_workers):
-            self._free.put_nowait(slot)
-        self._running = True
+        self._serving = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
 
     def _tell_isolation(self) -> None:
         """Whose checks may do what the run may: as was written down, or because they evaluate nothing and this machine isolates nothing."""
@@ -92,68 +77,59 @@ class RewardPool:
 
     async def close(self) -> None:
         """Ends every worker and waits for their exit; safe to call twice and before start. Checks under way get an error."""
-        self._running = False
-        await asyncio.gather(*(self._kill(place) for place in list(self._workers)))
+        serving, self._serving = self._serving, []
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        _tell(self._waiting, _not_running())
+        self._waiting.clear()
+        await asyncio.gather(*(slot.close() for slot in self._slots))
 
     async def score(self, prompt: Prompt, text: str) -> Score:
         """Never raises for what a verifier does: such a sample has reward 0 and says why in `error`."""
+        if not self._serving:
+            raise _not_running()
         check = Check(text=text, data_source=prompt.data_source, ground_truth=prompt.ground_truth, extra_info=prompt.extra_info)
-        self._require_running()
-        slot = await self._free.get()
+        asked = PendingCheck(pickle.dumps(check), asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        self._has_waiting.set()
         try:
-            self._require_running()
-            try:
-                return await self._score_in(slot, check)
-            except _WorkerDied:  # killed from outside, perhaps: then another one lives
-                return await self._score_in(slot, check)
-        except _WorkerDied as died:
-            return self._failed("died", died.path, str(died))
-        except ConfigError as error:
-            return self._failed("no_worker", error.problems[0].path, error.problems[0].reason)
-        except BaseException:  # cancelled: the worker would answer a check that is over
-            await asyncio.gather(*(self._kill((slot, level)) for level in self._levels))
+            found = await asked.outcome
+        except asyncio.CancelledError:
+            asked.give_up()
             raise
-        finally:
-            self._free.put_nowait(slot)
+        return self._failed(found) if isinstance(found, Failure) else self._score(found)
 
-    async def _score_in(self, slot: int, check: Check) -> Score:
-        """_WorkerDied if a worker of the slot, which is started if there is none, ends before it answers."""
-        for level in self._levels:
-            if (slot, level) not in self._workers:
-                await self._start_worker((slot, level))
-        found: dict[str, dict[str, Any]] = {}
-        at = _Progress(place=(slot, next(iter(self._levels))), term=next(iter(self._config.terms)))
-        try:
-            async with asyncio.timeout(self._config.timeout_seconds):
-                failure = await self._ask_all(check, at, found)
-        except TimeoutError:
-            await self._kill(at.place)
-            return self._failed("timeout", at.path, f"not done after reward.timeout_seconds={self._config.timeout_seconds:g}")
-        except ForgedAnswer as forged:  # not scored again: what forged it may be the response itself
-            await self._kill(at.place)
-            return self._failed("forged", at.path, str(forged))
-        except ConnectionError as error:
-            status = await self._kill(at.place)
-            if status == TOO_MANY_TASKS:
-                return self._failed("died", at.path, f"ended with its worker: it had more than {MAX_TASKS} processes and threads")
-            raise _WorkerDied(at.path, f"{error} (exit status {status})") from error
-        if failure is not None:
-            return self._failed(failure["kind"], at.path, failure["error"])
-        return self._score(found)
+    async def _serve(self, slot: RewardSlot) -> None:
+        """Runs what waits, for ever."""
+        while True:
+            while not self._waiting:
+                self._has_waiting.clear()
+                await self._has_waiting.wait()
+            message = self._next_message()
+            began = asyncio.get_running_loop().time()
+            try:
+                await slot.run(message)
+            except asyncio.CancelledError:
+                _tell(message, _not_running())
+                raise
+            except Exception as error:
+                _tell(message, error)
+            pace = (asyncio.get_running_loop().time() - began) / len(message)
+            self._pace = (self._pace + pace) / 2
 
-    async def _ask_all(self, check: Check, at: "_Progress", found: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-        """Fills `found` with the answers of the terms; the first that is an error ends it, and is returned."""
-        for level, terms in self._levels.items():
-            at.place, at.term = (at.place[0], level), next(iter(terms))
-            async with contextlib.aclosing(self._workers[at.place].answers(check, len(terms))) as answers:
-                for at.term in terms:
-                    answer = await anext(answers)
-                    if "error" in answer:
-                        return answer
-                    found[at.term] = answer
-        return None
+    def _next_message(self) -> list[PendingCheck]:
+        """Each slot's share of what waits, at most."""
+        share = math.ceil(len(self._waiting) / len(self._slots))
+        most = min(share, MESSAGE_CHECKS, int(_MESSAGE_SECONDS / self._pace))
+        message = [self._waiting.popleft()]
+        num_bytes = len(message[0].body)
+        while self._waiting and len(message) < most and num_bytes + len(self._waiting[0].body) <= _MESSAGE_BYTES:
+            message.append(self._waiting.popleft())
+            num_bytes += len(message[-1].body)
+        return message
 
-    def _score(self, found: dict[str, dict[str, Any]]) -> Score:
+    def _score(self, found: Answers) -> Score:
         reward, parts = 0.0, {}
         for name, term in self._config.terms.items():
             reward += term.weight * found[name]["value"]
@@ -161,48 +137,22 @@ class RewardPool:
             parts |= {f"{name}.{key}": value for key, value in found[name]["extra"].items()}
         return Score(reward=reward, parts=parts)
 
-    async def _start_worker(self, place: _Place) -> None:
-        """Raises ConfigError with the reason if there is none within START_SECONDS."""
-        terms = self._levels[place[1]]
-        name = next(iter(terms))
-        try:
-            worker = self._workers[place] = await WorkerProcess.start(place[1])
-            async with asyncio.timeout(START_SECONDS):
-                refusal = await worker.set_up(terms, self._memory_bytes)
-            if refusal:
-                name = refusal["term"]
-                raise ConnectionError(refusal["error"])
-        except (OSError, TimeoutError, ForgedAnswer) as error:
-            await self._kill(place)
-            reason = str(error) if str(error) else f"not ready after {START_SECONDS:g} s"
-            raise ConfigError([_problem(name, self._config.terms[name], reason)]) from error
-
-    async def _kill(self, place: _Place) -> int | None:
-        """Exit status of the worker; None if there is none."""
-        worker = self._workers.pop(place, None)
-        return None if worker is None else await worker.kill()
-
-    def _require_running(self) -> None:
-        if not self._running:
-            raise RuntimeError("the reward pool is not running: score between start and close")
-
-    def _failed(self, kind: ErrorKind, path: str, reason: str) -> Score:
-        self.error_counts[kind] += 1
-        if self.error_counts[kind] == 1:
-            logger.warning("a sample could not be scored (further ones of this kind are only counted): %s: %s", path, reason)
-        return Score(reward=0.0, error=f"{path}: {reason}")
+    def _failed(self, failure: Failure) -> Score:
+        self.error_counts[failure.kind] += 1
+        reason = f"{failure.path}: {failure.reason}"
+        if self.error_counts[failure.kind] == 1:
+            logger.warning("a sample could not be scored (further ones of this kind are only counted): %s", reason)
+        return Score(reward=0.0, error=reason)
 
 
-@dataclass
-class _Progress:
-    """Where a check is."""
+def _not_running() -> RuntimeError:
+    return RuntimeError("the reward pool is not running: score between start and close")
 
-    place: _Place
-    term: str
 
-    @property
-    def path(self) -> str:
-        return f"reward.terms.{self.term}"
+def _tell(message: "deque[PendingCheck] | list[PendingCheck]", error: Exception) -> None:
+    for asked in message:
+        if not asked.outcome.done():
+            asked.outcome.set_exception(error)
 
 
 def _absolute(term: RewardTerm) -> RewardTerm:
@@ -210,10 +160,3 @@ def _absolute(term: RewardTerm) -> RewardTerm:
     if term.path is None or not term.path.rpartition(":")[0].endswith(".py"):
         return term
     return dataclasses.replace(term, path=str(Path(term.path).absolute()))
-
-
-def _problem(name: str, term: RewardTerm, reason: str) -> Problem:
-    return Problem(
-        path=f"reward.terms.{name}", value=term.path if term.path is not None else term.kind, rule="its verifier must start",
-        reason=reason, fix="correct what the reason names; the verifier is built in a process of its own, on this machine",
-    )  # fmt: skip

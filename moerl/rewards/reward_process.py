@@ -1,4 +1,4 @@
-"""One reward worker as its pool sees it: a process that answers checks one at a time and can be killed at any moment.
+"""One reward worker as its slot sees it: a process that answers checks in order and can be killed at any moment.
 
 It is started afresh rather than forked from the driver. The process that is started is its supervisor (reward_supervisor.py), which ends it
 and all that checks left running, also when the driver is killed and a verifier is stuck in C code.
@@ -15,13 +15,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moerl.config.schema.data_config import Isolation, RewardTerm
 from moerl.rewards.answer_channel import AnswerChannel, checked_answer
-from moerl.rewards.reward_worker import Setup
-from moerl.rewards.verifiers import Check
+from moerl.rewards.reward_worker import Setup, framed
 
 _BOOT = "import sys; sys.path[:] = sys.argv[1:-3]; from moerl.rewards.reward_supervisor import main; main()"
 _END_SECONDS = 10.0
@@ -75,24 +74,28 @@ class WorkerProcess:
 
     async def set_up(self, terms: dict[str, RewardTerm], memory_bytes: int) -> dict[str, Any]:
         """{} once every verifier is built and isolated, or {"term", "error"}. Raises ConnectionError if the worker ends, ForgedAnswer."""
-        number = await self._ask(Setup(terms=terms, isolation=self._isolation, own=self._own, memory_bytes=memory_bytes))
+        setup = Setup(terms=terms, isolation=self._isolation, own=self._own, memory_bytes=memory_bytes)
+        [number] = await self.ask([pickle.dumps(setup)])
         return await self._channel.receive(number)
 
-    async def answers(self, check: Check, num_terms: int) -> AsyncGenerator[dict[str, Any], None]:
-        """Answer of each term in order: {"value", "extra"}, or {"kind", "error"}, which is the last.
+    async def ask(self, requests: Sequence[bytes]) -> list[str]:
+        """Number of each of these pickled requests, which go out in one message. Answers repeat it, and nobody can guess it: no check
+        prepares an answer for another. Raises as `answer`."""
+        numbers = [secrets.token_hex(16) for _ in requests]
+        await self._channel.send(b"".join(map(framed, numbers, requests)))
+        return numbers
 
-        Raises ConnectionError if the worker ends. Raises ForgedAnswer for anything else on its channel, before the last answer is given
-        out: then, as after a check that is not read to its end, the worker must be killed.
+    async def answer(self, number: str) -> dict[str, Any]:
+        """Answer of the next term of the check with this number: {"value", "extra"}, or {"kind", "error"}, which is its last.
+
+        Raises ConnectionError if the worker ends, ForgedAnswer for anything else on its channel. After either, as after a check whose
+        answers are not read, the worker must be killed.
         """
-        number = await self._ask(check)
-        for left in reversed(range(num_terms)):
-            answer = checked_answer(await self._channel.receive(number))
-            is_last = left == 0 or "error" in answer
-            if is_last:
-                self._channel.require_silence()
-            yield answer
-            if is_last:
-                return
+        return checked_answer(await self._channel.receive(number))
+
+    def require_silence(self) -> None:
+        """To be called after the last answer, before it is believed. Raises as `answer`."""
+        self._channel.require_silence()
 
     async def kill(self) -> int:
         """Returns its exit status when it and all that its checks started are gone; safe to call twice."""
@@ -109,12 +112,6 @@ class WorkerProcess:
             return self._process.wait()
         finally:  # the supervisor has removed it, unless it was killed itself
             shutil.rmtree(self._own, ignore_errors=True)
-
-    async def _ask(self, request: Setup | Check) -> str:
-        """The number that answers to this request repeat. It cannot be guessed, so that no check prepares an answer for the next one."""
-        number = secrets.token_hex(16)
-        await self._channel.send(pickle.dumps((number, request)))
-        return number
 
 
 def _environment(isolation: Isolation, own: str) -> Mapping[str, str]:

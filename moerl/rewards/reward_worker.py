@@ -1,4 +1,4 @@
-"""The process that runs verifiers: reads pickled requests from its standard input, answers each term with a line of JSON.
+"""The process that runs verifiers: reads requests from its standard input, answers each term with a line of JSON.
 
     pool                              worker
       | number, Setup ----------------> builds every verifier
@@ -6,8 +6,9 @@
       | number, Check ----------------> runs the terms in order
       | <------------------- one {"value", "extra"} or {"kind", "error"} per term; nothing more after the first error
 
-Every line repeats the "number" of its request. Once its verifiers are built the process shuts itself in (worker_sandbox.py). It is a child
-of its supervisor, and ends with it even in the middle of a check.
+Every line repeats the "number" of its request. Requests may come many at a time, and are read one at a time, not a byte further: no check
+can find the number of a later one in this process. Once its verifiers are built the process shuts itself in (worker_sandbox.py). It is a
+child of its supervisor, and ends with it even in the middle of a check.
 """
 
 import json
@@ -15,6 +16,7 @@ import math
 import os
 import pickle
 import resource
+import struct
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -28,10 +30,14 @@ from moerl.rewards import worker_sandbox
 from moerl.rewards.verifiers import PURE_KINDS, VERIFIERS, Check, Verifier
 
 _LONGEST_MESSAGE = 2000
+_LENGTH = struct.Struct(">I")
+_NUMBER_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
+    """First request; those that follow are Checks."""
+
     terms: dict[str, RewardTerm]
     isolation: Isolation
     """Level of all these terms."""
@@ -41,10 +47,15 @@ class Setup:
     """Address space that checks may take beyond what the verifiers need to exist."""
 
 
+def framed(number: str, request: bytes) -> bytes:
+    """Request as it is sent, after its length and its number of _NUMBER_BYTES."""
+    return _LENGTH.pack(len(request)) + number.encode() + request
+
+
 def main() -> None:
     """Answers until the pool closes the channel."""
     requests, replies = _take_over_channel()
-    number, setup = pickle.load(requests)
+    number, setup = _next_request(requests)
     verifiers = _build(setup.terms, replies, number)
     if verifiers is None:
         return
@@ -55,10 +66,26 @@ def main() -> None:
         return
     while True:
         try:
-            number, check = pickle.load(requests)
+            number, check = _next_request(requests)
         except EOFError:
             return
         _run(verifiers, check, replies, number)
+
+
+def _next_request(requests: IO[bytes]) -> tuple[str, Any]:
+    """Raises EOFError when the channel is closed."""
+    [length] = _LENGTH.unpack(_read(requests, _LENGTH.size))
+    return _read(requests, _NUMBER_BYTES).decode(), pickle.loads(_read(requests, length))
+
+
+def _read(requests: IO[bytes], num_bytes: int) -> bytes:
+    read = bytearray()
+    while len(read) < num_bytes:
+        part = requests.read(num_bytes - len(read))
+        if not part:
+            raise EOFError
+        read += part
+    return bytes(read)
 
 
 def _isolate(setup: Setup) -> dict[str, str]:
@@ -108,7 +135,7 @@ def _take_over_channel() -> tuple[IO[bytes], _Replies]:
 
     Programs that a check starts inherit neither, and its forks cannot read requests.
     """
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)

@@ -25,7 +25,7 @@ FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info
 _MATH_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots it is pickled three times as fast
 class Check:
     """One response and what it is judged by; crosses to a worker process."""
 

@@ -1,6 +1,6 @@
 """Whatever is written over a shipped recipe gives a configuration or a ConfigError: overrides drawn over the whole schema.
 
-A change runs one part of eight, the one that MOERL_SHARD draws; together they have over 5,000 examples.
+A change runs one part of sixteen, the one that MOERL_SHARD draws; together they have over 5,000 examples.
 """
 
 import copy
@@ -28,7 +28,7 @@ from moerl.rollout.commands import described
 from moerl.types.errors import ConfigError
 
 RECIPES = options("recipe")
-EXAMPLES = 700
+EXAMPLES = 350
 """Of a part."""
 CPU_SECONDS = 10.0
 """An example that takes longer counts over something that a person wrote: the check would not end."""

@@ -26,6 +26,7 @@ SMALL = {
     "pool": "--requests 128 --servers 2 --tokens 64",
     "push": "--hidden 32 --layers 2 --experts 4 --ffn 32 --bucket-megabytes 1 --rounds 1",
     "rank_sockets": "--ranks 4",
+    "scoring": "--samples 64 --rounds 1",
     "start": "--ranks 1 --rounds 1",
     "update_overhead": "--tokens 128 --vocabulary 512 --micro-batches 2 --repeats 1",
     "weight_push": "--megabytes 8 --bucket-megabytes 1 --repeats 1",

@@ -12,6 +12,9 @@ import numpy
 def length(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str)
 
+def wide(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str), **{f"number {i}": 0.5 for i in range(20000)}}
+
 def allocate(data_source, solution_str, ground_truth, extra_info):
     return len(bytearray(extra_info["num_bytes"]))
 

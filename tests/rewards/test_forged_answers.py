@@ -45,6 +45,12 @@ def attack(data_source, solution_str, ground_truth, extra_info):
         write(json.dumps({"value": 1000000.0, "extra": {}}).encode() + b"\\n")
     if solution_str == "number":
         write(json.dumps({"number": own_number(), "value": 0.5, "extra": {}}).encode() + b"\\n")
+    if solution_str == "look ahead":
+        frame = sys._getframe()
+        while "requests" not in frame.f_locals:
+            frame = frame.f_back
+        requests = frame.f_locals["requests"]
+        return float(len(requests.peek())) if hasattr(requests, "peek") else -1.0
     if solution_str == "half a line":
         write(b"{")
     if solution_str == "flood":
@@ -92,6 +98,31 @@ def test_no_reward_goes_to_another_sample(attacks, attack, pause):
     assert scores[0].error is not None or scores[0].reward in (1.0, 0.5 if attack == "number" else 1.0)
     assert [score.reward for score in scores[1:]] == [2.0, 3.0, 4.0, 5.0]
     assert pool.error_counts == {"forged": 1}
+
+
+def score_together(terms: dict[str, RewardTerm], *texts: str) -> tuple[list[Score], RewardPool]:
+    """In one message; the ground truth of each is its place."""
+
+    async def main() -> tuple[list[Score], RewardPool]:
+        async with RewardPool(RewardConfig(terms=terms, timeout_seconds=20.0)) as pool, asyncio.timeout(60):
+            pool._pace = 1e-6
+            return await asyncio.gather(*(pool.score(prompt(str(place)), text) for place, text in enumerate(texts))), pool
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("attack", ["line", "number", "half a line", "fork"])
+def test_a_forgery_in_a_message_costs_the_one_that_forged(attacks, attack):
+    scores, pool = score_together(attacks, "fine", "fine", attack, "fine", "fine")
+    own = scores.pop(2)
+    assert [(score.reward, score.error) for score in scores] == [(0.0, None), (1.0, None), (3.0, None), (4.0, None)]
+    assert own.reward in {"number": (0.0, 0.5), "fork": (0.0, 2.0)}.get(attack, (0.0,))  # what its own number lets it say
+    assert pool.error_counts == ({"forged": 1} if own.error else {})
+
+
+def test_no_check_of_a_message_can_find_the_next_one_in_its_process(attacks):
+    scores, _ = score_together(attacks, *["look ahead"] * 4)
+    assert [score.reward for score in scores] == [-1.0] * 4
 
 
 @pytest.mark.parametrize("attack", ["line", "half a line", "flood"])

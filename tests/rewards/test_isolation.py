@@ -233,7 +233,7 @@ def test_a_worker_whose_supervisor_is_killed_is_killed(functions, tmp_path, monk
 
     async def main() -> None:
         async with RewardPool(RewardConfig(terms=terms(functions, "run", "strict"))) as pool:
-            [worker] = pool._workers.values()
+            [worker] = pool._slots[0].workers.values()
             [inner] = psutil.Process(worker.pid).children()
             os.kill(worker.pid, signal.SIGKILL)
             deadline = time.monotonic() + 60

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -29,11 +30,6 @@ def score_all(config: RewardConfig, *texts: str, ground_truth: str = "") -> tupl
     return asyncio.run(main())
 
 
-async def pool_is_idle(pool: RewardPool) -> bool:
-    await asyncio.sleep(0)
-    return pool._free.qsize() > 0
-
-
 def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
@@ -50,6 +46,13 @@ def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 60
     while running := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still running: {running}"
+        time.sleep(0.01)
+
+
+def wait_for_files(folder: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(folder.iterdir())) < number:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -157,12 +160,14 @@ def test_scores_belong_to_their_samples_when_many_are_asked_for_at_once():
     asyncio.run(main())
 
 
-def test_a_cancelled_check_leaves_no_answer_for_the_next_one(misbehaving):
+def test_a_cancelled_check_ends_and_leaves_no_answer_for_the_next_one(misbehaving, tmp_path):
+    announced = tmp_path / "announced"
+    announced.mkdir()
+
     async def main() -> None:
-        async with RewardPool(misbehaving()) as pool:
-            task = asyncio.create_task(pool.score(prompt(), "sleep"))
-            while await pool_is_idle(pool):
-                pass
+        async with RewardPool(misbehaving("off", timeout_seconds=600.0)) as pool:
+            task = asyncio.create_task(pool.score(prompt(announce=str(announced)), "sleep"))
+            await asyncio.to_thread(wait_for_files, announced, 2)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -170,6 +175,67 @@ def test_a_cancelled_check_leaves_no_answer_for_the_next_one(misbehaving):
             assert not pool.error_counts
 
     asyncio.run(main())
+
+
+def score_together(config: RewardConfig, *texts: str) -> tuple[list[Score], RewardPool, list[int]]:
+    """Asked for in one turn of the event loop, by a pool whose checks have been fast; and the sizes of the messages to workers."""
+    sizes: list[int] = []
+
+    async def main() -> tuple[list[Score], RewardPool, list[int]]:
+        async with RewardPool(config) as pool:
+            for slot in pool._slots:
+                slot.run = partial(noted, slot.run)
+            pool._pace = 1e-6
+            return await asyncio.gather(*(pool.score(prompt(), text) for text in texts)), pool, sizes
+
+    async def noted(run, message) -> None:
+        sizes.append(len(message))
+        await run(message)
+
+    return asyncio.run(main())
+
+
+FINE = Score(reward=1.0, parts={"bad": 1.0})
+
+
+def test_checks_asked_for_together_are_shared_out_in_messages(misbehaving):
+    scores, _, sizes = score_together(misbehaving(num_workers=2), *["fine", "scalar"] * 12)
+    assert [score.reward for score in scores] == [1.0, 3.0] * 12
+    assert sizes[:2] == [12, 6]  # a half of what waits, each time
+    assert sum(sizes) == 24
+
+
+@pytest.mark.parametrize(("text", "kind"), [("raise", "raised"), ("sleep", "timeout"), ("die", "died")])
+def test_a_check_that_fails_in_a_message_marks_its_sample_alone(misbehaving, text, kind):
+    scores, pool, sizes = score_together(misbehaving(timeout_seconds=2.0), "fine", "fine", text, "fine", "scalar")
+    assert sizes == [5]
+    assert scores[2].error is not None
+    assert [*scores[:2], scores[3]] == [FINE] * 3 and scores[4].reward == 3.0
+    assert pool.error_counts == {kind: 1}
+
+
+def test_slow_checks_are_spread_over_the_workers(misbehaving):
+    async def main() -> None:
+        async with RewardPool(misbehaving("off", num_workers=2, timeout_seconds=30.0)) as pool:
+            hanging = asyncio.create_task(pool.score(prompt(), "sleep"))
+            pool._pace = 1.0
+            scores = await asyncio.gather(*(pool.score(prompt(), "fine") for _ in range(4)))
+            assert scores == [FINE] * 4
+            hanging.cancel()
+
+    asyncio.run(main())
+
+
+def test_texts_that_no_socket_takes_at_once_are_scored_with_answers_as_long(functions):
+    terms = {"own": RewardTerm(kind="function", path=f"{functions}:wide")}
+
+    async def main() -> list[Score]:
+        async with RewardPool(RewardConfig(terms=terms, timeout_seconds=60.0)) as pool:
+            pool._pace = 1e-6
+            return await asyncio.gather(*(pool.score(prompt(), "x" * 2**size) for size in (10, 20, 15, 15, 15, 21)))
+
+    scores = asyncio.run(main())
+    assert [score.reward for score in scores] == [2.0**size for size in (10, 20, 15, 15, 15, 21)]
 
 
 def test_a_kill_reaches_what_the_function_started(misbehaving, tmp_path):
@@ -238,7 +304,7 @@ async def main():
     prompt = Prompt(index=0, token_ids=(1,), text="", data_source="", ground_truth="", extra_info={"announce": sys.argv[2]})
     async with RewardPool(config) as pool:
         busy = [asyncio.create_task(pool.score(prompt, text)) for text in ("spin", "sleep")]
-        print(*[worker.pid for worker in pool._workers.values()], flush=True)
+        print(*[worker.pid for slot in pool._slots for worker in slot.workers.values()], flush=True)
         await asyncio.gather(*busy)
 
 asyncio.run(main())
@@ -255,10 +321,7 @@ def test_workers_and_what_they_started_die_with_a_killed_driver_even_in_the_midd
         try:
             pids = [int(pid) for pid in driver.stdout.readline().split()]
             assert len(pids) == 3, log.read_text()
-            deadline = time.monotonic() + 60
-            while len(list(announced.iterdir())) < 4:  # two checks, each with a child in a session of its own
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.01)
+            wait_for_files(announced, 4)  # two checks, each with a child in a session of its own
             pids += [int(file.name) for file in announced.iterdir()]
             assert all(is_running(pid) for pid in pids)
             assert len(list(temporary.iterdir())) == 3

@@ -19,7 +19,7 @@ class Lane:
     in_ci: bool
     """Whether .ci/run runs it."""
     is_part: bool = False
-    """Of all its tests, one of eight groups: what others run whole. No claim rests on it."""
+    """Of all its tests, one of sixteen groups: what others run whole. No claim rests on it."""
 
     def takes(self, file: str, markers: Set[str]) -> bool:
         """file: its path from the repository's root."""

@@ -1,6 +1,6 @@
-"""What part of the tests a change runs: of each matrix (marker `matrix`) one of eight groups, drawn by the number of the commit.
+"""What part of the tests a change runs: of each matrix (marker `matrix`) one of sixteen groups, drawn by the number of the commit.
 
-`MOERL_SHARD` is `K/8`, `all`, or not set: the commit's own. Cases of a file that share what is dear have a name in common, as in
+`MOERL_SHARD` is `K/16`, `all`, or not set: the commit's own. Cases of a file that share what is dear have a name in common, as in
 `matrix("name")`, and so one group. `matrix(turn=0)` and `matrix(turn=1)` are what every second commit runs. With `--part`, files are dealt
 in the same way, and their matrices are left out.
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-NUM_GROUPS = 8
+NUM_GROUPS = 16
 ROOT = Path(__file__).parents[2]
 
 
 def group_of(name: str) -> int:
-    """The group, 1 to 8, of a file, a test's node id, or cases with a name in common: the same on every machine, whatever is collected."""
+    """The group, 1 to 16, of a file, a test's node id, or cases with a name in common: the same on every machine, whatever is collected."""
     return zlib.crc32(name.encode()) % NUM_GROUPS + 1
 
 
 def drawn(text: str | None = None) -> int | None:
-    """The group that this run takes, None for all: of `K/8` or `all`, or of the number of commits up to HEAD, so that eight
+    """The group that this run takes, None for all: of `K/16` or `all`, or of the number of commits up to HEAD, so that sixteen
     commits in a row see everything. 1 outside of a repository."""
     if text is None or text == "":
         return _commits() % NUM_GROUPS + 1

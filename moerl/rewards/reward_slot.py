@@ -1,0 +1,196 @@
+"""Place of the pool where checks run: a worker for each level of isolation, which gets several checks in one message.
+
+    message -> worker of the first level -> those that passed -> worker of the next level -> answers of each check, or its Failure
+
+Checks of a message run in order, each within its deadline, and the answer to each is read before the next one's. If the worker ends, or
+anything else comes over its channel, nobody can tell which of them did it: those without an answer, after a forgery all of them, run again,
+each in a worker of its own.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moerl.config.schema.data_config import Isolation, RewardConfig, RewardTerm
+from moerl.rewards.answer_channel import ForgedAnswer
+from moerl.rewards.reward_process import WorkerProcess
+from moerl.rewards.reward_supervisor import MAX_TASKS, TOO_MANY_TASKS
+from moerl.types.errors import ConfigError, Problem
+
+START_SECONDS = 120.0
+"""Seconds for one worker to import its verifiers' packages."""
+
+ErrorKind = Literal["timeout", "died", "raised", "not_a_number", "forged", "no_worker"]
+"""forged: something on the worker's channel that is not its answer to the check."""
+Answers = dict[str, dict[str, Any]]
+"""{"value", "extra"} of each term that was asked; of the last one perhaps {"kind", "error"}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Reason why a check has no score."""
+
+    kind: ErrorKind
+    path: str
+    reason: str
+
+
+@dataclass(eq=False, slots=True)
+class PendingCheck:
+    """One check, and who waits for it."""
+
+    body: bytes
+    """A pickled Check."""
+    outcome: asyncio.Future[Answers | Failure]
+    found: Answers = field(default_factory=dict)
+    term: str = ""
+    """Under way."""
+    spent: float = 0.0
+    """Seconds at the levels that it passed."""
+    has_lost_worker: bool = False
+    deadline: asyncio.Timeout | None = None
+    """While it runs."""
+
+    @property
+    def path(self) -> str:
+        return f"reward.terms.{self.term}"
+
+    def settle(self, outcome: Answers | Failure) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more: if it runs, its time is over."""
+        if self.deadline is not None:
+            self.deadline.reschedule(asyncio.get_running_loop().time())
+
+
+class RewardSlot:
+    def __init__(self, config: RewardConfig, levels: Mapping[Isolation, Mapping[str, RewardTerm]], memory_bytes: int):
+        """`levels`: the terms by name of each level of isolation. `memory_bytes`: as RewardPool."""
+        self.workers: dict[Isolation, WorkerProcess] = {}
+        self._config, self._levels, self._memory_bytes = config, levels, memory_bytes
+
+    async def start(self) -> None:
+        """Raises ConfigError, see RewardPool.start."""
+        # Waiting for all of them leaves no start under way that `close` would miss.
+        for error in await asyncio.gather(*map(self._start_worker, self._levels), return_exceptions=True):
+            if isinstance(error, BaseException):
+                raise error
+
+    async def close(self) -> None:
+        await asyncio.gather(*map(self._kill, list(self.workers)))
+
+    async def run(self, message: Sequence[PendingCheck]) -> None:
+        """Settles each of them."""
+        for level in self._levels:
+            message = await self._pass(level, message)
+        for asked in message:
+            asked.settle(asked.found)
+
+    async def _pass(self, level: Isolation, message: Sequence[PendingCheck]) -> list[PendingCheck]:
+        """Those that passed all terms of the level, in order; the others are settled."""
+        passed: list[PendingCheck] = []
+        left, together = list(message), True
+        while left := [asked for asked in left if not asked.outcome.done()]:
+            turn = left if together else left[:1]
+            given, error = await self._turn(level, turn)
+            if isinstance(error, ForgedAnswer) and len(turn) > 1:
+                given = []
+            for asked, (answers, seconds) in zip(turn, given, strict=False):
+                asked.spent += seconds
+                asked.found |= answers
+                last = answers[asked.term]
+                if "error" in last:
+                    asked.settle(Failure(last["kind"], asked.path, last["error"]))
+                else:
+                    passed.append(asked)
+            left = left[len(given) :]
+            if error is not None:
+                together = together and isinstance(error, TimeoutError)
+                if failure := await self._judge(level, left[0], error, was_alone=len(turn) == 1):
+                    left[0].settle(failure)
+            elif not together:
+                await self._kill(level)  # what it does yet is nobody else's
+        return passed
+
+    async def _turn(self, level: Isolation, turn: Sequence[PendingCheck]) -> tuple[list[tuple[Answers, float]], Exception | None]:
+        """Answers to the first checks of the turn with the seconds that each took, and why there are no more; None if these are all."""
+        terms = list(self._levels[level])
+        given: list[tuple[Answers, float]] = []
+        for asked in turn:
+            asked.term = terms[0]
+        try:
+            worker = self.workers.get(level) or await self._start_worker(level)
+            numbers = await worker.ask([asked.body for asked in turn])
+            for asked, number in zip(turn, numbers, strict=True):
+                answers = await self._answers(worker, asked, number, terms)
+                if asked is turn[-1]:
+                    worker.require_silence()
+                given.append(answers)
+        except (TimeoutError, ConnectionError, ForgedAnswer, ConfigError) as error:
+            return given, error
+        return given, None
+
+    async def _answers(self, worker: WorkerProcess, asked: PendingCheck, number: str, terms: Sequence[str]) -> tuple[Answers, float]:
+        answers: Answers = {}
+        began = asyncio.get_running_loop().time()
+        asked.deadline = asyncio.timeout(self._config.timeout_seconds - asked.spent)
+        try:
+            async with asked.deadline:
+                for asked.term in terms:
+                    answers[asked.term] = answer = await worker.answer(number)
+                    if "error" in answer:
+                        break
+        finally:
+            asked.deadline = None
+        return answers, asyncio.get_running_loop().time() - began
+
+    async def _judge(self, level: Isolation, asked: PendingCheck, error: Exception, *, was_alone: bool) -> Failure | None:
+        """Kills the worker, whatever the error. None if the check that was under way, or next, is to run again."""
+        status = await self._kill(level)
+        had_too_many = status == TOO_MANY_TASKS
+        if isinstance(error, TimeoutError):
+            return Failure("timeout", asked.path, f"not done after reward.timeout_seconds={self._config.timeout_seconds:g}")
+        if isinstance(error, ConfigError):
+            return Failure("no_worker", error.problems[0].path, error.problems[0].reason)
+        if not was_alone and (had_too_many or isinstance(error, ForgedAnswer)):
+            return None
+        if isinstance(error, ForgedAnswer):  # not run again: what forged it may be the response itself
+            return Failure("forged", asked.path, str(error))
+        if had_too_many:
+            return Failure("died", asked.path, f"ended with its worker: it had more than {MAX_TASKS} processes and threads")
+        if asked.has_lost_worker:
+            return Failure("died", asked.path, f"{error} (exit status {status})")
+        asked.has_lost_worker = True  # killed from outside, perhaps: then another one lives
+        return None
+
+    async def _start_worker(self, level: Isolation) -> WorkerProcess:
+        """Raises ConfigError with the reason if there is none within START_SECONDS."""
+        terms = self._levels[level]
+        name = next(iter(terms))
+        try:
+            worker = self.workers[level] = await WorkerProcess.start(level)
+            async with asyncio.timeout(START_SECONDS):
+                refusal = await worker.set_up(dict(terms), self._memory_bytes)
+            if refusal:
+                name = refusal["term"]
+                raise ConnectionError(refusal["error"])
+        except (OSError, TimeoutError, ForgedAnswer) as error:
+            await self._kill(level)
+            reason = str(error) if str(error) else f"not ready after {START_SECONDS:g} s"
+            raise ConfigError([_problem(name, self._config.terms[name], reason)]) from error
+        return worker
+
+    async def _kill(self, level: Isolation) -> int | None:
+        """Exit status of the worker; None if there is none."""
+        worker = self.workers.pop(level, None)
+        return None if worker is None else await worker.kill()
+
+
+def _problem(name: str, term: RewardTerm, reason: str) -> Problem:
+    return Problem(
+        path=f"reward.terms.{name}", value=term.path if term.path is not None else term.kind, rule="its verifier must start",
+        reason=reason, fix="correct what the reason names; the verifier is built in a process of its own, on this machine",
+    )  # fmt: skip
