@@ -8,8 +8,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from moerl.cluster.placement import RunPlacement, find_placement
 from moerl.cluster.process_log import process_seconds
 from moerl.cluster.ray_nodes import reached_at
 from moerl.cluster.run_secret import RunSecret
-from moerl.cluster.stop import Stop, asked_to_stop
+from moerl.cluster.stop import Stop, asked_to_stop, run_until_done
 from moerl.cluster.user_process import tell_cause
 from moerl.companions.companions import Companions
 from moerl.config.derive.companion_models import companion_models
@@ -88,7 +87,7 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
                             f"restart {num_restarts} of {config.deadlines.max_restarts} after a hang, from the newest checkpoint"
                         )
                     with explained(config):
-                        _run(_train(config, observe, ends_at))
+                        run_until_done(_train(config, observe, ends_at))
                 break
             except MoerlError as error:
                 restarts = _is_hang(error) and config.deadlines.on_hang == "restart"
@@ -128,7 +127,7 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
     with _claimed(config):
         keep_samples_of(config.run_dir, evaluation.identity())
         with Observer(config) as observe:
-            results = _run(_evaluate(evaluation, observe))
+            results = run_until_done(_evaluate(evaluation, observe))
     return config.run_dir / RESULTS, results
 
 
@@ -148,34 +147,6 @@ async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
             results = await run.stop.unless(weights.serve_while(evaluator.run(config.run_dir), "eval"))
     observe.evaluated(version, write_results(config.run_dir, results, version=version, checkpoint=str(evaluation.source)))
     return results
-
-
-def _run(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run; in a thread where this one runs a loop already, as a notebook's does. Ctrl-C ends it there too."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main)
-    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
-
-    async def announced() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        begun.set_result((asyncio.get_running_loop(), task))
-        return await main
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(int).result()  # the thread has begun: one that an interrupt meets at its start would not be waited for
-        try:
-            running = thread.submit(asyncio.run, announced())
-            while not running.done():
-                wait([running], timeout=1.0)  # no longer: a Ctrl-C that comes as this thread lies down is heard when it wakes
-            return running.result()
-        except KeyboardInterrupt:
-            loop, task = begun.result()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended meanwhile
-                loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
-            raise
 
 
 def _is_hang(error: MoerlError) -> bool:

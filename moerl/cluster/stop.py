@@ -4,7 +4,7 @@
     stop = Stop(config.checkpoint.reserve_seconds, ends_at=...)
     groups = await stop.unless(buffer.take(n))      RunStopped instead, at once, when the run is asked to end
 
-Rollouts are given up, since a continued run draws the same prompts again; an update that has begun is brought to its end.
+Ctrl-C reaches it in whatever loop the caller has (run_until_done). Rollouts are given up, since a continued run draws the same prompts again; an update that has begun is brought to its end.
 """
 
 import asyncio
@@ -13,11 +13,14 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 import psutil
 
@@ -160,3 +163,52 @@ def driver_of(run_dir: Path) -> psutil.Process | None:
         except psutil.Error:  # it has just ended, or is somebody else's
             continue
     return None
+
+
+def run_until_done(main: Coroutine[Any, Any, T]) -> T:
+    """As asyncio.run; in a thread where this one runs a loop already, as a notebook's does. Ctrl-C ends it there too."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None = None) -> None:
+        interrupts.append(number)
+        for loop, task in begun:
+            with suppress(RuntimeError):  # the loop is closed: it has ended meanwhile
+                loop.call_soon_threadsafe(task.cancel)  # what it started ends before the thread does
+
+    async def announced() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.append((asyncio.get_running_loop(), task))
+        if interrupts:
+            task.cancel()
+        return await main
+
+    with ThreadPoolExecutor(1) as thread, _handler(signal.SIGINT, interrupt):
+        running = thread.submit(asyncio.run, announced())
+        try:
+            while not running.done():
+                wait([running], timeout=1.0)  # no longer: a Ctrl-C that comes as this thread lies down is heard when it wakes
+        except KeyboardInterrupt:
+            interrupt(signal.SIGINT)
+            raise
+    if interrupts:
+        raise KeyboardInterrupt
+    return running.result()
+
+
+@contextmanager
+def _handler(number: int, handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """In place of Python's own, whose KeyboardInterrupt is lost if it meets a destructor. A handler of somebody else stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(number) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, signal.default_int_handler)

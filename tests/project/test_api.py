@@ -15,8 +15,8 @@ import pytest
 from ray import cloudpickle
 
 import moerl
+from moerl.cluster import stop
 from moerl.cluster.forks.local_ray import local_ray
-from moerl.run import _run
 from moerl.types.exit_codes import ExitCode
 
 DEMO = "grpo-tiny-moe-1n2g-sync"
@@ -134,7 +134,7 @@ def test_a_process_that_is_in_a_ray_cluster_is_told_to_leave_it(monkeypatch):
 
 def in_a_running_loop(main):
     async def cell():
-        return _run(main)
+        return stop.run_until_done(main)
 
     loop = asyncio.new_event_loop()  # asyncio.run would take Ctrl-C for itself, which a notebook does not
     try:
@@ -173,3 +173,26 @@ def test_ctrl_c_in_a_running_loop_waits_for_what_the_run_ends():
         with pytest.raises(KeyboardInterrupt):
             in_a_running_loop(main())
     assert ended == ["heard"] * 10
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Interrupting:
+    """Ctrl-C in a destructor, where an exception is printed and forgotten."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_that_meets_a_destructor_is_heard(monkeypatch):
+    waited = []
+
+    def wait(futures, timeout):
+        if not waited:
+            waited.append(Interrupting())
+            waited[0] = None
+        upstream(futures, timeout=timeout)
+
+    upstream = stop.wait
+    monkeypatch.setattr(stop, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        in_a_running_loop(asyncio.sleep(60))
