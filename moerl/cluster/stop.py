@@ -4,7 +4,8 @@
     stop = Stop(config.checkpoint.reserve_seconds, ends_at=...)
     groups = await stop.unless(buffer.take(n))      RunStopped instead, at once, when the run is asked to end
 
-Ctrl-C reaches it in whatever loop the caller has (run_until_done). Rollouts are given up, since a continued run draws the same prompts again; an update that has begun is brought to its end.
+Rollouts are given up, since a continued run draws the same prompts again; an update that has begun is brought to its end. Ctrl-C reaches a
+run in whatever loop its caller has (run_until_done).
 """
 
 import asyncio
