@@ -228,6 +228,23 @@ def test_routes_of_another_model_are_refused_with_the_place(routes, message):
         check_routes(replace(completion_with(routes), request_id="7-1"), num_prompt=4, shape=SHAPE)
 
 
+@pytest.mark.parametrize(("top_k", "num_experts"), [(2, 8), (8, 256), (4, 512)])
+def test_an_expert_that_comes_twice_is_found_wherever_it_is(top_k, num_experts):
+    """Of more rows than are compared together."""
+    generator = np.random.default_rng(top_k)
+    shape = RouteShape(num_layers=60, top_k=top_k, num_experts=num_experts)
+    routes = np.sort(generator.random((600, 60, num_experts), dtype=np.float32).argpartition(top_k, axis=-1)[..., :top_k], axis=-1)
+    routes = generator.permuted(routes, axis=-1).astype(shape.dtype)
+    completion = replace(completion_with(routes), token_ids=(0,) * 597)
+    check_routes(completion, num_prompt=4, shape=shape)
+    for token, layer in ((0, 0), (273, 4), (599, 59)):
+        one, other = generator.choice(top_k, 2, replace=False)
+        damaged = routes.copy()
+        damaged[token, layer, one] = damaged[token, layer, other]
+        with pytest.raises(EngineError, match=rf"at token {token}, layer {layer} of .*: must be different experts"):
+            check_routes(replace(completion, routes=damaged), num_prompt=4, shape=shape)
+
+
 @pytest.mark.parametrize(("top_k", "dtypes"), [(1, ["uint8", "uint16", "uint16"]), (8, ["uint8", "uint8", "uint16"])])
 def test_a_byte_holds_255_experts_and_the_mark_of_the_unknown_and_256_that_differ(top_k, dtypes):
     assert [RouteShape(num_layers=1, top_k=top_k, num_experts=n).dtype for n in (255, 256, 257)] == dtypes

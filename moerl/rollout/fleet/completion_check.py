@@ -14,6 +14,8 @@ from moerl.types.errors import EngineUnsound
 from moerl.types.routes import RouteShape, is_unknown, unknown_route
 
 _MAX_VERSIONS = 2**31
+_ROWS = 2**14
+"""Routes of one token in one layer that are compared together."""
 _ROUNDING = 1e-3
 """A log-prob of a certain token, in a narrow dtype, may come out above 0 by as much."""
 
@@ -113,24 +115,30 @@ def _route_faults(routes: np.ndarray | None, num_computed: int, shape: RouteShap
     if routes.shape != expected or routes.dtype != shape.dtype:
         return [f"= {routes.dtype} {routes.shape}: {wanted}"]
     mark = unknown_route(routes.dtype)
-    faulty, excepted = {}, is_unknown(routes)
+    faulty, twins = {}, _has_twins(routes)
     if int(routes.max(initial=0)) >= shape.num_experts:  # the mark is no expert
         marked = (routes == mark).sum(axis=-1)
         faulty = {
             f"must be experts below {shape.num_experts}": ((routes >= shape.num_experts) & (routes != mark)).any(axis=-1),
             "must be known or unknown as a whole": (marked > 0) & (marked < shape.top_k),
         }
-        excepted = marked > 0
-    faulty["must be different experts"] = _has_twins(routes) & ~excepted
+        twins &= marked == 0
+    elif twins.any():
+        twins[twins] = ~is_unknown(routes[twins])
+    faulty["must be different experts"] = twins
     return [f"{_first(routes, where)}: {rule}" for rule, where in faulty.items() if where.any()]
 
 
 def _has_twins(routes: np.ndarray) -> np.ndarray:
-    """bool [tokens, layers]. Pair by pair: several times faster than sorting rows of a few bytes."""
-    found = np.zeros(routes.shape[:-1], dtype=bool)
-    for a, b in combinations(range(routes.shape[-1]), 2):
-        found |= routes[..., a] == routes[..., b]
-    return found
+    """bool [tokens, layers]. Pair by pair, of columns that are contiguous and stay in the cache: ten times as fast as sorting the rows."""
+    rows = routes.reshape(-1, routes.shape[-1])
+    found = np.zeros(len(rows), dtype=bool)
+    for first in range(0, len(rows), _ROWS):
+        columns = np.ascontiguousarray(rows[first : first + _ROWS].T)
+        of_part = found[first : first + _ROWS]
+        for a, b in combinations(columns, 2):
+            of_part |= a == b
+    return found.reshape(routes.shape[:-1])
 
 
 def _first(routes: np.ndarray, where: np.ndarray) -> str:
