@@ -10,7 +10,7 @@ ranks do.
 
 growth: resident memory of the driver at the end of the step, above that before the first request; peak: the most, sampled every 10 ms.
 shared: pages of the object store that the driver touched, which every process counts; private: without these. CPU: of the driver, per
-sample.
+sample. received: megabytes in the store for each CPU second of the collectors, their imports left out.
 """
 
 import argparse
@@ -261,14 +261,14 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     await asyncio.gather(*(rank.rss.remote() for rank in ranks))
     await pool.start()
     pool.fleet.served(pool.fleet.members)
-    memory, began, cpu = Memory(), time.perf_counter(), time.process_time()
+    memory, began, cpu, received = Memory(), time.perf_counter(), time.process_time(), collector_seconds()
     if arguments.way == "objects":
         groups, batches = await by_value(engines, config, arguments, shape)
         calls = [rank.run_objects.remote(batches[i], planner(arguments), i) for i, rank in enumerate(ranks)]
     else:
         groups, batches = await by_reference(pool, config, arguments, shape)
         calls = [rank.run.remote(batches[i], planner(arguments), i) for i, rank in enumerate(ranks)]
-    sent = time.perf_counter()
+    sent, received = time.perf_counter(), collector_seconds() - received
     packed = sum([await call for call in calls])
     assert packed == arguments.samples * (arguments.prompt + arguments.tokens) and len(groups) == config.groups_per_step
     ended, cpu = time.perf_counter(), time.process_time() - cpu
@@ -278,8 +278,15 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     await pool.close()
     return {
         "private": private, "shared": shared, "peak_private": memory.peak[0], "peak_shared": memory.peak[1], "in_store": in_store,
-        "rollout": sent - began, "ranks": ended - sent, "cpu": cpu / arguments.samples,
+        "received": in_store / received if received else 0.0, "rollout": sent - began, "ranks": ended - sent, "cpu": cpu / arguments.samples,
     }  # fmt: skip
+
+
+def collector_seconds() -> float:
+    times = [
+        each.cpu_times() for each in psutil.Process().children(recursive=True) if any("CollectorActor" in word for word in each.cmdline())
+    ]
+    return sum(each.user + each.system for each in times)
 
 
 def stored_bytes() -> int:
@@ -325,13 +332,17 @@ def main() -> None:
         return
     size = f"{arguments.layers} layers, top {arguments.top_k}"
     print(f"{arguments.samples} samples of {arguments.prompt} + {arguments.tokens} tokens, routes of {size}; {arguments.ranks} ranks; MB")
-    print("way          growth: private        shared  peak: private        shared         store  rollout s  ranks s  CPU ms")
+    print("way          growth: private        shared  peak: private        shared         store  rollout s  ranks s  CPU ms  received")
     for way in arguments.ways:
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--way", way]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         columns = megabytes(*(found[name] for name in ("private", "shared", "peak_private", "peak_shared", "in_store")))
-        print(f"{way:12} {columns}  {found['rollout']:9.1f}  {found['ranks']:7.1f}  {found['cpu'] * 1e3:6.2f}", flush=True)
+        received = found["received"] / 1e6
+        print(
+            f"{way:12} {columns}  {found['rollout']:9.1f}  {found['ranks']:7.1f}  {found['cpu'] * 1e3:6.2f}  {received:8.0f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

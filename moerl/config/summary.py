@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
+from moerl.config.derive.collectors import num_collectors, reception_seconds
 from moerl.config.derive.companion_models import CompanionModel, companion_config, companion_models
 from moerl.config.derive.object_store import most_bytes, sample_bytes
 from moerl.config.load import to_yaml
@@ -33,11 +34,18 @@ def _derived(config: RunConfig) -> list[str]:
         f"one step        {config.groups_per_step} prompts * {config.group_size} = {samples} samples, {updates} update(s)",
         f"in flight       at most {config.most_groups} groups{_passing(config)}",
         f"object store    at most {most_bytes(config) / 1e9:.3g} GB of samples, {sample_bytes(config) / 1e6:.3g} MB for the longest",
+        f"reception       {_reception(config)}",
         f"algorithm       {_algorithm(config)}",
         f"old log-probs   {_old_logprobs(config)}",
         *(f"{model.name:15} {_companion(config, model)}" for model in companion_models(config)),
         f"reference model {'a frozen copy of the initial weights' if config.uses_reference else 'none'}",
     ]
+
+
+def _reception(config: RunConfig) -> str:
+    if config.rollout.engine == "fake":
+        return "in the driver"
+    return f"{num_collectors(config)} collector(s), at most {reception_seconds(config):.2g} s for the samples of a step"
 
 
 def _passing(config: RunConfig) -> str:

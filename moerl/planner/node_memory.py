@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moerl.config.derive.collectors import num_collectors
 from moerl.config.derive.companion_models import companion_models
 from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.derive.model_configs import routes_to_replay
@@ -49,7 +50,7 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
     serving = Counter(gpu.node for gpus in mapped.servers for gpu in gpus if server is not None)
     asleep = Counter(gpu.node for gpu in shared if server is not None)
     samples, routes = most_bytes(config), routes_share(config)
-    holders = min(config.rollout.num_collectors, config.placement.nodes)
+    holders = min(num_collectors(config), config.placement.nodes)
     found = []
     for node in sorted({*stages, *beside, *serving}):
         kinds: Counter[str] = Counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.run_secret import RunSecret
+from moerl.config.derive.collectors import num_collectors
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.rdma import crosses_nodes
@@ -34,8 +35,11 @@ def build_engines(
     return [build(config, model_dir, log_dir, index, nodes, secret) for index, nodes in enumerate(servers)]
 
 
-def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder, secret: RunSecret) -> Collector:
-    """Receiver of completions: this process those of engines inside it, Ray actors those of servers. Train ranks can fetch them."""
+def build_collector(
+    config: RunConfig, model_dir: Path, decoder: Decoder, secret: RunSecret, *, placement: RunPlacement | None = None
+) -> Collector:
+    """Receiver of completions: this process those of engines inside it, Ray actors on the servers' nodes those of servers. Train ranks can
+    fetch them."""
     rollout = config.rollout
     intake = Intake(vocab_size=read_config(model_dir)["vocab_size"], decoder=decoder, routes=routes_to_replay(config))
     if rollout.engine == "fake":
@@ -46,7 +50,8 @@ def build_collector(config: RunConfig, model_dir: Path, decoder: Decoder, secret
     return RayCollectors(
         intake,
         secret=secret,
-        num_actors=rollout.num_collectors,
+        num_actors=num_collectors(config),
+        nodes=() if placement is None else list(dict.fromkeys(places[0].node.id for places in placement.servers)),
         start_seconds=config.deadlines.start_seconds,
         max_restarts=rollout.max_restarts,
         authority=_authority(rollout),
@@ -70,7 +75,7 @@ def _node(config: RunConfig, placement: RunPlacement, place: ProcessPlace) -> No
         deepep = crosses_nodes(config, "rollout")
         process = partial(RemoteProcess, environment=environment, network=config.network, deepep=deepep, node_id=place.node.id)
     host = "127.0.0.1" if config.placement.nodes == 1 and place.node.id == placement.here else place.node.address
-    return NodeOfServer(host=host, process=process)
+    return NodeOfServer(host=host, process=process, node_id=place.node.id)
 
 
 def _build_server(

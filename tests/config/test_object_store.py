@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
+
+from moerl.config.derive.collectors import BYTES_PER_SECOND, num_collectors, reception_seconds
 from moerl.config.derive.object_store import most_bytes, sample_bytes, shortage
 from moerl.config.load import load
 
@@ -32,3 +35,20 @@ def test_a_store_that_may_be_too_small_is_told_with_what_is_needed():
     said = shortage(config, 1e8)
     assert said.startswith("Ray's object store has 0.1 GB, and the samples of 1024 groups in flight take up to 0.403 GB")
     assert f"--object-store-memory={most_bytes(config)}" in said
+
+
+@pytest.mark.parametrize(
+    ("servers", "nodes", "step_gigabytes", "wanted"),
+    [(1, 1, 0.001, 1), (4, 4, 0.001, 4), (8, 2, 0.001, 2), (8, 2, 4.5, 4), (8, 2, 100, 8), (2, 8, 100, 2)],
+)
+def test_collectors_are_as_many_on_each_node_with_servers_as_the_bytes_of_a_step_need(servers, nodes, step_gigabytes, wanted):
+    config = load([DEMO])
+    per_sample = sample_bytes(config)
+    rollout, placement = replace(config.rollout, num_servers=servers), replace(config.placement, nodes=nodes)
+    groups = max(1, round(step_gigabytes * 1e9 / per_sample / config.group_size))
+    config = replace(config, rollout=rollout, placement=placement, groups_per_step=groups)
+    assert num_collectors(config) == wanted
+    step = groups * config.group_size * per_sample
+    assert reception_seconds(config) == pytest.approx(step / wanted / BYTES_PER_SECOND)
+    chosen = replace(config, rollout=replace(rollout, num_collectors=3))
+    assert num_collectors(chosen) == 3

@@ -123,6 +123,20 @@ def test_requests_of_one_turn_are_one_message_and_their_payloads_one_object(run,
         assert_whole(payload.get(), 8)
 
 
+def test_a_server_has_a_collector_on_its_node_and_those_of_a_node_share_its_servers(run):
+    here = ray.get_runtime_context().get_node_id()
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=2, start_seconds=60, nodes=[here])
+    run(other.start())
+    try:
+        engines = [HTTPEngine([NodeOfServer(node_id=here)], secret=SECRET, port=0, log_path=Path(), start_seconds=1) for _ in range(4)]
+        homes = [other._new_home(engine).actor for engine in engines]
+        assert homes == other._actors * 2
+        elsewhere = HTTPEngine([NodeOfServer(node_id="gone")], secret=SECRET, port=0, log_path=Path(), start_seconds=1)
+        assert other._new_home(elsewhere).actor in other._actors
+    finally:
+        run(other.close())
+
+
 def test_of_several_that_were_asked_together_one_can_be_dropped(run, collectors, engine):
     async def scenario():
         held = asyncio.create_task(collectors.ask(engine, request("held"), None))

@@ -16,7 +16,7 @@ TWO_NODES = (
 def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes_back(tmp_path, raylets):
     process = start(tmp_path, *TWO_NODES)
     family = wait_for_step(process, 1)
-    assert [len(below(raylet, "TrainWorker")) for raylet in raylets] == [1, 1]
+    assert [len(below(raylet, name)) for name in ("TrainWorker", "CollectorActor") for raylet in raylets] == [1, 1, 1, 1]
     far = below(raylets[1], "moerl.rollout.engines.hf")
     assert len(far) == 1 and not below(raylets[0], "moerl.rollout.engines.hf")
     assert "--host 127.0.0.3" in " ".join(far[0].cmdline())

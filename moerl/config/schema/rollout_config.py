@@ -120,9 +120,10 @@ class RolloutConfig(Strict):
     max_queued: NotNegative = 2
     """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
     is free first: one that waits on a server cannot go to an idler one any more."""
-    num_collectors: Positive = 1
+    num_collectors: Positive | None = None
     """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them; a server
-    has one of them. One receives some 150 completions of 4,000 tokens a second on a busy core. Without effect for fake."""
+    has one of them, on its node if there is one. None: one for each node with servers, more where the longest samples of a step would take
+    over 10 s; moerl check prints how many, and the seconds. Without effect for fake."""
     prefill_chunk: Positive = 64
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None

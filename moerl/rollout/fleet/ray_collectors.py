@@ -8,13 +8,15 @@ call, which this process always has open.
 import asyncio
 import pickle
 import socket
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from moerl.cluster.lost_actors import LOST, memory_report, node_of, pid_of, was_killed
 from moerl.cluster.run_secret import RunSecret
@@ -43,6 +45,7 @@ class _Home:
     """An actor, and what is asked of it."""
 
     actor: Any
+    node: str | None
     life: str
     pid: int
     waiting: dict[int, _Waiting] = field(default_factory=dict)
@@ -57,11 +60,13 @@ class RayCollectors:
 
     def __init__(
         self, intake: Intake, *, secret: RunSecret, num_actors: int, start_seconds: float, max_restarts: int = 0,
-        authority: Path | None = None,
+        authority: Path | None = None, nodes: Sequence[str] = (),
     ):  # fmt: skip
-        """`start_seconds`: for all actors to come. `max_restarts`: of each actor whose process ends. `authority`: HTTPEngine's."""
+        """`nodes`: ids of those with servers, which get actors in turns; none: Ray spreads them. `start_seconds`: for all actors to come.
+        `max_restarts`: of each actor whose process ends. `authority`: HTTPEngine's."""
         self._intake, self._secret, self._authority = intake, secret, authority
         self._num_actors, self._max_restarts, self._start_seconds = num_actors, max_restarts, start_seconds
+        self._nodes: list[str | None] = [nodes[number % len(nodes)] if nodes else None for number in range(num_actors)]
         self._actors: list[Any] = []
         self._stored_intake: list[Any] = []
         self._homes: list[_Home] = []
@@ -70,13 +75,12 @@ class RayCollectors:
         self._numbers = count()
 
     async def start(self) -> None:
-        # Spread over machines: the payloads fill the store of the machine that receives them.
-        options: dict[str, Any] = dict(num_cpus=0, scheduling_strategy="SPREAD")
         # Of one that ends Ray makes another, and asks it for answers. What it had received is lost: see moerl.types.stored.
-        options |= dict(max_restarts=self._max_restarts, max_task_retries=self._max_restarts)
+        actor = ray.remote(num_cpus=0, max_restarts=self._max_restarts, max_task_retries=self._max_restarts)(CollectorActor)
         self._stored_intake = [ray.put(self._intake)]  # as long as an actor may be made again
-        actor = ray.remote(**options)(CollectorActor)
-        self._actors = [actor.remote(self._secret, self._authority) for _ in range(self._num_actors)]
+        # The payloads fill the store of the machine that receives them. Without a node: spread over all.
+        where = ["SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, soft=True) for node in self._nodes]
+        self._actors = [actor.options(scheduling_strategy=each).remote(self._secret, self._authority) for each in where]
         try:
             async with asyncio.timeout(self._start_seconds):
                 begun = await asyncio.gather(*(actor.begin.remote(self._stored_intake) for actor in self._actors))
@@ -84,11 +88,14 @@ class RayCollectors:
             raise _late(self._start_seconds, self._num_actors) from error
         except LOST as error:
             raise _lost(error) from error
-        self._homes = [_Home(actor=actor, life=life, pid=pid) for actor, (life, pid) in zip(self._actors, begun, strict=True)]
+        self._homes = [
+            _Home(actor=actor, node=node, life=life, pid=pid)
+            for actor, node, (life, pid) in zip(self._actors, self._nodes, begun, strict=True)
+        ]
         self._listeners = [asyncio.create_task(self._listen(home)) for home in self._homes]
 
     async def ask(self, engine: HTTPEngine, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        home = self._home_of.setdefault(engine, self._homes[len(self._home_of) % len(self._homes)])
+        home = self._home_of.get(engine) or self._new_home(engine)
         if home.failure is not None:
             raise _told(home.failure)
         loop, number = asyncio.get_running_loop(), next(self._numbers)
@@ -104,6 +111,13 @@ class RayCollectors:
             raise
         except BrokenConnection as error:
             raise await engine.explain(error) from None
+
+    def _new_home(self, engine: HTTPEngine) -> _Home:
+        """The one with the fewest engines of those on its node, or of all."""
+        beside = [home for home in self._homes if home.node == engine.node_id] or self._homes
+        held = Counter(map(id, self._home_of.values()))
+        self._home_of[engine] = home = min(beside, key=lambda each: held[id(each)])
+        return home
 
     async def close(self) -> None:
         for listener in self._listeners:

@@ -58,6 +58,9 @@ def _sent(
 class HTTPEngine:
     """Implements RolloutEngine for any server that speaks moerl.rollout.server.wire and reports like moerl.rollout.engines.hf."""
 
+    node_id: str | None = None
+    """Node of the process that answers, Ray's id; None: not known."""
+
     def __init__(
         self, nodes: Sequence[NodeOfServer], *, secret: RunSecret, port: int, log_path: Path, start_seconds: float, meeting_port: int = 0,
         authority: Path | None = None,
@@ -65,7 +68,7 @@ class HTTPEngine:
         """`nodes`: the first one answers. `port` 0: the server chooses, and `name` tells after start. `meeting_port`: SpreadProcess's.
         `authority`: file of the certificates that the server's is held against; None: it speaks plain HTTP."""
         first, *others = nodes
-        self.host, self.hosts = first.host, tuple(node.host for node in nodes)
+        self.host, self.hosts, self.node_id = first.host, tuple(node.host for node in nodes), first.node_id
         self.name = f"{first.host}:{port}"
         how: dict[str, Any] = {"secret": secret, "label": self.name, "log_path": log_path, "start_seconds": start_seconds}
         self._process: ServerProcess | RemoteProcess | SpreadProcess = (

@@ -28,6 +28,8 @@ class NodeOfServer:
     host: str = "127.0.0.1"
     process: NewProcess = ServerProcess
     command: Sequence[str] = ()
+    node_id: str | None = None
+    """Ray's."""
 
 
 class SpreadProcess:

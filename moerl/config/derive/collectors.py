@@ -1,0 +1,30 @@
+"""Processes that receive a run's completions: how many, and how long they take for a step's. Imports no Ray."""
+
+import math
+
+from moerl.config.derive.object_store import sample_bytes
+from moerl.config.schema.run_config import RunConfig
+
+BYTES_PER_SECOND = 100e6
+"""Completions with routes that one process receives, checks and stores on a core (docs/benchmarks.md, Data by reference)."""
+_SECONDS = 10.0
+"""Time in which the samples of a step are to be received, if all were as long as the context."""
+
+
+def num_collectors(config: RunConfig) -> int:
+    """rollout.num_collectors. Where it is not set: on each node with servers as many, and as many as a step's bytes need; not more than
+    servers, of which each has one."""
+    if config.rollout.num_collectors is not None:
+        return config.rollout.num_collectors
+    nodes = min(config.rollout.num_servers, config.placement.nodes)
+    each = math.ceil(_step_bytes(config) / (nodes * BYTES_PER_SECOND * _SECONDS))
+    return min(nodes * max(each, 1), config.rollout.num_servers)
+
+
+def reception_seconds(config: RunConfig) -> float:
+    """For the samples of a step, all as long as the context, by that many processes on cores of their own."""
+    return _step_bytes(config) / (num_collectors(config) * BYTES_PER_SECOND)
+
+
+def _step_bytes(config: RunConfig) -> int:
+    return config.groups_per_step * config.group_size * sample_bytes(config)
