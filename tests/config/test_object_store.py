@@ -39,7 +39,7 @@ def test_a_store_that_may_be_too_small_is_told_with_what_is_needed():
 
 @pytest.mark.parametrize(
     ("servers", "nodes", "step_gigabytes", "wanted"),
-    [(1, 1, 0.001, 1), (4, 4, 0.001, 4), (8, 2, 0.001, 2), (8, 2, 4.5, 4), (8, 2, 100, 8), (2, 8, 100, 2)],
+    [(1, 1, 0.001, 1), (4, 4, 0.001, 4), (8, 2, 0.001, 2), (8, 2, 3.5, 4), (8, 2, 100, 8), (2, 8, 100, 2)],
 )
 def test_collectors_are_as_many_on_each_node_with_servers_as_the_bytes_of_a_step_need(servers, nodes, step_gigabytes, wanted):
     config = load([DEMO])

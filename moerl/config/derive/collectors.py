@@ -22,7 +22,7 @@ def num_collectors(config: RunConfig) -> int:
 
 
 def reception_seconds(config: RunConfig) -> float:
-    """For the samples of a step, all as long as the context, by that many processes on cores of their own."""
+    """Seconds for the samples of a step, all as long as the context, by that many processes on cores of their own."""
     return _step_bytes(config) / (num_collectors(config) * BYTES_PER_SECOND)
 
 
