@@ -96,7 +96,7 @@ def test_neither_tokens_nor_routes_nor_text_of_a_finished_sample_stay_in_the_dri
         await group(0)  # what the first use leaves behind is not a sample's
         tracemalloc.start()
         kept = await group(1)
-        await asyncio.sleep(0.1)  # the turn of the event loop that brought them has them in its hands
+        await asyncio.sleep(0.1)  # the turn of the event loop that brought them ends
         gc.collect()
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -104,7 +104,7 @@ def test_neither_tokens_nor_routes_nor_text_of_a_finished_sample_stay_in_the_dri
 
     kept, held = run(scenario())
     assert min(sample.completion.num_bytes for sample in kept.samples) > num_tokens * (8 + LAYERS * TOP_K)
-    assert held < num_samples * 10_000
+    assert held < num_samples * 2_500
     assert len(ray.cloudpickle.dumps(kept)) < num_samples * 2_000
 
 

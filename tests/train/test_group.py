@@ -315,7 +315,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_
         assert "rank 0 (it lost a peer):" in caught.value.origin.details
         assert caught.value.exit_code == ExitCode.KILLED
 
-    run_with(scenario)
+    run_with(scenario, deadlines=DeadlineConfig(settle_seconds=60))  # the time that the other rank gets to notice, if the machine is busy
 
 
 def test_a_group_sleeps_between_its_phases_and_refuses_to_work_then(run_with):

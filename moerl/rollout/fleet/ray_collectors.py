@@ -145,14 +145,18 @@ class RayCollectors:
         """Whatever ends it is told to all that wait: nothing else would ever answer them."""
         try:
             while True:
-                life, references, answers = await home.actor.answers.remote(home.life)
-                if life != home.life:
-                    home.life = life
-                    self._submit(home, [number for number in home.waiting if number not in home.new])
-                for number, outcome in unpacked(references, answers).items():
-                    _settle(home.waiting.pop(number, None), outcome)
+                self._deliver(
+                    home, *await home.actor.answers.remote(home.life)
+                )  # no name of this frame holds a message until the next comes
         except Exception as error:
             self._fail(home, error)
+
+    def _deliver(self, home: _Home, life: str, references: list[Any], answers: bytes) -> None:
+        if life != home.life:
+            home.life = life
+            self._submit(home, [number for number in home.waiting if number not in home.new])
+        for number, outcome in unpacked(references, answers).items():
+            _settle(home.waiting.pop(number, None), outcome)
 
     def _fail(self, home: _Home, failure: Exception) -> None:
         home.failure = failure
