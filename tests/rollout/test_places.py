@@ -20,9 +20,9 @@ class Named:
 class Bench:
     """Claims that hold their place until they are told to end."""
 
-    def __init__(self, num_servers, max_running=4, max_queued=1):
+    def __init__(self, num_servers, max_running=4, max_queued=1, cache_high=0.9):
         self.fleet = Fleet([Named(f"s{i}") for i in range(num_servers)], max_restarts=0, probe_seconds=1)
-        self.places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued)
+        self.places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued, cache_high=cache_high)
         self.fleet.served(self.fleet.members)
         self.order, self.where, self.tasks, self.ends = [], {}, {}, {}
 
