@@ -25,20 +25,23 @@ class _Sequence:
 
 
 class CachedServer:
-    """Of `cache_tokens`; each way over the network takes `latency`."""
+    """One that has `num_slots` and a cache of `cache_tokens`; each way over the network takes `latency`. `reports`: how full it is."""
 
-    def __init__(self, name: str, *, num_slots: int, cache_tokens: int, prefill_rate: float, latency: float):
-        self.name = name
+    def __init__(self, name: str, *, num_slots: int, cache_tokens: int, prefill_rate: float, latency: float = 1.0, reports: bool = True):
+        self.name, self._reports = name, reports
         self._num_slots, self._cache_tokens, self._prefill_rate, self._latency = num_slots, cache_tokens, prefill_rate, latency
         self._running: list[_Sequence] = []
         self._waiting: deque[_Sequence] = deque()
         self._at = 0.0  # time up to which tokens are decoded, or what stood still is over
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.num_preempted = self.num_recomputed = 0
+        self.num_preempted = self.num_recomputed = self.num_answered = 0
+        """Preemptions; tokens computed again, and tokens of answers."""
 
     @property
     def load(self) -> ServerLoad:
+        if not self._reports:
+            return ServerLoad()
         return ServerLoad(cache_share=self._used() / self._cache_tokens, num_preempted=self.num_preempted)
 
     async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, request_id: str) -> Completion:
@@ -54,6 +57,7 @@ class CachedServer:
             for held in (self._running, self._waiting):
                 if sequence in held:
                     held.remove(sequence)
+        self.num_answered += sampling.max_tokens
         completion = replace(canned(request_id, sampling.max_tokens), load=self.load)
         await asyncio.sleep(self._latency)
         return completion
