@@ -1,9 +1,9 @@
 """A server with a cache of keys and values that is finite, which only waits; as vLLM 0.32 schedules by default.
 
-A token is decoded for every running request in one unit of time. A waiting request begins, first come first served, when a slot and room for
-what it has are free. When the next token has no room, the request that began last is preempted: what it has is computed again when it goes
-on, at `prefill_rate` tokens per unit of time, in which no request gets a token. Prompts are not shared, and nothing of a preempted request
-is found again in the cache.
+A token is decoded for every running request in one unit of time. A waiting request begins, first come first served, when a slot and room
+for what it has are free. When the next token has no room, the request that began last is preempted: what it has is computed again when it
+goes on, at `prefill_rate` tokens per unit of time, in which no request gets a token. Prompts are not shared, their first computation takes
+no time, and nothing of a preempted request is found again in the cache.
 """
 
 import asyncio

@@ -8,10 +8,11 @@ before, or, with "anew", lengths drawn independently: the prompt says nothing ab
 groups are started, and those that are unfinished when enough are there are thrown away. unused: share of the slots' time that no completion
 which trained took. lag: of trained groups, versions since they began; mean and most. Lengths are means.
 
-    python benchmarks/long_tail.py --steps 10 --groups 64 --running 64 --servers 4 --caches 25000 40000 80000
+    python benchmarks/long_tail.py --steps 8 --groups 64 --running 64 --servers 2 --caches 25000 40000 80000
 
-prints after this table, for servers whose cache of keys and values holds so many tokens each (benchmarks/cached_server.py), the fixed bound, max_running + 2,
-beside the one that follows the pressure on it (rollout.cache_high). preempted: times. computed again: tokens, per token of an answer.
+prints after this table, for servers whose cache of keys and values holds so many tokens each (benchmarks/cached_server.py), the fixed
+bound, max_running + 2, beside the one that follows the pressure, at several rollout.cache_high. preempted: times. computed again: tokens,
+as a share of those of answers.
 """
 
 import argparse

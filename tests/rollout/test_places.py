@@ -61,7 +61,9 @@ class Bench:
 
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["start", "start", "start", "end", "cancel", "stale", "served", "full", "roomy"]), st.integers(0, 9)), min_size=5, max_size=120
+    st.tuples(st.sampled_from(["start", "start", "start", "end", "cancel", "stale", "served", "full", "roomy"]), st.integers(0, 9)),
+    min_size=5,
+    max_size=120,
 )
 
 

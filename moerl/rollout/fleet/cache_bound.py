@@ -1,7 +1,7 @@
 """How many requests a server may have, by the pressure on its cache of keys and values.
 
-An engine whose cache is full preempts: it takes the cache of one request for the others, and computes it again later, every token so far. No
-engine knows how long answers become, so it starts what fits now. The bound learns what fits from the answers, which all carry the
+An engine whose cache is full preempts: it takes the cache of one request for the others, and computes it again later, every token so far.
+No engine knows how long answers become, so it starts what fits now. The bound learns what fits from the answers, which all carry the
 server's load, by one rule:
 
     an answer under pressure takes its place along; any other brings one more

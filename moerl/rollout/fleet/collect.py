@@ -6,7 +6,7 @@ numbers.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
@@ -90,7 +90,7 @@ class Answer:
     completion: StoredCompletion
     text: str
     """Empty while it is unfinished."""
-    load: ServerLoad = ServerLoad()
+    load: ServerLoad = field(default=ServerLoad(), compare=False)
     """Of the server that sent it."""
 
 

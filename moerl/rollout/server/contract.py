@@ -6,7 +6,7 @@ is how a push holds requests back. It is stale again once its weights were aslee
 """
 
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, Protocol, get_args
 
@@ -41,7 +41,7 @@ class EngineHealth:
     """Requests that the engine has."""
     num_waiting: int
     """Requests that wait for it to take them."""
-    load: ServerLoad = ServerLoad()
+    load: ServerLoad = field(default=ServerLoad())
     reason: str = ""
     """Why it is stale."""
     asleep: tuple[MemoryPart, ...] = ()
