@@ -85,4 +85,4 @@ class Completion:
     """Vocabulary entries that top-k and top-p left for each token; None if they were not asked for or nothing was sampled."""
     drafts: DraftCounts = field(default=DraftCounts(), compare=False)
     load: ServerLoad = field(default=ServerLoad(), compare=False)
-    """Of the server, as it sent this."""
+    """Load of the server, as it sent this."""

@@ -83,5 +83,5 @@ def test_vllm_drops_weights_that_a_push_brings_again_and_gives_caches_back_alone
 
 def test_vllm_without_sleep_mode_lets_its_processes_drop_the_weights():
     engine = RecordingVLLM()
-    assert asyncio.run(VLLMCore(engine=engine, needs=(), sleeps=False).sleep(("weights", "cache"))) == 0
+    assert asyncio.run(VLLMCore(engine=engine, needs=(), loads=CacheLoads(), sleeps=False).sleep(("weights", "cache"))) == 0
     assert engine.calls == ["before_sleep"]

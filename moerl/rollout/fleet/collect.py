@@ -91,7 +91,7 @@ class Answer:
     text: str
     """Empty while it is unfinished."""
     load: ServerLoad = field(default=ServerLoad(), compare=False)
-    """Of the server that sent it."""
+    """Load of the server that sent it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Which waiting request goes to which server, and when.
 
 A server gets as many requests as it runs, and a few that wait there, or fewer if its cache has no room for them
-(moerl/rollout/fleet/cache_bound.py); all others wait here, so that a server that has a free place takes the next one. Requests of one session
-(the samples of a prompt, the turns of a conversation) have a prefix in common, which a server that has computed it need not compute again:
-its home.
+(moerl/rollout/fleet/cache_bound.py); all others wait here, so that a server that has a free place takes the next one. Requests of one
+session (the samples of a prompt, the turns of a conversation) have a prefix in common, which a server that has computed it need not
+compute again: its home.
 
 Invariants, by the names of their tests:
 * bounded: no server ever has more than max_running + max_queued requests, and none gets one above its bound.
