@@ -7,15 +7,23 @@ max_staleness=k; in flight: with groups_in_flight; spare: with spare_groups, whe
 before, or, with "anew", lengths drawn independently: the prompt says nothing about them. first finished: max_staleness=0, 1.5 times as many
 groups are started, and those that are unfinished when enough are there are thrown away. unused: share of the slots' time that no completion
 which trained took. lag: of trained groups, versions since they began; mean and most. Lengths are means.
+
+    python benchmarks/long_tail.py --steps 8 --groups 64 --running 64 --servers 2 --caches 25000 40000 80000
+
+prints after this table, for servers whose cache of keys and values holds so many tokens each (benchmarks/cached_server.py), the fixed
+bound, max_running + 2, beside the one that follows the pressure, at several rollout.cache_high. preempted: times. computed again: tokens,
+as a share of those of answers.
 """
 
 import argparse
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
+from cached_server import CachedServer
 from pool import LONGEST, PROMPT, JumpingClock, Waiting, collector
 
 from moerl.rollout.buffer import GroupBuffer
@@ -31,6 +39,9 @@ class Steps:
     """`play` one way."""
 
     arguments: argparse.Namespace
+    new_server: Callable[[str], Any]
+    cache_high: float = 0.9
+    servers: list[Any] = field(default_factory=list)
     seconds: float = 0.0
     draws_anew: bool = False
     drawn: dict[int, np.ndarray] = field(default_factory=dict)
@@ -52,11 +63,11 @@ class Steps:
 
     def pool(self) -> RolloutPool:
         arguments = self.arguments
-        engines = [Waiting(f"server-{index}", arguments.running, 1.0) for index in range(arguments.servers)]
+        self.servers = [self.new_server(f"server-{index}") for index in range(arguments.servers)]
         pool = RolloutPool(
-        engines,  # type: ignore[arg-type]
-        max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9,
-    )  # fmt: skip
+            self.servers, max_running=arguments.running, max_queued=2, collector=collector(), request_seconds=1e9,
+            cache_high=self.cache_high,
+        )  # fmt: skip
         pool.fleet.served(pool.fleet.members)
         return pool
 
@@ -138,11 +149,21 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--prompt-share", type=float, default=0.0, help="of the variance of log lengths, what the prompt decides")
     parser.add_argument("--update", type=float, default=600.0, help="time of an update and push")
+    parser.add_argument("--caches", type=int, nargs="*", default=[], help="tokens that a server's cache holds; the longest must fit")
+    parser.add_argument("--prefill-rate", type=float, default=400.0, help="tokens computed again in the time of a token")
     arguments = parser.parse_args()
+    print_ways(arguments)
+    if arguments.caches:
+        print_caches(arguments)
+
+
+def print_ways(arguments: argparse.Namespace) -> None:
     print("way                            time per step  speedup  unused  mean lag  most  trained length   drawn length  begun")
     base = None
     for name, options, draws_anew in ways(arguments.groups):
-        steps = Steps(arguments=arguments, draws_anew=draws_anew)
+        steps = Steps(
+            arguments=arguments, draws_anew=draws_anew, new_server=lambda server: Waiting(server, arguments.running, 1.0)
+        )  # fmt: skip
         steps.play(steps.through(options) if options else steps.first_finished(1.5))
         trained = np.concatenate([steps.last[ticket] for ticket in steps.trained])
         drawn = np.concatenate(list(steps.drawn.values()))
@@ -153,6 +174,28 @@ def main() -> None:
             f"{name:30} {per_step:13.0f}  {base / per_step:7.2f}  {1 - busy:6.1%}  {np.mean(steps.lags):8.2f}  {max(steps.lags):4}"
             f"  {trained.mean():14.0f}  {drawn.mean():13.0f}  {steps.num_begun:5}"
         )
+
+
+def print_caches(arguments: argparse.Namespace) -> None:
+    print("way           cache   bound        time per step  / fixed  preempted  computed again")
+    for stale in (0, 4):
+        for tokens in arguments.caches:
+            fixed = None
+            for name, high in (("fixed", None), ("0.95", 0.95), ("0.9", 0.9), ("0.8", 0.8), ("0.7", 0.7)):
+                steps = Steps(arguments=arguments, cache_high=high or 1.0, new_server=partial(cached, arguments, tokens, high is not None))
+                steps.play(steps.through(dict(stale=stale)))
+                fixed = steps.seconds if fixed is None else fixed
+                again = sum(server.num_recomputed for server in steps.servers) / sum(server.num_answered for server in steps.servers)
+                print(
+                    f"staleness {stale}  {tokens:6}  {name:8} {steps.seconds / arguments.steps:15.0f}  {steps.seconds / fixed:7.3f}"
+                    f"  {sum(server.num_preempted for server in steps.servers):9}  {again:14.1%}",
+                    flush=True,
+                )
+
+
+def cached(arguments: argparse.Namespace, tokens: int, reports: bool, name: str) -> CachedServer:
+    rate = arguments.prefill_rate
+    return CachedServer(name, num_slots=arguments.running, cache_tokens=tokens, prefill_rate=rate, reports=reports)
 
 
 def ways(groups: int) -> Iterator[tuple[str, dict[str, Any], bool]]:

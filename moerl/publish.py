@@ -60,12 +60,14 @@ class WeightPublisher:
         self._compared: set[Member] = set()
 
     def step_metrics(self) -> dict[str, float]:
-        """Counts of servers that were restarted and of completions that went on after a push, so far; and the newest push of this
-        version, which is absent if no server was there."""
+        """Counts of servers that were restarted, of completions that went on after a push and of preemptions, so far; the bound by caches;
+        and the newest push of this version, which is absent if no server was there."""
         counts = {
             "fleet/restarts": float(self._fleet.num_restarts),
             "fleet/retired": float(self._fleet.num_retired),
             "fleet/resumed": float(self._pool.num_resumed),
+            "fleet/preempted": float(self._pool.num_preempted),
+            "fleet/bound": float(self._pool.least_bound),
         }
         return counts if self._last_push is None else counts | push_metrics(self._last_push)
 

@@ -264,6 +264,7 @@ def _rollout_pool(config: RunConfig, model: RunModel, secret: RunSecret, placeme
         build_engines(config, model.directory, config.run_dir / "logs", secret, placement),
         max_running=rollout.max_running,
         max_queued=rollout.max_queued,
+        cache_high=rollout.cache_high,
         collector=build_collector(config, model.directory, model.tokenizer, secret, placement=placement),
         request_seconds=config.deadlines.completion_seconds,
         max_restarts=rollout.max_restarts,

@@ -69,6 +69,8 @@ METRICS = (
     Metric("fleet/restarts", "restarts", "zero", LAST, "of rollout servers that ended or hung, since this process of the run began"),
     Metric("fleet/retired", "servers", "zero", LAST, "ended for good: what they answered cannot be true, or is of other weights"),
     Metric("fleet/resumed", "completions", "none", LAST, "that went on from their tokens after a push (rollout.partial), since then"),
+    Metric("fleet/preempted", "preemptions", "zero", LAST, "of requests for whose next token a server's cache had no room, since then"),
+    Metric("fleet/bound", "requests", "steady", MIN, "that the server with least room may have; at most max_running + max_queued"),
     Metric("fleet/acceptance_length", "tokens", "up", MEAN, "of a pass that checks drafts: one, and those it accepts"),
     Metric("train/loss", "loss", "none", MEAN, "policy loss, KL term included; its sign and size say little"),
     Metric("train/grad_norm", "norm", "steady", MEAN, "global gradient norm before clipping"),

@@ -57,6 +57,16 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """Pressure on a server's cache of keys and values, when it answered."""
+
+    cache_share: float = 0.0
+    """Share of the cache that requests hold; of several caches (data-parallel attention) the fullest one's."""
+    num_preempted: int = 0
+    """Times that the engine took a request's cache away since it started, for others; the request goes on when it is computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Answer of an engine: `token_ids` and `logprobs` have the same length, and so have the spans in total.
 
@@ -74,3 +84,5 @@ class Completion:
     sets: SamplingSets | None = field(default=None, compare=False)
     """Vocabulary entries that top-k and top-p left for each token; None if they were not asked for or nothing was sampled."""
     drafts: DraftCounts = field(default=DraftCounts(), compare=False)
+    load: ServerLoad = field(default=ServerLoad(), compare=False)
+    """Load of the server, as it sent this."""

@@ -65,6 +65,8 @@ def test_settings_at_the_edge_of_a_rule_are_accepted(overrides: str):
         (DAPO, "spare_groups=1 num_steps=2", "spare_groups", "num_steps=2 leaves no step"),
         (DEMO, "spare_groups=1", "deterministic", "needs spare_groups=0"),
         (DEMO, "rollout.partial=true", "rollout.partial", "has no effect"),
+        (DEMO, "rollout.cache_high=90", "rollout.cache_high", "must be above 0 and at most 1"),
+        (DEMO, "rollout.cache_high=0", "rollout.cache_high", "rollout.cache_high=0.9"),
         (DAPO, "train.old_logprobs=trainer", "train.old_logprobs", "train.old_logprobs=rollout"),
         (DEMO, "model.scratch=null", "model", "neither is given"),
         (DEMO, "model.path=/nowhere/at-all model.scratch=null", "model.path", "download the model there"),

@@ -130,6 +130,7 @@ def test_a_server_that_does_not_answer_is_suspected_then_ended_and_its_requests_
             async def silence():
                 seen.append(states(pool)[0])
                 await asyncio.sleep(0.01 if len(seen) == 1 else 60)
+                return await answers()
 
             monkeypatch.setattr(engines[0], "health", silence)
             await until(lambda: states(pool)[0] == "suspect")

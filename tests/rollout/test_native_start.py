@@ -10,6 +10,7 @@ import torch
 from family_servers import REFUSED
 from tiny_servers import native_engine, native_param
 
+from moerl.rollout.engines.vllm.cache_loads import CacheLoads
 from moerl.rollout.engines.vllm.vllm_core import VLLMCore
 from moerl.types.errors import EngineError
 
@@ -68,7 +69,7 @@ class RecordingVLLM:
 def test_vllm_drops_weights_that_a_push_brings_again_and_gives_caches_back_alone():
     async def scenario():
         engine = RecordingVLLM()
-        core = VLLMCore(engine=engine, needs=(), sleeps=True)
+        core = VLLMCore(engine=engine, needs=(), loads=CacheLoads(), sleeps=True)
         await core.sleep(("weights", "cache"))
         await core.wake(("weights",))
         await core.wake(("cache",))
@@ -82,5 +83,5 @@ def test_vllm_drops_weights_that_a_push_brings_again_and_gives_caches_back_alone
 
 def test_vllm_without_sleep_mode_lets_its_processes_drop_the_weights():
     engine = RecordingVLLM()
-    assert asyncio.run(VLLMCore(engine=engine, needs=(), sleeps=False).sleep(("weights", "cache"))) == 0
+    assert asyncio.run(VLLMCore(engine=engine, needs=(), loads=CacheLoads(), sleeps=False).sleep(("weights", "cache"))) == 0
     assert engine.calls == ["before_sleep"]

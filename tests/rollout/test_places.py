@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moerl.rollout.fleet.fleet import Fleet
 from moerl.rollout.fleet.request_queue import LOOK_AHEAD, RequestQueue
+from moerl.types.completion import ServerLoad
 from moerl.types.errors import EngineError
 
 
@@ -20,9 +21,9 @@ class Named:
 class Bench:
     """Claims that hold their place until they are told to end."""
 
-    def __init__(self, num_servers, max_running=4, max_queued=1):
+    def __init__(self, num_servers, max_running=4, max_queued=1, cache_high=0.9):
         self.fleet = Fleet([Named(f"s{i}") for i in range(num_servers)], max_restarts=0, probe_seconds=1)
-        self.places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued)
+        self.places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued, cache_high=cache_high)
         self.fleet.served(self.fleet.members)
         self.order, self.where, self.tasks, self.ends = [], {}, {}, {}
 
@@ -60,7 +61,9 @@ class Bench:
 
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["start", "start", "start", "end", "cancel", "stale", "served"]), st.integers(0, 9)), min_size=5, max_size=120
+    st.tuples(st.sampled_from(["start", "start", "start", "end", "cancel", "stale", "served", "full", "roomy"]), st.integers(0, 9)),
+    min_size=5,
+    max_size=120,
 )
 
 
@@ -82,13 +85,18 @@ def test_bounded_and_busy_whatever_starts_ends_and_is_lost(num_servers, actions)
                 bench.fleet.refused(member, turn=member.num_turns)
             elif action == "served":
                 bench.fleet.served([member])
+            before = [m.num_in_flight for m in bench.fleet.members]
+            if action in ("full", "roomy"):
+                bench.places.report(member, ServerLoad(cache_share=0.95 if action == "full" else 0.5))
             await bench.settle()
             loads = [m.num_in_flight for m in bench.fleet.members]
             held = list(bench.where.values())
             assert loads == [held.count(m) for m in bench.fleet.members]
             assert max(loads) <= 5
+            bounds = [bench.places.bounds[m].now for m in bench.fleet.members]
+            assert all(load <= max(bound, earlier) for load, bound, earlier in zip(loads, bounds, before, strict=True))
             if bench.places.num_waiting:
-                assert all(m.num_in_flight == 5 for m in bench.fleet.healthy())
+                assert all(m.num_in_flight >= bench.places.bounds[m].now for m in bench.fleet.healthy())
         await bench.end_all()
         assert [m.num_in_flight for m in bench.fleet.members] == [0] * num_servers
         assert bench.places.num_waiting == 0

@@ -164,6 +164,9 @@ def server_problems(config: RunConfig, facts: Facts) -> Iterator[Problem]:
         reason = f"{rollout.num_servers} servers count up from it, and the last port would be {last}"
         fix = f"rollout.port={65536 - rollout.num_servers} or lower, or 0"
         yield problem("rollout.port", rollout.port, f"must be at most {65536 - rollout.num_servers}", reason, fix)
+    if not 0 < rollout.cache_high <= 1:
+        reason = "it is a share of a server's cache, and above it servers get one request at a time"
+        yield problem("rollout.cache_high", rollout.cache_high, "must be above 0 and at most 1", reason, "rollout.cache_high=0.9")
     if rollout.python is not None and not (can_be(Path(rollout.python)) and Path(rollout.python).is_file()) and not is_in_image(config):
         reason = "the servers are started with it"
         yield problem("rollout.python", rollout.python, "is not a file", reason, "the path of an interpreter, or leave it out for this one")

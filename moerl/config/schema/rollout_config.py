@@ -120,6 +120,10 @@ class RolloutConfig(Strict):
     max_queued: NotNegative = 2
     """Requests that wait on one server, to start without a round trip when another ends. All others wait in the driver, for the server that
     is free first: one that waits on a server cannot go to an idler one any more."""
+    cache_high: float = 0.9
+    """Share of a server's cache of keys and values above which it gets no new request, until answers have made room: an engine whose cache
+    is full throws away what it has computed for a request, and computes it again. So a server has fewer requests than max_running +
+    max_queued while its cache has no room for as many. At 1 only such preemptions count as pressure."""
     num_collectors: Positive | None = None
     """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them; a server
     has one of them, on its node if there is one. None: one for each node with servers, more where the longest samples of a step would take

@@ -19,7 +19,7 @@ from moerl.hangs.watched import WatchedProcess
 from moerl.rollout.server.contract import Core, runs_of
 from moerl.rollout.server.gate import Gate
 from moerl.rollout.server.limits import Limits
-from moerl.types.completion import Completion, FinishReason, SamplingParams
+from moerl.types.completion import Completion, FinishReason, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, EngineUnavailable, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 from moerl.weights.in_thread import in_thread
@@ -121,6 +121,10 @@ class FakeCore(Core):
         async with self._changed:
             self._in_flight.discard(key)
             self._changed.notify_all()
+
+    def load(self) -> ServerLoad:
+        """It has no cache."""
+        return ServerLoad()
 
     async def hold(self) -> None:
         self._is_held = True

@@ -6,7 +6,7 @@ numbers.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ import numpy as np
 
 from moerl.rollout.fleet.completion_check import check_completion, check_routes
 from moerl.rollout.server.wire import GenerateRequest
-from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, SamplingParams, ServerLoad, VersionSpan
 from moerl.types.routes import RouteShape
 from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Payload, Stored, StoredCompletion
@@ -41,7 +41,7 @@ def joined(so_far: Completion | None, more: Completion) -> Completion:
     if so_far is None or not so_far.token_ids:
         return more
     if not more.token_ids:
-        return replace(so_far, finish_reason=more.finish_reason, drafts=so_far.drafts + more.drafts)
+        return replace(so_far, finish_reason=more.finish_reason, drafts=so_far.drafts + more.drafts, load=more.load)
     routes = more.routes
     if routes is not None and so_far.routes is not None:
         routes = np.concatenate([so_far.routes, routes[len(so_far.routes) :]])
@@ -90,6 +90,8 @@ class Answer:
     completion: StoredCompletion
     text: str
     """Empty while it is unfinished."""
+    load: ServerLoad = field(default=ServerLoad(), compare=False)
+    """Load of the server that sent it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,7 @@ class LocalCollector:
         prompt_ids, sampling = rest(request.prompt_ids, request.sampling, before)
         more = await engine.generate(prompt_ids, sampling, request.request_id)
         completion, payload = await self._intake.received(more, request, before, server=engine.name)
-        return Answer(completion=StoredCompletion.of(completion, payload, self._keep(payload)), text=payload.text)
+        stored = StoredCompletion.of(completion, payload, self._keep(payload))
+        return Answer(completion=stored, text=payload.text, load=more.load)
 
     async def close(self) -> None: ...

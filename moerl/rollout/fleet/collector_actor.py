@@ -25,7 +25,7 @@ from moerl.rollout.server.client import abort_at, generate_at, new_session
 from moerl.rollout.server.messages import parse_requests
 from moerl.rollout.server.tls import client_context
 from moerl.rollout.server.wire import GenerateRequest
-from moerl.types.completion import Completion, DraftCounts, VersionSpan
+from moerl.types.completion import Completion, DraftCounts, ServerLoad, VersionSpan
 from moerl.types.errors import EngineError, MoerlError
 from moerl.types.stored import InStore, Payload, StoredCompletion, keep_together
 
@@ -188,11 +188,12 @@ def _row(completion: Completion, payload: Payload) -> tuple[Any, ...]:
     stored = StoredCompletion.of(completion, payload, InStore(None))
     spans = [(span.version, span.num_tokens, span.push_id) for span in stored.spans]
     numbers = (stored.num_tokens, stored.num_prompt, stored.routes_bytes, stored.num_bytes)
-    return stored.request_id, numbers, spans, stored.finish_reason, (stored.drafts.checks, stored.drafts.accepted), payload.text
+    drafts, load = (stored.drafts.checks, stored.drafts.accepted), (completion.load.cache_share, completion.load.num_preempted)
+    return stored.request_id, numbers, spans, stored.finish_reason, drafts, load, payload.text
 
 
 def _answer(row: tuple[Any, ...], payload: InStore[Payload]) -> Answer:
-    request_id, (num_tokens, num_prompt, routes_bytes, num_bytes), spans, reason, drafts, text = row
+    request_id, (num_tokens, num_prompt, routes_bytes, num_bytes), spans, reason, drafts, load, text = row
     completion = StoredCompletion(
         request_id=request_id,
         num_tokens=num_tokens,
@@ -204,7 +205,7 @@ def _answer(row: tuple[Any, ...], payload: InStore[Payload]) -> Answer:
         payload=payload,
         drafts=DraftCounts(*drafts),
     )
-    return Answer(completion=completion, text=text)
+    return Answer(completion=completion, text=text, load=ServerLoad(cache_share=load[0], num_preempted=load[1]))
 
 
 async def _whole(so_far: StoredCompletion | None) -> Completion | None:

@@ -14,6 +14,7 @@ from moerl.types.errors import EngineUnsound
 from moerl.types.routes import RouteShape, is_unknown, unknown_route
 
 _MAX_VERSIONS = 2**31
+_MAX_COUNT = 2**63
 _ROWS = 2**14
 """Routes of one token in one layer that are compared together."""
 _ROUNDING = 1e-3
@@ -26,7 +27,7 @@ def check_completion(completion: Completion, sampling: SamplingParams, *, reques
     if completion.request_id != request_id:
         broken.append(f"request_id = {completion.request_id!r}: must be the request's")
     broken += [*_tokens(completion, sampling, vocab_size), *_logprobs(completion), *_spans(completion), *_end(completion, sampling)]
-    broken += [*_sets(completion, sampling, vocab_size), *_drafts(completion)]
+    broken += [*_sets(completion, sampling, vocab_size), *_drafts(completion), *_load(completion)]
     if broken:
         raise EngineUnsound(
             f"{server}: {request_id}: the answer cannot be this request's: {'; '.join(broken)}. The server serves another model, "
@@ -94,6 +95,12 @@ def _drafts(completion: Completion) -> Iterator[str]:
     checks, accepted = completion.drafts.checks, completion.drafts.accepted
     if min(checks, accepted) < 0 or (accepted > 0 and checks == 0):
         yield f"{accepted} drafts accepted in {checks} checks: must be counts, and none without a check"
+
+
+def _load(completion: Completion) -> Iterator[str]:
+    load = completion.load
+    if not 0 <= load.cache_share <= 1 or not 0 <= load.num_preempted < _MAX_COUNT:
+        yield f"cache_share = {load.cache_share} after {load.num_preempted} preemptions: must be a share in [0, 1] and a count"
 
 
 def check_routes(completion: Completion, *, num_prompt: int, shape: RouteShape) -> None:

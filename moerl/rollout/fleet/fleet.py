@@ -17,7 +17,7 @@ from typing import Literal
 
 from moerl.hangs.hang_reports import HangReports
 from moerl.rollout.server.contract import RolloutEngine
-from moerl.types.completion import VersionSpan
+from moerl.types.completion import ServerLoad, VersionSpan
 from moerl.types.errors import EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Fleet:
         self._watches: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
+        self._on_load: list[Callable[[Member, ServerLoad], None]] = []
         self._pushed: dict[str, tuple[int, Member]] = {}
 
     @property
@@ -97,6 +98,10 @@ class Fleet:
     def on_change(self, call: Callable[[], None]) -> None:
         """`call` after every change of a server's state."""
         self._on_change.append(call)
+
+    def on_load(self, call: Callable[[Member, ServerLoad], None]) -> None:
+        """`call` with the load that a server reports to a probe."""
+        self._on_load.append(call)
 
     def running(self) -> list[Member]:
         """Those that answer, or should."""
@@ -280,9 +285,11 @@ class Fleet:
     async def _answers(self, member: Member) -> bool:
         try:
             async with asyncio.timeout(self._probe_seconds):
-                await member.engine.health()
+                health = await member.engine.health()
         except (EngineError, TimeoutError):
             return False
+        for call in self._on_load:
+            call(member, health.load)
         return True
 
     async def _restart(self, member: Member) -> EngineError | None:

@@ -1,11 +1,12 @@
 """Which waiting request goes to which server, and when.
 
-A server gets as many requests as it runs, and a few that wait there; all others wait here, so that a server that has a free place takes the
-next one. Requests of one session (the samples of a prompt, the turns of a conversation) have a prefix in common, which a server that
-has computed it need not compute again: its home.
+A server gets as many requests as it runs, and a few that wait there, or fewer if its cache has no room for them
+(moerl/rollout/fleet/cache_bound.py); all others wait here, so that a server that has a free place takes the next one. Requests of one
+session (the samples of a prompt, the turns of a conversation) have a prefix in common, which a server that has computed it need not
+compute again: its home.
 
 Invariants, by the names of their tests:
-* bounded: no server ever has more than max_running + max_queued requests.
+* bounded: no server ever has more than max_running + max_queued requests, and none gets one above its bound.
 * busy: while a request waits, no healthy server has a free place.
 * in_order: a request is overtaken by at most LOOK_AHEAD - 1 that came later, and only by those whose home is the server that takes them,
   or that have none yet.
@@ -18,7 +19,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from moerl.rollout.fleet.cache_bound import CacheBound
 from moerl.rollout.fleet.fleet import Fleet, Member
+from moerl.types.completion import ServerLoad
 
 LOOK_AHEAD = 256
 """Enough for 32 servers to work on groups of 8 each; looking at as many takes some 10 us."""
@@ -45,19 +48,25 @@ class Claim:
 class RequestQueue:
     """Owned by one event loop."""
 
-    def __init__(self, fleet: Fleet, *, max_running: int, max_queued: int):
-        """Both limits are of each server."""
+    def __init__(self, fleet: Fleet, *, max_running: int, max_queued: int, cache_high: float):
+        """Limits of each server. `cache_high`: share of its cache above which it gets no new request."""
         self._fleet = fleet
-        self._per_server = max_running + max_queued
+        self.bounds = {member: CacheBound(most=max_running + max_queued, high=cache_high) for member in fleet.members}
         self._slack = max_running // _STICKY_SHARE
         self._waiting: list[Claim] = []  # by number
         self._homes: OrderedDict[str, Member] = OrderedDict()  # least recently used first
         self._num_claims = 0
         fleet.on_change(self._assign)
+        fleet.on_load(self.report)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def report(self, member: Member, load: ServerLoad) -> None:
+        """Its bound follows; also while it has what it answers here."""
+        self.bounds[member].report(load, member.num_in_flight)
+        self._assign()
 
     def claim(self, session: str) -> Claim:
         self._num_claims += 1
@@ -112,7 +121,7 @@ class RequestQueue:
                 claim.place.set_exception(error)
 
     def _free(self) -> list[Member]:
-        return [member for member in self._fleet.healthy() if member.num_in_flight < self._per_server]
+        return [member for member in self._fleet.healthy() if member.num_in_flight < self.bounds[member].now]
 
     def _next(self, free: list[Member]) -> tuple[int, Member]:
         """The place in the queue of the next request, and its server."""

@@ -35,20 +35,31 @@ class RolloutPool:
 
     def __init__(
         self, engines: Sequence[RolloutEngine], *, max_running: int, max_queued: int, collector: Collector, request_seconds: float,
-        max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None, resumes: bool = True,
+        cache_high: float = 0.9, max_restarts: int = 0, probe_seconds: float = 30.0, hangs: HangReports | None = None, resumes: bool = True,
     ):  # fmt: skip
-        """`max_running`, `max_queued`: requests that each server decodes, and that wait there. `request_seconds`: deadline of one
+        """`max_running`, `max_queued`: requests that each server decodes, and that wait there, while its cache has room:
+        above a share of `cache_high` it gets no new ones. `request_seconds`: deadline of one
         completion, with the time it waits for a server, is paused, or waits for a slot. The pool starts and closes `collector`.
         `resumes`: a completion that was broken off goes on from its tokens; else it begins anew, with the bits of one never disturbed."""
         if not engines:
             raise EngineError("rollout.num_servers = 0: must be at least 1; nothing could generate")
         self.hangs = hangs
         self.fleet = Fleet(engines, max_restarts=max_restarts, probe_seconds=probe_seconds, hangs=hangs)
-        self._places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued)
+        self._places = RequestQueue(self.fleet, max_running=max_running, max_queued=max_queued, cache_high=cache_high)
         self._request_seconds, self._collector = request_seconds, collector
         self._resumes = resumes
         self.num_resumed = 0
         """Times that a request went on elsewhere, or later, from the tokens it had; so far."""
+
+    @property
+    def num_preempted(self) -> int:
+        """Times that servers took a request's cache away for others, so far."""
+        return sum(bound.num_preempted for bound in self._places.bounds.values())
+
+    @property
+    def least_bound(self) -> int:
+        """Requests that the server whose cache has least room may have."""
+        return min(bound.now for bound in self._places.bounds.values())
 
     async def start(self) -> None:
         """All servers at once; if one fails, the others are closed."""
@@ -149,6 +160,8 @@ class RolloutPool:
                         raise
                     logger.info("%s is run again: %s", request.request_id, str(error).splitlines()[0])
                     continue
+                if answer.completion.finish_reason != "abort":  # which came because the cache is about to be emptied
+                    self._places.report(member, answer.load)
             has_more = so_far is None or answer.completion.num_tokens > so_far.num_tokens
             if lie := self.fleet.false_span(answer.completion.spans, member if has_more else None):
                 self.fleet.retire(member, EngineError(f"{member.name}: {request.request_id}: {lie}; its weights are not the trainer's"))

@@ -6,12 +6,12 @@ is how a push holds requests back. It is stale again once its weights were aslee
 """
 
 from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, Protocol, get_args
 
 from moerl.hangs.watched import WatchedProcess
-from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, SamplingParams, ServerLoad, VersionSpan
 from moerl.types.errors import EngineUnavailable
 from moerl.weights.receiver import WeightReceiver, WeightSink
 
@@ -38,7 +38,10 @@ class EngineHealth:
     version: int | None
     """Version of the weights it serves; None before the first verified push."""
     num_running: int
+    """Requests that the engine has."""
     num_waiting: int
+    """Requests that wait for it to take them."""
+    load: ServerLoad = field(default=ServerLoad())
     reason: str = ""
     """Why it is stale."""
     asleep: tuple[MemoryPart, ...] = ()
@@ -103,6 +106,9 @@ class Core(WeightSink, Protocol):
 
     async def finish(self, version: int) -> None:
         """As WeightReceiver.finish; the gate keeps the nonce."""
+
+    def load(self) -> ServerLoad:
+        """Pressure on its cache, as of its newest iterations; for every answer, so it asks no other process."""
 
     async def hold(self) -> None:
         """Requests stop where they are, with their cached keys and values."""

@@ -136,6 +136,7 @@ class Gate:
             version=self._version,
             num_running=running,
             num_waiting=len(self._requests) - running,
+            load=self._core.load(),
             reason=self._stale,
             asleep=tuple(sorted(self._asleep)),
         )
@@ -207,7 +208,7 @@ class Gate:
         try:
             completion = await self._core.generate(held.key, held.prompt_ids, held.sampling, f"push-{self._num_pushes}")
             spans = tuple(replace(span, push_id=self._push_ids.get(span.version, "")) for span in completion.spans)
-            self._end(held, _sound(replace(completion, request_id=held.request_id, spans=spans)))
+            self._end(held, _sound(replace(completion, request_id=held.request_id, spans=spans, load=self._core.load())))
         except EngineError as error:
             self._end(held, error)
         except Exception as error:  # a bug of the engine or of its adapter: the request must not wait for ever

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, create_model
 
 from moerl.rollout.server.contract import RolloutEngine
-from moerl.types.completion import Completion, DraftCounts, FinishReason, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, DraftCounts, FinishReason, SamplingParams, ServerLoad, VersionSpan
 from moerl.types.push import Manifest, TransportOffer
 from moerl.types.sampling_sets import SamplingSets
 
@@ -60,6 +60,7 @@ class CompletionHead:
     num_entries: Annotated[NonNegativeInt, Field(lt=2**40)] | None = None
     """Entries that its tokens were chosen from, of all tokens together."""
     drafts: DraftCounts = field(default=DraftCounts())
+    load: ServerLoad = field(default=ServerLoad())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +171,7 @@ def dump_completion(completion: Completion) -> bytes:
         spans=completion.spans,
         finish_reason=completion.finish_reason,
         drafts=completion.drafts,
+        load=completion.load,
         **about,
     )
     tokens, logprobs = np.array(completion.token_ids, dtype="<i4"), np.array(completion.logprobs, dtype="<f4")
@@ -213,4 +215,5 @@ def parse_completion(content: bytes) -> Completion:
         routes=routes,
         sets=sets,
         drafts=head.drafts,
+        load=head.load,
     )

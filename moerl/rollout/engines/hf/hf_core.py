@@ -25,7 +25,7 @@ import torch
 from moerl.rollout.engines.dropped_weights import DroppedWeights
 from moerl.rollout.engines.hf.scheduler import Scheduler, SlotRequest
 from moerl.rollout.server.contract import Core, MemoryPart
-from moerl.types.completion import Completion, SamplingParams
+from moerl.types.completion import Completion, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
@@ -68,6 +68,10 @@ class HFCore(Core):
     async def abort(self, key: str) -> None:
         self._hand_over()
         await self._on_thread(self._scheduler.abort, key)
+
+    def load(self) -> ServerLoad:
+        """It never preempts: every slot has room for the longest request."""
+        return ServerLoad(cache_share=self._scheduler.cache_share)
 
     async def hold(self) -> None:
         await self._on_thread(self._set_held, True)

@@ -149,6 +149,7 @@ class Scheduler:
     def __init__(self, forward: Forward, *, max_context: int):
         num_slots = forward.cache.num_slots
         self._forward = forward
+        self._num_positions = num_slots * max_context
         self._table = SlotTable(num_slots, max_context, forward.vocab_size, forward.routes)
         self._free = list(range(num_slots))  # a heap: the lowest slot first
         self._requests: dict[str, SlotRequest] = {}
@@ -159,6 +160,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def cache_share(self) -> float:
+        """Share of the cache's positions that running requests fill. Any thread may ask: it is of this iteration or the one before."""
+        slots = [request.slot for request in list(self._requests.values()) if request.slot >= 0]
+        return float((self._table.prompt_length[slots] + self._table.num_generated[slots]).sum() / self._num_positions)
 
     def add(self, requests: Iterable[SlotRequest]) -> None:
         """Those that find no slot wait for one."""

@@ -28,7 +28,7 @@ from moerl.rollout.engines.engine_arguments import (
 from moerl.rollout.engines.sglang import sglang_cpu, sglang_launch, sglang_scheduler
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
-from moerl.types.completion import Completion, DraftCounts, SamplingParams
+from moerl.types.completion import Completion, DraftCounts, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.types.routes import RouteShape
@@ -132,6 +132,7 @@ class SGLangCore:
         self._session_is_open = False
         self._needs = sglang_scheduler.needs_of(engine.server_args, sglang_scheduler.specs_of(engine.server_args, torch.float32))
         self._in_flight: set[str] = set()
+        self._num_preempted = 0
         self._manager.auto_create_handle_loop()  # it takes SIGTERM too, which our server takes back as it starts
         self._unlink_loads()
 
@@ -156,6 +157,7 @@ class SGLangCore:
             raise EngineError(f"SGLang refuses the request: {error}") from error
         finally:
             self._in_flight.remove(key)
+        self._num_preempted += answer["meta_info"]["num_retractions"]
         return self._completion(key, answer, sampling)
 
     async def abort(self, key: str) -> None:
@@ -163,6 +165,12 @@ class SGLangCore:
         while key in self._in_flight and key not in self._manager.rid_to_state:  # noqa: ASYNC110
             await asyncio.sleep(_TURN_SECONDS)
         self._manager.abort_request(rid=key)
+
+    def load(self) -> ServerLoad:
+        """Cache as its schedulers wrote it into shared memory, at the newest prefill or up to 15 tokens ago; what it calls retracted, of
+        requests that have ended."""
+        shares = [load.token_usage for load in self._manager.load_snapshot_reader.read_all()]
+        return ServerLoad(cache_share=min(max(shares, default=0.0), 1.0), num_preempted=self._num_preempted)
 
     async def hold(self) -> None:
         from sglang.srt.managers.io_struct import PauseGenerationReqInput

@@ -24,9 +24,10 @@ from moerl.rollout.engines.engine_arguments import (
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.process_push import needs_of_processes
 from moerl.rollout.engines.vllm import vllm_cpu, vllm_cpu_fp8, vllm_launch
+from moerl.rollout.engines.vllm.cache_loads import CacheLoads
 from moerl.rollout.server import wire
 from moerl.rollout.server.contract import MemoryPart, engine_seed, version_spans
-from moerl.types.completion import Completion, DraftCounts, SamplingParams
+from moerl.types.completion import Completion, DraftCounts, SamplingParams, ServerLoad
 from moerl.types.errors import EngineError, Problem, WeightError
 from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 
@@ -68,9 +69,10 @@ def start(options: Options) -> "VLLMCore":
     from vllm.v1.engine.async_llm import AsyncLLM
 
     args = engine_arguments(options)
-    engine = AsyncLLM.from_engine_args(args)
+    loads = CacheLoads()
+    engine = AsyncLLM.from_engine_args(args, stat_loggers=[loads.logger])
     needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config, torch.float32))
-    return VLLMCore(engine, needs, sleeps=bool(args.enable_sleep_mode))
+    return VLLMCore(engine, needs, loads, sleeps=bool(args.enable_sleep_mode))
 
 
 def engine_arguments(options: Options) -> Any:
@@ -148,8 +150,8 @@ _TAGS: Mapping[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 class VLLMCore:
     """Implements Core. vLLM's own pause is asked for in mode keep only."""
 
-    def __init__(self, engine: Any, needs: Needs, *, sleeps: bool):
-        self._engine, self._needs, self._sleeps = engine, needs, sleeps
+    def __init__(self, engine: Any, needs: Needs, loads: CacheLoads, *, sleeps: bool):
+        self._engine, self._needs, self._loads, self._sleeps = engine, needs, loads, sleeps
         self._session_is_open = False
         self._added: dict[str, asyncio.Future[None]] = {}
         """Requests in flight; done when vLLM knows them."""
@@ -180,6 +182,9 @@ class VLLMCore:
         if key in self._added:
             await asyncio.wait([self._added[key]])  # vLLM ignores names it does not know yet
             await self._engine.abort(key)
+
+    def load(self) -> ServerLoad:
+        return self._loads.load
 
     async def hold(self) -> None:
         await self._engine.pause_generation(mode="keep", clear_cache=False)
