@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-EXPONENT_LIMIT = 20.0
-"""Every exponent is clamped to +-20, so that one absurd log-prob gives a large number instead of inf."""
+from moerl.algorithms.kl_control import EXPONENT_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

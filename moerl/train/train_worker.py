@@ -36,7 +36,7 @@ from moerl.train import rank_imports
 from moerl.train.batching.balance import Planner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
-from moerl.train.loss.value_loss import ValueLoss
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.megatron.attention_backend import attention_backend
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
@@ -48,7 +48,7 @@ from moerl.types.stored import InStore, keep
 from moerl.types.stored_batch import Batch
 from moerl.weights.plan.buckets import Job
 from moerl.weights.plan.run_plan import Outline
-from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.plan.spec_tensors import CPU
 from moerl.weights.send import WeightSender
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries
 from moerl.weights.plan.run_plan import faults
 from moerl.weights.plan.senders import plan_transfers
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, is_ragged, with_scales
 
 NAME = "model.layers.0.mlp.down_proj.weight"
