@@ -26,13 +26,13 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 sys.path.insert(0, str(HERE / "tools"))
 
-from cpu_cost import Counter, new_counter
+from cpu_cost import Counter, new_counter  # noqa: E402
 
 ROLES = (
-    ("ray::RayTrainWorker", "train rank"), ("ray::TrainWorker", "train rank"), ("ray::CollectorActor", "collector"),
+    ("raylet/raylet", "Ray's raylet"), ("ray::RayTrainWorker", "train rank"), ("ray::TrainWorker", "train rank"), ("ray::CollectorActor", "collector"),
     ("ray::IDLE", "worker of Ray without a task"), ("ray::DashboardAgent", "Ray's dashboard agent"),
     ("ray::RuntimeEnvAgent", "Ray's agent for environments"), ("dashboard/agent.py", "Ray's dashboard agent"),
-    ("runtime_env/agent", "Ray's agent for environments"), ("gcs_server", "Ray's gcs_server"), ("raylet/raylet", "Ray's raylet"),
+    ("runtime_env/agent", "Ray's agent for environments"), ("gcs_server", "Ray's gcs_server"),
     ("ray/dashboard", "Ray's dashboard"), ("ray/util/client", "Ray's client server"), ("ray_reaper", "reaper of Ray's agents"),
     ("moerl.rollout.engines", "rollout server"), ("moerl.rollout.server", "rollout server"), ("reward_supervisor", "reward supervisor, worker"),
     ("ray_worker", "train rank"), ("moerl.cluster.forks", "fork servers"), ("moerl train", "driver, and the process before it"),
