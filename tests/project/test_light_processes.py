@@ -10,7 +10,6 @@ MODULES = {
     "collector": ("moerl.rollout.fleet.collector_actor", "moerl.models.plain_tokenizer"),
     "reward supervisor": ("moerl.rewards.reward_supervisor",),
     "reward worker": ("moerl.rewards.reward_worker", "moerl.rewards.verifiers"),
-    "push planner": ("moerl.planner.transfer",),
 }
 HEAVY = ("torch", "transformers", "megatron", "megatron_patches", "safetensors.torch")
 
