@@ -38,7 +38,6 @@ ROLES = (
     ("ray_worker", "train rank"), ("moerl.cluster.forks", "fork servers"), ("moerl train", "driver, and the process before it"),
 )  # fmt: skip
 """Part of a command line, and who has it; the first that is found counts."""
-LIBRARIES = {"libtorch_cpu": "torch", "libtorch_python": "torch"}
 FIRST_ROLLOUT = "phase switch begins"
 """In run.log, when the first step's samples are there."""
 FIRST_STEP = "step 1 took"
@@ -189,9 +188,11 @@ def table(tree: Path, runs: list[Found]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for name in names:
-        cells = [middle(lambda run: run.roles[name].count), middle(lambda run: run.roles[name].cpu)]
-        memory, torch = middle(lambda run: run.roles[name].pss) / 1e6, middle(lambda run: run.roles[name].torch)
-        lines.append(f"| {name} | {cells[0]:.0f} | {cells[1]:.2f} | {memory:.0f} | {torch:.0f} |")
+        roles = [run.roles[name] for run in runs]
+        count, cpu, pss, torch = (
+            statistics.median(column) for column in zip(*((r.count, r.cpu, r.pss, r.torch) for r in roles), strict=True)
+        )
+        lines.append(f"| {name} | {count:.0f} | {cpu:.2f} | {pss / 1e6:.0f} | {torch:.0f} |")
     return "\n".join(lines)
 
 

@@ -52,6 +52,8 @@ class PlainForm:
 
 
 class PlainTokenizer:
+    """Tokenizer made of its plain form; it can be pickled."""
+
     def __init__(self, form: PlainForm):
         self._form, self.chat_template, self.eos_token_id = form, form.chat_template, form.eos_token_id
         self._backend = Backend.from_str(form.backend)
