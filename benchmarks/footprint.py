@@ -23,18 +23,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).parents[1]
-sys.path.insert(0, str(HERE / "tools"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from cpu_cost import Counter, new_counter  # noqa: E402
+from cpu_cost import Counter, new_counter
+
+HERE = Path(__file__).parents[1]
 
 ROLES = (
-    ("raylet/raylet", "Ray's raylet"), ("ray::RayTrainWorker", "train rank"), ("ray::TrainWorker", "train rank"), ("ray::CollectorActor", "collector"),
+    ("raylet/raylet", "Ray's raylet"), ("ray::TrainWorker", "train rank"), ("ray::CollectorActor", "collector"),
     ("ray::IDLE", "worker of Ray without a task"), ("ray::DashboardAgent", "Ray's dashboard agent"),
     ("ray::RuntimeEnvAgent", "Ray's agent for environments"), ("dashboard/agent.py", "Ray's dashboard agent"),
     ("runtime_env/agent", "Ray's agent for environments"), ("gcs_server", "Ray's gcs_server"),
     ("ray/dashboard", "Ray's dashboard"), ("ray/util/client", "Ray's client server"), ("ray_reaper", "reaper of Ray's agents"),
-    ("moerl.rollout.engines", "rollout server"), ("moerl.rollout.server", "rollout server"), ("reward_supervisor", "reward supervisor, worker"),
+    ("moerl.rollout.engines", "rollout server"), ("moerl.rollout.server", "rollout server"),
+    ("reward_supervisor", "reward supervisor, worker"),
     ("ray_worker", "train rank"), ("moerl.cluster.forks", "fork servers"), ("moerl train", "driver, and the process before it"),
 )  # fmt: skip
 """Part of a command line, and who has it; the first that is found counts."""
@@ -106,12 +108,11 @@ def opened_files(tree: Path, overrides: list[str]) -> dict[str, Role]:
         with contextlib.closing(new_counter()) as counter, _run(tree, overrides, counter, strace) as (_, wait_for):
             names = wait_for(FIRST_STEP)
             lines = log.read_text(errors="replace").splitlines()
-    parent = {}
     for line in lines:
         thread = int(line.split(maxsplit=1)[0])
         if re.search(r"= -1 ", line) or re.search(r'"/(proc|sys|dev)/', line) or "open" not in line:
             continue
-        roles[names.get(thread, parent.get(thread, "ended before, or a thread"))].files += 1
+        roles[names.get(thread, "ended before it was looked at")].files += 1
     return roles
 
 
@@ -122,7 +123,8 @@ def _run(
     """When it began, and a function that waits for a line of its log and gives the role of each thread seen meanwhile."""
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            *(before or []), sys.executable, "-m", "moerl", "train", "recipe=grpo-tiny-moe-1n2g-sync", "placement.device=cpu", "num_steps=2",
+            *(before or []), sys.executable, "-m", "moerl", "train", "recipe=grpo-tiny-moe-1n2g-sync", "placement.device=cpu",
+            "num_steps=2",
             f"output_dir={directory}", "name=run", *overrides,
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(tree)}

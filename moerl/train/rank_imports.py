@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import megatron_patches
 from moerl.train.rank_progress import watch_collectives
@@ -32,9 +33,10 @@ def load(*, with_reference: bool = False) -> None:
 def _without(names: Sequence[str]) -> Iterator[None]:
     """Context in which these modules cannot be imported, unless they have been already."""
     hidden = [name for name in names if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] - None is Python's own way to say so
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(hidden))  # None: Python's own way to say that there is none
     try:
         yield
     finally:
         for name in hidden:
-            del sys.modules[name]
+            del modules[name]

@@ -12,7 +12,15 @@ from moerl.models.plain_tokenizer import PlainTokenizer
 from moerl.models.transformers_tokenizer import plain_form
 from moerl.scratch_model import character_tokenizer
 
-TEXTS = ("", "a", "3+4=7", "Hello , world ! It 's n't\n\n  two  spaces", "<|im_start|>user\nhi<|im_end|>", "naïve 北京 \U0001f600", "x" * 300)
+TEXTS = (
+    "",
+    "a",
+    "3+4=7",
+    "Hello , world ! It 's n't\n\n  two  spaces",
+    "<|im_start|>user\nhi<|im_end|>",
+    "naïve 北京 \U0001f600",
+    "x" * 300,
+)
 MESSAGES = (
     [{"role": "user", "content": "7"}],
     [{"role": "system", "content": "Be <brief> & 'exact'."}, {"role": "user", "content": "naïve 北京?"}],
