@@ -375,14 +375,9 @@ def _writable(config: RunConfig) -> Iterator[None]:
 
 def _prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     return PromptSource(
-        load_dataset(config.data, seed=config.seed),
-        tokenizer,
-        config.data,
-        seed=config.seed,
-        max_context=config.model.max_context,
-        max_response_tokens=config.rollout.max_response_tokens,
-        shown=None if config.distillation is None else config.distillation.shown,
-    )
+        load_dataset(config.data, seed=config.seed), tokenizer, config.data, seed=config.seed, max_context=config.model.max_context,
+        max_response_tokens=config.rollout.max_response_tokens, shown=None if config.distillation is None else config.distillation.shown,
+    )  # fmt: skip
 
 
 def _heed_ends(daemons: Sequence[Daemon], stop: Stop, observe: Observer) -> None:

@@ -85,6 +85,18 @@ class TokenLoss:
     """Values [T] whose mean over response tokens is told as `objective/NAME`; names as in the objective's `metric_names`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Answer of a correction."""
+
+    weight_T: Tensor
+    """Factor of the token's policy loss."""
+    is_bounded_T: Tensor
+    """bool: a bound has changed or zeroed the weight, or the token was dropped."""
+    kept_T: Tensor | None = None
+    """bool: tokens that stay in the mini-batch; None: all."""
+
+
 class _SumOverRanks(torch.autograd.Function):
     """A sum of all ranks on all ranks. Each rank's loss is a part of one, so that a gradient is the sum of all ranks' too."""
 

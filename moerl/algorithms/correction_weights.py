@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from moerl.algorithms.columns import TokenColumns
-from moerl.algorithms.corrections import Weights
+from moerl.algorithms.columns import TokenColumns, Weights
 from moerl.algorithms.kl_control import EXPONENT_LIMIT
 from moerl.config.schema.loss_config import TIS, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
 

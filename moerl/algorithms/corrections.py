@@ -10,26 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from moerl.config.schema.loss_config import TIS, Correction, IcePop, OffPolicySequenceMask, Rejection, SequenceMaskTIS
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from moerl.algorithms.columns import TokenColumns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    weight_T: "Tensor"
-    """Factor of the token's policy loss."""
-    is_bounded_T: "Tensor"
-    """bool: a bound has changed or zeroed the weight, or the token was dropped."""
-    kept_T: "Tensor | None" = None
-    """bool: tokens that stay in the mini-batch; None: all."""
+    from moerl.algorithms.columns import TokenColumns, Weights
 
 
 class Correcting(Protocol):
     """Correction. Implementations: Shipped, and classes of kind=custom. One whose `needs` have old_logprobs is asked once for a mini-batch,
     with whole sequences and before its update; others with every micro-batch."""
 
-    def weights(self, columns: "TokenColumns") -> Weights: ...
+    def weights(self, columns: "TokenColumns") -> "Weights": ...
 
 
 def correction_of(config: Correction) -> Correcting:
@@ -53,7 +41,7 @@ class Shipped:
     def is_normalized(self) -> bool:
         return isinstance(self.config, TIS) and self.config.normalized
 
-    def weights(self, columns: "TokenColumns") -> Weights:
+    def weights(self, columns: "TokenColumns") -> "Weights":
         from moerl.algorithms.correction_weights import correction_weights
 
         return correction_weights(self.config, columns)

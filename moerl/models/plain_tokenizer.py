@@ -41,7 +41,7 @@ class PlainForm:
     """Contents of a PlainTokenizer, plain enough for JSON."""
 
     backend: str
-    """Of the library tokenizers, as its to_str writes it."""
+    """Text that the library tokenizers reads, as its to_str writes it."""
     splits_special_tokens: bool
     cleans_up: bool
     """Spaces before punctuation are taken out of decoded text."""
