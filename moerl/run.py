@@ -139,9 +139,8 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
 async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
     """The checkpoint goes to the servers as in a run: loaded by the ranks, pushed, compared by digest and canary."""
     config = evaluation.config
-    async with (
-        _opened(config, observe) as (model, stop), _assembled(config, model, observe, stop) as run, run.evaluator(config) as evaluator
-    ):  # fmt: skip
+    opened = _opened(config, observe)
+    async with opened as (model, stop), _assembled(config, model, observe, stop) as run, run.evaluator(config) as evaluator:
         version = 0
         if evaluation.checkpoint is not None:
             with observe.phase("load"):
