@@ -18,7 +18,7 @@ from push_server import Server
 
 from moerl.types.push import Transport
 from moerl.weights.local_source import LocalSource
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.digest import halves_on_device, tensor_bytes, tensor_digest
 

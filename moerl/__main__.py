@@ -68,7 +68,7 @@ def train(
 
     fork_driver()
 
-    with forking():  # loads torch, and before Ray is imported
+    with forking():  # before Ray is imported
         from moerl import run  # after the check: takes seconds
 
         typer.echo(f"report: {run.train(config, ends_at=ends_at)}")
@@ -93,7 +93,7 @@ def evaluate(
 
     fork_driver()
 
-    with forking():  # loads torch, and before Ray is imported
+    with forking():  # before Ray is imported
         from moerl import run  # after the check: takes seconds
         from moerl.evaluation.results import print_table
 

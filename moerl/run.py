@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import ray
-from transformers import PreTrainedTokenizerBase
 
 from moerl import loop
 from moerl.algorithms.algorithm import build_algorithm
@@ -43,6 +42,7 @@ from moerl.evaluation.results import RESULTS, keep_samples_of, write_results
 from moerl.hangs.hang_reports import HangReports
 from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hardware.network_settings import Setting, applied, find_settings
+from moerl.models.plain_tokenizer import Tokenizer
 from moerl.observe.failure import chain_of
 from moerl.observe.observer import Observer
 from moerl.observe.report import write_report
@@ -97,14 +97,18 @@ def train(config: RunConfig, *, ends_at: float | None = None) -> Path:
 
 
 async def _train(config: RunConfig, observe: Observer, ends_at: float | None) -> None:
-    model = load_model(config)
+    async with _opened(config, observe, ends_at=ends_at) as (model, stop):
+        await _train_model(config, model, observe, stop)
+
+
+async def _train_model(config: RunConfig, model: RunModel, observe: Observer, stop: Stop) -> None:
     others = [companion for companion in companion_models(config) if companion.path is not None]
     if problems := [each for companion in others for each in tokenizer_problems(model.directory, companion)]:
         raise ConfigError(problems)
     prompts = _prompts(config, model.tokenizer)
     if config.distillation is not None and (problems := list(source_problems(config.distillation, prompts.data_sources))):
         raise ConfigError(problems)
-    async with _assembled(config, model, observe, trained_on=prompts, ends_at=ends_at) as run:
+    async with _assembled(config, model, observe, stop, trained_on=prompts) as run:
         runner = GroupRunner(config, pool=run.pool, rewards=run.rewards, stop_token_ids=model.stop_token_ids)
         weights = run.publisher(config, [prompts.prompt_at(index) for index in range(_NUM_CANARY_PROMPTS)])
         algorithm = build_algorithm(config.algorithm, config.rollout.max_response_tokens, trains_rewards=config.trains_rewards)
@@ -134,8 +138,8 @@ def evaluate(evaluation: Evaluation) -> tuple[Path, list[Result]]:
 async def _evaluate(evaluation: Evaluation, observe: Observer) -> list[Result]:
     """The checkpoint goes to the servers as in a run: loaded by the ranks, pushed, compared by digest and canary."""
     config = evaluation.config
-    model = load_model(config)
-    async with _assembled(config, model, observe) as run, run.evaluator(config) as evaluator:
+    opened = _opened(config, observe)
+    async with opened as (model, stop), _assembled(config, model, observe, stop) as run, run.evaluator(config) as evaluator:
         version = 0
         if evaluation.checkpoint is not None:
             with observe.phase("load"):
@@ -185,66 +189,77 @@ class _Assembly:
 
 
 @asynccontextmanager
+async def _opened(config: RunConfig, observe: Observer, *, ends_at: float | None = None) -> AsyncIterator[tuple[RunModel, Stop]]:
+    """Ray, and the model, which is read while Ray starts."""
+    loading = asyncio.create_task(asyncio.to_thread(load_model, config, dict(os.environ)))
+    await asyncio.sleep(0)  # the thread begins: this one is Ray's until that has started
+    try:
+        with (
+            applied(_NO_GPUS if config.placement.device == "cpu" else ()),
+            local_ray(config.deadlines.start_seconds) as daemons,
+            asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop,
+        ):
+            _heed_ends(daemons, stop, observe)
+            _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
+            yield await loading, stop
+    finally:
+        await asyncio.gather(loading, return_exceptions=True)
+
+
+@asynccontextmanager
 async def _assembled(
-    config: RunConfig, model: RunModel, observe: Observer, *, trained_on: PromptSource | None = None, ends_at: float | None = None
+    config: RunConfig, model: RunModel, observe: Observer, stop: Stop, *, trained_on: PromptSource | None = None
 ) -> AsyncIterator[_Assembly]:
-    """Ray, then rollout servers, verifiers and train ranks, started together; all of it ended in any case. `trained_on` None: the ranks
-    only hold weights."""
-    with (
-        applied(_NO_GPUS if config.placement.device == "cpu" else ()),
-        local_ray(config.deadlines.start_seconds) as daemons,
-        asked_to_stop(config.checkpoint.reserve_seconds, ends_at=ends_at) as stop,
-    ):
-        _heed_ends(daemons, stop, observe)
-        _heed_signals(stop)  # not earlier: Ray installs a handler of its own, which aborts the process
-        placement = find_placement(config)
-        if placement.on_gpus and (problems := list(transformer_engine_problems(config.train))):
-            raise ConfigError(problems)
-        if trained_on is not None:
-            if (said := shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))) is not None:
-                logger.warning("%s", said)
-            if config.sft is not None:
-                directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, placement.ranks, observe)
-                model = replace(model, directory=directory)
-        hangs = HangReports(config.run_dir)
-        secret = RunSecret.new()
-        pool, rewards = _rollout_pool(config, model, secret, placement, hangs), RewardPool(config.reward)
-        checkpoint_dir = config.run_dir / "checkpoints"
-        group = MegatronTrainGroup(
-            config, model_dir=model.directory, checkpoint_dir=checkpoint_dir, places=placement.ranks, hangs=hangs,
-            trains=trained_on is not None,
-        )  # fmt: skip
-        companions = None
-        if trained_on is not None:
-            companions = Companions(
-                config, policy=group, policy_dir=model.directory, checkpoint_dir=checkpoint_dir, places=placement.beside, hangs=hangs
-            )
-        residency = Residency(group, pool, num_shared=num_shared(config))
-        hangs.include_in_pushes(pool.watched)
-        hangs.include_in_pushes(lambda: group.watched)
-        async with AsyncExitStack() as stack:
-            # For the servers, which this process starts; ranks look at the node that Ray chose for them.
-            deepep = crosses_nodes(config, "rollout")
-            stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at(), deepep=deepep)))
-            for part in (pool, rewards, group):
-                stack.push_async_callback(part.close)
+    """Rollout servers, verifiers and train ranks, started together; all of it ended in any case. `trained_on` None: the ranks only hold
+    weights."""
+    placement = find_placement(config)
+    if placement.on_gpus and (problems := list(transformer_engine_problems(config.train))):
+        raise ConfigError(problems)
+    if trained_on is not None:
+        if (said := shortage(config, ray.cluster_resources().get("object_store_memory", 0.0))) is not None:
+            logger.warning("%s", said)
+        if config.sft is not None:
+            directory = await warm_start(config, config.sft, model.directory, model.tokenizer, trained_on, placement.ranks, observe)
+            model = replace(model, directory=directory)
+    hangs = HangReports(config.run_dir)
+    secret = RunSecret.new()
+    pool, rewards = _rollout_pool(config, model, secret, placement, hangs), RewardPool(config.reward)
+    checkpoint_dir = config.run_dir / "checkpoints"
+    group = MegatronTrainGroup(
+        config, model_dir=model.directory, checkpoint_dir=checkpoint_dir, places=placement.ranks, hangs=hangs,
+        trains=trained_on is not None,
+    )  # fmt: skip
+    companions = None
+    if trained_on is not None:
+        companions = Companions(
+            config, policy=group, policy_dir=model.directory, checkpoint_dir=checkpoint_dir, places=placement.beside, hangs=hangs
+        )
+    residency = Residency(group, pool, num_shared=num_shared(config))
+    hangs.include_in_pushes(pool.watched)
+    hangs.include_in_pushes(lambda: group.watched)
+    async with AsyncExitStack() as stack:
+        # For the servers, which this process starts; ranks look at the node that Ray chose for them.
+        deepep = crosses_nodes(config, "rollout")
+        stack.enter_context(applied(find_settings(config.network, "rollout", reached_at=reached_at(), deepep=deepep)))
+        for part in (pool, rewards, group):
+            stack.push_async_callback(part.close)
+        if companions is not None:
+            stack.push_async_callback(companions.close)
+        with observe.phase("start"):
+            if num_shared(config):  # a server takes the memory it finds free
+                await _together(pool.start(), rewards.start())
+                await residency.make_room()
+                await group.start()
+            else:
+                await _together(pool.start(), rewards.start(), group.start())
             if companions is not None:
-                stack.push_async_callback(companions.close)
-            with observe.phase("start"):
-                if num_shared(config):  # a server takes the memory it finds free
-                    await _together(pool.start(), rewards.start())
-                    await residency.make_room()
-                    await group.start()
-                else:
-                    await _together(pool.start(), rewards.start(), group.start())
-                if companions is not None:
-                    await companions.start()
-                rails = await find_run_rails(placement, seconds=config.deadlines.start_seconds)
-            stack.enter_context(_frozen_heap())
-            yield _Assembly(
-                model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions,
-                rails=rails,
-            )  # fmt: skip
+                await companions.start()
+            rails = await find_run_rails(placement, seconds=config.deadlines.start_seconds)
+        stack.enter_context(_frozen_heap())
+        yield _Assembly(
+            model=model, secret=secret, stop=stop, pool=pool, rewards=rewards, group=group, residency=residency, companions=companions,
+            rails=rails,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -329,16 +344,11 @@ def _writable(config: RunConfig) -> Iterator[None]:
         raise ConfigError([found]) from error
 
 
-def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
+def _prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     return PromptSource(
-        load_dataset(config.data, seed=config.seed),
-        tokenizer,
-        config.data,
-        seed=config.seed,
-        max_context=config.model.max_context,
-        max_response_tokens=config.rollout.max_response_tokens,
-        shown=None if config.distillation is None else config.distillation.shown,
-    )
+        load_dataset(config.data, seed=config.seed), tokenizer, config.data, seed=config.seed, max_context=config.model.max_context,
+        max_response_tokens=config.rollout.max_response_tokens, shown=None if config.distillation is None else config.distillation.shown,
+    )  # fmt: skip
 
 
 def _heed_ends(daemons: Sequence[Daemon], stop: Stop, observe: Observer) -> None:

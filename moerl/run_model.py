@@ -1,69 +1,97 @@
-"""The model that a run starts from: its folder, its tokenizer, the tokens that end a response."""
+"""The model that a run starts from: its folder, its tokenizer, the tokens that end a response.
 
+transformers reads it, in a process of its own (`python -m moerl.run_model`), so that the driver imports neither transformers nor torch.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
-
+from moerl.cluster.forks.fork_client import CannotForkError, ForkedProcess, can_fork
+from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.transformers_config import read_transformers_config
-from moerl.scratch_model import write_scratch_model
-from moerl.types.errors import ConfigError, MoerlError, Problem
+from moerl.models.plain_tokenizer import PlainForm, PlainTokenizer, Tokenizer
+from moerl.types.errors import MoerlError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
     directory: Path
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
 
 
-def load_model(config: RunConfig) -> RunModel:
-    """Its folder, which a model from scratch gets first, and what is needed of it beside the weights."""
-    if config.model.path is not None:
-        directory = Path(config.model.path)
-    else:
-        assert config.model.scratch is not None
-        directory = config.run_dir / "model"
-        if not directory.exists():
-            write_scratch_model(config.model.scratch, config.model.max_context, directory, config.seed)
-    tokenizer = _read_tokenizer(directory)
-    return RunModel(directory=directory, tokenizer=tokenizer, stop_token_ids=_stop_tokens(directory, tokenizer))
+_Answer = tuple[tuple[int, ...], PlainForm | None]
+"""Tokens that end a response, and the tokenizer if it can do without transformers."""
 
 
-def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Tokenizer, of a class of transformers: code of the folder is not run. Raises ConfigError."""
+def load_model(config: RunConfig, environment: Mapping[str, str] | None = None) -> RunModel:
+    """Its folder, which a model from scratch gets first, and what is needed of it beside the weights. `environment`: of the process that
+    reads it; this one's if not given. Raises ConfigError, CheckpointError."""
+    directory = config.run_dir / "model" if config.model.path is None else Path(config.model.path)
+    answer = _ask((config.model, directory, config.seed), os.environ if environment is None else environment)
+    if isinstance(answer, MoerlError):
+        raise answer
+    stop_token_ids, form = answer
+    tokenizer = _own_tokenizer(directory) if form is None else PlainTokenizer(form)
+    return RunModel(directory=directory, tokenizer=tokenizer, stop_token_ids=stop_token_ids)
+
+
+def _own_tokenizer(directory: Path) -> Tokenizer:
+    """One that works in Python: there this process imports transformers."""
+    from moerl.models.transformers_tokenizer import read_tokenizer
+
+    tokenizer: Any = read_tokenizer(directory)
+    return tokenizer
+
+
+def _ask(request: tuple[ModelConfig, Path, int], environment: Mapping[str, str]) -> _Answer | MoerlError:
+    """Both ways by pickle, through files that have no name: the process runs nobody's code but moerl's."""
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as answered:
+        pickle.dump(request, asked)
+        asked.seek(0)
+        code = _process(asked, answered, environment).wait()
+        answered.seek(0)
+        if code != 0:
+            raise MoerlError(f"{request[1]}: the process that reads the model ended with {code}; what it wrote is above")
+        answer: _Answer | MoerlError = pickle.load(answered)
+        return answer
+
+
+def _process(asked: IO[bytes], answered: IO[bytes], environment: Mapping[str, str]) -> "ForkedProcess | subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "moerl.run_model"]
+    if can_fork(command):
+        try:
+            return ForkedProcess(command, stdin=asked.fileno(), stdout=answered.fileno(), stderr=2, environment=environment)
+        except CannotForkError:
+            pass  # as in every other place, it is executed
+    return subprocess.Popen(command, stdin=asked, stdout=answered, env=dict(environment))
+
+
+def main() -> None:
     try:
-        return AutoTokenizer.from_pretrained(directory, config=read_transformers_config(directory), trust_remote_code=False)
-    except MoerlError:
-        raise
-    except Exception as error:  # tokenizers raise it itself
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fix = "the tokenizer files of the published model, as transformers reads them without code of the folder"
-        found = Problem(path="model", value=str(directory), rule="must have a tokenizer that can be read", reason=reason, fix=fix)
-        raise ConfigError([found]) from error
+        answer: _Answer | MoerlError = _read(*pickle.load(sys.stdin.buffer))
+    except MoerlError as error:
+        answer = error
+    pickle.dump(answer, sys.stdout.buffer)
 
 
-def _stop_tokens(model_dir: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens of generation_config.json where there is one: chat models list more than the tokenizer's eos there."""
-    eos = tokenizer.eos_token_id
-    if (model_dir / "generation_config.json").exists():
-        listed = _listed_stop_tokens(model_dir)
-        eos = eos if listed is None else listed
-    if eos is None:
-        reason = "a response would never end"
-        fix = "eos_token_id in generation_config.json"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule="must name an end-of-sequence token", reason=reason, fix=fix)])
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+def _read(model: ModelConfig, directory: Path, seed: int) -> _Answer:
+    from moerl.models.transformers_tokenizer import plain_form, read_tokenizer, stop_tokens
+    from moerl.scratch_model import write_scratch_model
+
+    if model.path is None and not directory.exists():
+        assert model.scratch is not None
+        write_scratch_model(model.scratch, model.max_context, directory, seed)
+    tokenizer = read_tokenizer(directory)
+    return stop_tokens(directory, tokenizer), plain_form(tokenizer)
 
 
-def _listed_stop_tokens(model_dir: Path) -> int | list[int] | None:
-    try:
-        found = GenerationConfig.from_pretrained(model_dir).eos_token_id
-    except (OSError, TypeError, ValueError) as error:  # transformers' own, of a file that it cannot read
-        rule, fix = "must have a generation_config.json that can be read", "fetch that file again, or remove it"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=str(error), fix=fix)]) from error
-    if not all(isinstance(each, int) for each in (found if isinstance(found, list) else [found or 0])):
-        rule, reason = "must name tokens by their numbers in generation_config.json", f"eos_token_id is {found!r}"
-        raise ConfigError([Problem(path="model", value=str(model_dir), rule=rule, reason=reason, fix="eos_token_id: NUMBER")])
-    return found
+if __name__ == "__main__":
+    main()

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from moerl.algorithms.algorithm import SUPERVISED
 from moerl.cluster.placement import ProcessPlace
 from moerl.config.schema.run_config import RunConfig, SFTConfig
+from moerl.models.plain_tokenizer import Tokenizer
 from moerl.observe.guards import check_finite
 from moerl.observe.observer import Observer
 from moerl.rollout.prompts import PromptSource, demonstration
@@ -26,7 +25,7 @@ _REPORT_EVERY = 50
 
 
 async def warm_start(
-    config: RunConfig, sft: SFTConfig, model_dir: Path, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource,
+    config: RunConfig, sft: SFTConfig, model_dir: Path, tokenizer: Tokenizer, prompts: PromptSource,
     places: Sequence[ProcessPlace], observe: Observer,
 ) -> Path:  # fmt: skip
     """The checkpoint directory with the trained weights."""
@@ -52,8 +51,9 @@ async def warm_start(
     return directory
 
 
-def answer_ids(tokenizer: PreTrainedTokenizerBase, answer: str) -> tuple[int, ...]:
+def answer_ids(tokenizer: Tokenizer, answer: str) -> tuple[int, ...]:
     """The answer's tokens and the end-of-sequence token that closes it."""
+    assert tokenizer.eos_token_id is not None, "no token closes an answer"
     return (*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from moerl.algorithms.advantages import Credit, ScoredStep, estimator, is_rounding, whitened
 from moerl.algorithms.corrections import Correcting, correction_of
-from moerl.algorithms.kl import Estimator, adapted
+from moerl.algorithms.kl_control import Estimator, adapted
 from moerl.algorithms.objectives import Objective, objective_of
 from moerl.config.schema.algorithm_config import AlgorithmConfig
 from moerl.config.schema.custom_part import Need

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-EXPONENT_LIMIT = 20.0
-"""Every exponent is clamped to +-20, so that one absurd log-prob gives a large number instead of inf."""
+from moerl.algorithms.kl_control import EXPONENT_LIMIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +83,18 @@ class TokenLoss:
     """bool: where the loss does not depend on the policy because of a bound."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """Values [T] whose mean over response tokens is told as `objective/NAME`; names as in the objective's `metric_names`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Answer of a correction."""
+
+    weight_T: Tensor
+    """Factor of the token's policy loss."""
+    is_bounded_T: Tensor
+    """bool: a bound has changed or zeroed the weight, or the token was dropped."""
+    kept_T: Tensor | None = None
+    """bool: tokens that stay in the mini-batch; None: all."""
 
 
 class _SumOverRanks(torch.autograd.Function):

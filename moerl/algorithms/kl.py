@@ -1,16 +1,9 @@
-"""Estimates of KL(policy || other) of a token, and the coefficient that follows one."""
+"""Estimates of KL(policy || other) of a token."""
 
-from typing import Literal
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from moerl.algorithms.columns import EXPONENT_LIMIT
-
-K3_LIMIT = 10.0
-
-Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "unbiased"]
+from moerl.algorithms.kl_control import EXPONENT_LIMIT, K3_LIMIT, Estimator
 
 
 def kl_k3(logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
@@ -41,9 +34,3 @@ def _plain(estimator: str, logp_T: Tensor, other_logp_T: Tensor) -> Tensor:
         case "abs":
             return d_T.abs()
     return kl_k3(logp_T, other_logp_T)
-
-
-def adapted(coefficient: float, *, kl: float, target: float, horizon: int, num_samples: int) -> float:
-    """Coefficient after a step of `num_samples` whose mean KL was `kl`: times 1 + clip(kl / target - 1, +-0.2) * samples / horizon
-    (arXiv:1909.08593, section 2.2), but never less than halved: a step of more samples than the horizon would turn its sign."""
-    return coefficient * max(1 + float(np.clip(kl / target - 1, -0.2, 0.2)) * num_samples / horizon, 0.5)

@@ -5,13 +5,12 @@ of a right answer and 0 for those of a wrong one.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
+from typing import TYPE_CHECKING, ClassVar
 
 from moerl.algorithms.algorithm import Loss
-from moerl.algorithms.columns import TokenColumns, TokenLoss
+
+if TYPE_CHECKING:
+    from moerl.algorithms.columns import TokenColumns, TokenLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +21,12 @@ class OutcomeObjective:
     metric_names: ClassVar[tuple[str, ...]] = ("told_rightly", "right")
     """Shares of sequences, likewise in parts."""
 
-    def token_loss(self, columns: TokenColumns) -> TokenLoss:
+    def token_loss(self, columns: "TokenColumns") -> "TokenLoss":
+        import torch  # by the ranks: the driver, which has this object too, has none
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        from moerl.algorithms.columns import TokenLoss
+
         assert columns.reference_logp_T is not None, "log-probs are relative to those of the initial weights"
         score_T = self.beta * columns.sums_T(columns.logp_T - columns.reference_logp_T)
         right_T = columns.advantage_T

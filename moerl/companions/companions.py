@@ -25,7 +25,7 @@ from moerl.observe.guards import check_finite
 from moerl.train.batching.build_batch import labelled, segments_of
 from moerl.train.group import MegatronTrainGroup
 from moerl.train.learning_rates import learning_rate
-from moerl.train.loss.value_loss import ValueLoss
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.types.errors import DataError
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats

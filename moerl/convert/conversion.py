@@ -27,7 +27,8 @@ from moerl.convert.tensors.count_nonfinite import NonFinite, report
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.writing import SPARE_BYTES, FileJob, Finished, OnBytes, target_problems, write_files
 from moerl.convert.upcycle import Upcycling, upcycled, upcycled_config, upcycling_problems
-from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat
+from moerl.models.fp8_blocks import ScaleFormat
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.train.checkpoint.checkpoint_dirs import MANIFEST
 from moerl.types.errors import ConvertError, can_be, problem
 

@@ -14,13 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from transformers import PreTrainedTokenizerBase
-
 from moerl.config.derive.eval_settings import max_response_tokens, reward_of
 from moerl.config.schema.data_config import EvalConfig, EvalDataset
 from moerl.config.schema.run_config import RunConfig
 from moerl.evaluation.estimates import Result, result_of
 from moerl.evaluation.samples import Record, SampleFile, outcome_of, record_of, samples_path
+from moerl.models.plain_tokenizer import Tokenizer
 from moerl.observe.observer import full_reward
 from moerl.rewards.reward_pool import RewardPool
 from moerl.rollout.datasets.load_dataset import load_dataset
@@ -54,7 +53,7 @@ class Evaluator:
     """`async with Evaluator(...) as evaluator: results = await evaluator.run(directory)`, as often as wanted."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, pool: RolloutPool, rewards: RewardPool,
+        self, config: RunConfig, tokenizer: Tokenizer, *, pool: RolloutPool, rewards: RewardPool,
         stop_token_ids: tuple[int, ...],
     ):  # fmt: skip
         """`rewards`: started, of the run's own reward. Raises DataError that names the data set with rows that cannot be used."""
@@ -66,7 +65,7 @@ class Evaluator:
         self._datasets = [self._load(config, name, tokenizer, rewards) for name in self._settings.datasets]
         self._own = [each.rewards for each in self._datasets if each.rewards is not rewards]
 
-    def _load(self, config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> _Loaded:
+    def _load(self, config: RunConfig, name: str, tokenizer: Tokenizer, rewards: RewardPool) -> _Loaded:
         settings = self._settings.datasets[name]
         try:
             prompts = PromptSource(

@@ -5,10 +5,12 @@ The leading axis of a stack counts the experts.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from moerl.models.families.parts.family import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PART = re.compile(r"(.+)\[(\d+)\]")
 
@@ -35,7 +37,7 @@ def stack_templates(family: Family) -> list[str]:
     return [name.removesuffix("[{expert}]") for rule in family.rules for name in rule.hf if name.endswith("[{expert}]")]
 
 
-def restack(tensors: Iterable[tuple[str, Tensor]], num_parts: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+def restack(tensors: "Iterable[tuple[str, Tensor]]", num_parts: Mapping[str, int]) -> "Iterator[tuple[str, Tensor]]":
     """The same with every stack whole, as soon as its last part came; `num_parts`: of each stack. Parts of a stack follow each other."""
     whole: dict[str, tuple[Tensor, int]] = {}
     for name, tensor in tensors:

@@ -9,9 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moerl.models.fp8_names import BLOCK
+from moerl.models.fp8_names import BLOCK, scale_shape
 
-SCALE_SUFFIX = "_scale_inv"
 MAX = torch.finfo(torch.float8_e4m3fn).max
 ScaleFormat = Literal["float32", "ue8m0"]
 """ue8m0: rounded up to a power of two, still stored as float32 (DeepSeek-V3.1)."""
@@ -20,10 +19,6 @@ _NAN = 0x7F
 """Without its sign."""
 _FLOAT16_PLACES = 0xBF80 - 2**16
 """Sign, the four lower bits of the exponent, the three upper bits of the fraction, as an int16."""
-
-
-def scale_shape(shape: tuple[int, ...], block: int = BLOCK) -> tuple[int, ...]:
-    return tuple(-(-size // block) for size in shape)
 
 
 def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: int = BLOCK) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ import re
 
 BLOCK = 128
 """Rows, and columns, that share a scale."""
+SCALE_SUFFIX = "_scale_inv"
 
 _LINEAR = re.compile(r".*(_proj|_proj_with_mqa|indexer\.wk|indexer\.wq_b|experts\.\d+\.w[123])\.weight")
 _HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")
@@ -13,3 +14,7 @@ _HIGH_PRECISION = re.compile(r".*(eh_proj|weights_proj)\.weight")
 def is_quantized_when_published(name: str, shape: tuple[int, ...]) -> bool:
     """Projections of attention and MLPs; not embeddings, the output layer, norms, routers and what joins multi-token prediction."""
     return len(shape) == 2 and _LINEAR.fullmatch(name) is not None and _HIGH_PRECISION.fullmatch(name) is None
+
+
+def scale_shape(shape: tuple[int, ...], block: int = BLOCK) -> tuple[int, ...]:
+    return tuple(-(-size // block) for size in shape)

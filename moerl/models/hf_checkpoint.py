@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moerl.models.expert_stacks import stack_of, stored_name
-from moerl.models.fp8_blocks import SCALE_SUFFIX, dequantized, scale_shape
-from moerl.models.fp8_names import BLOCK
+from moerl.models.fp8_blocks import dequantized
+from moerl.models.fp8_names import BLOCK, SCALE_SUFFIX, scale_shape
 from moerl.types.errors import CheckpointError
 from moerl.types.json_text import read_object
 

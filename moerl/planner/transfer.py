@@ -10,7 +10,7 @@ from moerl.config.derive.gpu_map import gpu_map, relays_pushes
 from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.fp8_blocks import SCALE_SUFFIX
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.push import TensorSpec

@@ -9,18 +9,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
 from moerl.config.schema.data_config import DataConfig
+from moerl.models.plain_tokenizer import Tokenizer
 from moerl.rollout.datasets.rows import Complaints, Dataset, Row
 from moerl.types.errors import ConfigError, DataError, Problem
 from moerl.types.groups import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ class PromptSource:
     def __init__(
         self,
         dataset: Dataset,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         config: DataConfig,
         *,
         seed: int,
@@ -148,8 +146,7 @@ class PromptSource:
     def _render(self, row: Row) -> str:
         if not self._config.chat_template:
             return "".join(message["content"] for message in row.messages)
-        text: Any = self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
-        return text
+        return self._tokenizer.apply_chat_template(list(row.messages), tokenize=False, add_generation_prompt=True)
 
     def _encode(self, text: str) -> list[int]:
         """A template writes the special tokens it wants into the text itself."""

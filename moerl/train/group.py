@@ -22,7 +22,7 @@ from moerl.train.batching.rank_share import shares
 from moerl.train.checkpoint.checkpoint_check import damaged, faults_while_loading, files_of_model, read_state
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards, newest
 from moerl.train.checkpoint.saver import CheckpointSaver
-from moerl.train.loss.value_loss import ValueLoss
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.push.push_source import MegatronSource
 from moerl.train.rank_processes import RankProcesses
 from moerl.types.stats import MemoryStats, SavedCheckpoint, StepStats

@@ -16,8 +16,8 @@ from moerl.train.batching.balance import split_mini_batches
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests
 from moerl.train.checkpoint.shard_store import ShardStore
 from moerl.train.engine_settings import EngineSettings
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import step_statistics
-from moerl.train.loss.value_loss import ValueLoss
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
 from moerl.train.megatron.optimizer import NoOptimizer, build_optimizer

@@ -8,9 +8,8 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from moerl.hangs.progress import BESIDE, COLLECTIVE, FIRST_GROUP, MAX_TEXT, MICRO_BATCH, NUM_LINES, WAIT, WORK, ProgressRecord
 
@@ -57,7 +56,9 @@ def watch_collectives() -> None:
     if _is_watching:
         return
     _is_watching = True
-    groups = _Groups()
+    import torch.distributed as dist  # not in the driver, which decorates the class of its ranks
+
+    groups = _Groups(dist)
     for name in COLLECTIVES:
         setattr(dist, name, _counted(getattr(dist, name), name, groups))
     for name in POINT_TO_POINT:
@@ -79,17 +80,18 @@ def counted(micro_batches: Sequence[T]) -> Iterator[T]:
 class _Groups:
     """A line of the record for every group of ranks that this rank communicates in."""
 
-    def __init__(self) -> None:
+    def __init__(self, distributed: ModuleType) -> None:
+        self._distributed = distributed
         self._line_of_text: dict[bytes, int] = {}
         self._known: weakref.WeakKeyDictionary[Any, tuple[int, bytes]] = weakref.WeakKeyDictionary()
         self.num_entered = [0] * NUM_LINES
 
     def line(self, group: Any) -> tuple[int, bytes]:
         """Its line and text. Groups of the same ranks and purpose, such as those made again after a sleep, have one."""
-        group = dist.group.WORLD if group is None else group
+        group = self._distributed.group.WORLD if group is None else group
         found = self._known.get(group)
         if found is None:
-            text = f"{_ranks(dist.get_process_group_ranks(group))} {group.group_desc}".encode()[:MAX_TEXT]
+            text = f"{_ranks(self._distributed.get_process_group_ranks(group))} {group.group_desc}".encode()[:MAX_TEXT]
             free = min(FIRST_GROUP + len(self._line_of_text), NUM_LINES - 1)  # groups beyond the last line share it
             found = self._known[group] = (self._line_of_text.setdefault(text, free), text)
         return found

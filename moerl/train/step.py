@@ -28,11 +28,12 @@ from moerl.train.batching.token_costs import attention_tokens
 from moerl.train.engine_settings import EngineSettings
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
 from moerl.train.loss.loss_sums import LossSums
 from moerl.train.loss.mtp_loss import MTPLoss, MTPTargets
 from moerl.train.loss.nonfinite import locate
-from moerl.train.loss.value_loss import ValueLoss, value_loss
+from moerl.train.loss.value_loss import value_loss
 from moerl.train.megatron.expert_routing import KeptRoutes
 from moerl.train.megatron.megatron_model import Model, sum_gradients
 from moerl.train.megatron.overlap import without_grad_reduce

@@ -2,6 +2,8 @@
 
 It starts with the engine of one model; models beside it may follow, on the same groups. `model` is the name of the one that a verb is for.
 
+The driver imports this module too, for its class, and has no torch: it is imported in the methods.
+
 Every method but `address`, `use_network`, `open_store`, `write_checkpoint` and those of a push that say so is collective: the
 controller calls it on all.
 """
@@ -17,10 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
-import torch
-import torch.distributed as dist
 
-import megatron_patches
 from moerl.algorithms.algorithm import Loss
 from moerl.cluster.process_log import write_to
 from moerl.cluster.ray_nodes import reached_at
@@ -32,15 +31,13 @@ from moerl.hangs.python_stacks import answer_stack_requests
 from moerl.hangs.watched import ProcessId
 from moerl.hardware.cpu_binding import bind_near
 from moerl.hardware.network_settings import find_settings, variables
-from moerl.train import rank_imports
 from moerl.train.batching.balance import Planner
 from moerl.train.checkpoint.checkpoint_check import faults_of_part
 from moerl.train.checkpoint.checkpoint_dirs import FileDigests, WrittenShards
-from moerl.train.loss.value_loss import ValueLoss
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.megatron.attention_backend import attention_backend
 from moerl.train.rank_calls import RankPlace
 from moerl.train.rank_progress import keep_record, open_record
-from moerl.train.rank_store import join_store, open_store
 from moerl.types.errors import ConfigError, problem
 from moerl.types.push import Transport
 from moerl.types.stats import StepStats
@@ -48,11 +45,12 @@ from moerl.types.stored import InStore, keep
 from moerl.types.stored_batch import Batch
 from moerl.weights.plan.buckets import Job
 from moerl.weights.plan.run_plan import Outline
-from moerl.weights.plan.tensor_specs import CPU
-from moerl.weights.send import WeightSender
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from moerl.train.megatron_engine import EngineSettings, MegatronEngine
+    from moerl.weights.send import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +63,11 @@ class TrainWorker:
     def __init__(self, rank: int, num_ranks: int, gpus: tuple[str, ...]):
         """`gpus`: those of this node that it may see; nothing has asked CUDA for them yet."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        import torch
+
         self._gpus = gpus
         self._rank, self._num_ranks = rank, num_ranks
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._sender: WeightSender | None = None
         self._beside: dict[str, MegatronEngine] = {}
         self._attention: str | None = None
@@ -106,12 +106,21 @@ class TrainWorker:
 
     def open_store(self) -> int:
         """Rank 0: the port of the store at which the ranks meet. Bound here, so that nobody can take it in between."""
+        from moerl.train.rank_store import open_store
+
         self._store = open_store(self.address(), self._num_ranks)
         return self._store.port
 
     def start(self, settings: "EngineSettings", seed: int, host: str, port: int, timeout_seconds: float) -> tuple[str, ...]:
         """Join the others and build the engine; returns the names of the active patches."""
         began = time.monotonic()
+        import torch
+        import torch.distributed as dist
+
+        import megatron_patches
+        from moerl.train import rank_imports
+        from moerl.train.rank_store import join_store
+
         if self._gpus and not torch.cuda.is_available():
             reason = f"PyTorch {torch.__version__} cannot use the GPU that this rank was given, and would train on CPU without a word"
             fix = "make gpu, moerl doctor to see what is wrong with the node; placement.device=cpu trains on CPU"
@@ -231,6 +240,10 @@ class TrainWorker:
         `seconds`: how long a call may wait for receivers. `secret`: all sides prove it. `directory`: of the files of
         weights.transport=disk. `on_gpu`: buckets stay there, if there is one. Not collective, as all below but `digest_push`.
         """
+        import torch
+
+        from moerl.weights.send import WeightSender
+
         if self._sender is not None:
             self._sender.close()
         self._sender, self._senders = None, senders
@@ -244,7 +257,7 @@ class TrainWorker:
             secret=secret,
             rank=self._rank,
             relayed=relayed,
-            device=torch.device(torch.cuda.current_device()) if on_gpu else CPU,
+            device=torch.device(torch.cuda.current_device() if on_gpu else "cpu"),
             host=self.address(),
             directory=directory / f"rank-{self._rank}",
             delta=weights.disk_delta,

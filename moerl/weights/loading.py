@@ -9,7 +9,8 @@ import torch
 
 from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Manifest, Piece, TensorSpec
-from moerl.weights.plan.tensor_specs import CPU, box_of, first_few, torch_dtype, view_as
+from moerl.weights.plan.spec_tensors import CPU, box_of, torch_dtype, view_as
+from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.verify.diagnose import Damage, Installed, describe_absent, explain_damage
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.installed import found_digest

@@ -10,7 +10,8 @@ from moerl.types.push import Transport
 from moerl.weights.in_thread import in_thread
 from moerl.weights.plan.buckets import Job
 from moerl.weights.plan.run_plan import Outline
-from moerl.weights.plan.tensor_specs import box_of, expert_of, spec_of
+from moerl.weights.plan.spec_tensors import box_of, spec_of
+from moerl.weights.plan.tensor_specs import expert_of
 from moerl.weights.plan.transfer_plan import PlannedTensor
 from moerl.weights.send import WeightSender
 

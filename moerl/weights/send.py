@@ -15,7 +15,7 @@ from moerl.cluster.run_secret import RunSecret
 from moerl.types.errors import WeightError
 from moerl.types.push import BucketEntry, Transport
 from moerl.weights.plan.buckets import Job, pieces_of
-from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.plan.spec_tensors import CPU
 from moerl.weights.transport.disk_transport import DIRECTORY_KEY, DiskSender
 from moerl.weights.transport.gpu_transport import finished
 from moerl.weights.transport.links import Lender, rank_key

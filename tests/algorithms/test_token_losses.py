@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.algorithms.kl import kl_k3
-from moerl.algorithms.objectives import clipped_surrogate
+from moerl.algorithms.token_losses import clipped_surrogate
 from moerl.config.schema.loss_config import PPOClip
 
 LOGP = st.floats(-60, 0)

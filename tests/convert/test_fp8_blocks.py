@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.models import fp8_blocks
+from moerl.models import fp8_blocks, fp8_names
 from moerl.models.fp8_names import is_quantized_when_published
 
 E4M3 = torch.float8_e4m3fn
@@ -16,7 +16,7 @@ E4M3 = torch.float8_e4m3fn
 def quantize(weight, scale_format="float32"):
     values, scales = fp8_blocks.quantized(weight, scale_format)
     assert (values.dtype, scales.dtype) == (E4M3, torch.float32)
-    assert (tuple(values.shape), tuple(scales.shape)) == (tuple(weight.shape), fp8_blocks.scale_shape(tuple(weight.shape)))
+    assert (tuple(values.shape), tuple(scales.shape)) == (tuple(weight.shape), fp8_names.scale_shape(tuple(weight.shape)))
     return values, scales
 
 

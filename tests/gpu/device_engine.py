@@ -12,7 +12,7 @@ from moerl.types.errors import WeightError
 from moerl.types.push import Manifest, Needs, TransportOffer
 from moerl.weights.in_thread import in_thread
 from moerl.weights.loading import Loader
-from moerl.weights.plan.tensor_specs import spec_of, torch_dtype
+from moerl.weights.plan.spec_tensors import spec_of, torch_dtype
 from moerl.weights.receive import WeightSession
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Place, Start, copy_into

@@ -21,7 +21,7 @@ from moerl.rollout.server.limits import Limits
 from moerl.types.completion import SamplingParams, VersionSpan
 from moerl.types.errors import EngineError, WeightError
 from moerl.types.push import Manifest, Piece
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.verify.digest import tensor_digest
 
 PROMPT = (5, 17, 3, 3, 42, 8, 11, 60, 1, 2, 29)

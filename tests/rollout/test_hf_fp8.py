@@ -12,17 +12,17 @@ from tiny_servers import Served, as_pairs, hf_engine, push, values_of
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.config.schema.rollout_config import ServerLayout
-from moerl.models import fp8_blocks
+from moerl.models import fp8_names
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.hf.fp8_weights import FP8Weights
 from moerl.types.errors import WeightError
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.plan.transfer_plan import in_fp8
 
 pytestmark = pytest.mark.usefixtures("forked")
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
-SCALES = NAME + fp8_blocks.SCALE_SUFFIX
+SCALES = NAME + fp8_names.SCALE_SUFFIX
 
 
 @contextlib.asynccontextmanager

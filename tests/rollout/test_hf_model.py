@@ -8,7 +8,7 @@ import torch
 
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs, checkpoint_views, load_model
 from moerl.types.errors import EngineError
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 
 
 def load(directory: Path, **changes):

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from moerl.check import load_checked
+from moerl.cluster.forks.fork_server import VARIABLE
 from moerl.config.compose import options
 from moerl.config.derive.model_configs import published_config
 from moerl.config.load import load
@@ -54,7 +55,8 @@ def refused(words):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_with_its_model_starts_its_prompts_and_its_end_of_text_are_found(recipe, given, monkeypatch):
+def test_a_recipe_with_its_model_starts_its_prompts_and_its_end_of_text_are_found(recipe, given, monkeypatch, fork_server):
+    monkeypatch.setenv(VARIABLE, fork_server)
     monkeypatch.setattr(engine_rules, "_found_there", lambda *asked: ())  # the next test's
     words = given(recipe) + ([f"rollout.python={sys.executable}"] if recipe in SERVED else [])
     assert refused(words) == []

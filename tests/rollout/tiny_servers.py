@@ -22,7 +22,7 @@ from moerl.config.schema.model_config import ModelConfig
 from moerl.config.schema.rollout_config import RolloutConfig
 from moerl.config.schema.run_config import RunConfig
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig
-from moerl.models import fp8_blocks
+from moerl.models import fp8_blocks, fp8_names
 from moerl.rollout.build_engines import build_engines
 from moerl.rollout.engines.fake_engine import FakeEngine
 from moerl.rollout.fleet.collect import Answer, Intake, LocalCollector
@@ -35,7 +35,7 @@ from moerl.types.push import Transport
 from moerl.types.routes import RouteShape
 from moerl.types.stored import Here
 from moerl.weights.local_source import LocalSource
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.plan.transfer_plan import in_fp8
 from moerl.weights.sync import WeightSync
 
@@ -190,9 +190,9 @@ def as_pairs(tensors: Tensors, scale_format: fp8_blocks.ScaleFormat = "float32")
 
 def values_of(pairs: Tensors) -> Tensors:
     """What the pairs stand for, in float32."""
-    values = {name: tensor for name, tensor in pairs.items() if not name.endswith(fp8_blocks.SCALE_SUFFIX)}
-    names = values.keys() & {scales.removesuffix(fp8_blocks.SCALE_SUFFIX) for scales in pairs.keys() - values.keys()}
-    quantized = {name: fp8_blocks.dequantized(values[name], pairs[name + fp8_blocks.SCALE_SUFFIX], torch.float32) for name in names}
+    values = {name: tensor for name, tensor in pairs.items() if not name.endswith(fp8_names.SCALE_SUFFIX)}
+    names = values.keys() & {scales.removesuffix(fp8_names.SCALE_SUFFIX) for scales in pairs.keys() - values.keys()}
+    quantized = {name: fp8_blocks.dequantized(values[name], pairs[name + fp8_names.SCALE_SUFFIX], torch.float32) for name in names}
     return values | {name: torch.cat(list(parts)) for name, parts in quantized.items()}
 
 

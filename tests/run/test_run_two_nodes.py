@@ -26,7 +26,10 @@ def test_ranks_and_servers_are_on_both_nodes_and_a_server_of_the_other_one_comes
     far[0].send_signal(signal.SIGKILL)
     found = listened(process, *raylets)
     assert process.returncode == 0, process.stderr.read()[-3000:]
-    assert found - ports_of("one node") == ports_of("several nodes") - ports_of("one node")
+    expected = ports_of("several nodes") - ports_of("one node")
+    assert found - ports_of("one node") <= expected
+    # Ray's own come late, and their ports are fixed: another Ray of this machine may have them.
+    assert {kind for kind, _ in expected - found} <= {"dashboard", "dashboard agent"}
     metrics = rows(tmp_path)
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[-1]["fleet/restarts"] == 1

@@ -29,7 +29,6 @@ PROCESSES = {
     "reward worker": r"moerl\.rewards\.reward_supervisor",
     "gcs_server": r"/gcs_server ",
     "raylet": r"/raylet/raylet ",
-    "dashboard": r"/dashboard/dashboard\.py ",
     "dashboard agent": r"^ray::DashboardAgent",
     "runtime env agent": r"^ray::RuntimeEnvAgent",
     "reaper": r" -m moerl\.cluster\.ray_reaper ",

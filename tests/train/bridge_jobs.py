@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from moerl.train.engine_settings import EngineSettings
 from moerl.weights.plan.run_plan import plan_deliveries
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 
 
 def differences(chosen: Sequence[EngineSettings], bridge: str) -> list[list[str]]:

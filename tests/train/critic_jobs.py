@@ -7,7 +7,7 @@ import torch
 from engine_jobs import new_engine
 
 from moerl.train.engine_settings import EngineSettings
-from moerl.train.loss.value_loss import ValueLoss
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.types.batch import TrainBatch
 from moerl.types.stats import StepStats
 

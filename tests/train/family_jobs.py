@@ -20,7 +20,7 @@ from moerl.types.push import TensorSpec
 from moerl.types.stats import StepStats
 from moerl.weights.plan.buckets import stored_specs
 from moerl.weights.plan.run_plan import plan_deliveries
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from moerl.train.train_worker import TrainWorker
 from moerl.types.batch import TrainBatch
 from moerl.types.errors import WeightError
 from moerl.types.stored import Here
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.sync import WeightSync
 
 Fault = Callable[[str, Tensors, Tensors], torch.Tensor | None]

@@ -18,7 +18,7 @@ from moerl.weights.loading import Loader
 from moerl.weights.local_source import LocalSource
 from moerl.weights.plan.buckets import Job, manifest_of
 from moerl.weights.plan.run_plan import plan_deliveries
-from moerl.weights.plan.tensor_specs import spec_of, torch_dtype
+from moerl.weights.plan.spec_tensors import spec_of, torch_dtype
 from moerl.weights.receive import WeightSession
 from moerl.weights.verify.digest import tensor_digest
 from moerl.weights.verify.places import Place, Start, copy_into

@@ -4,7 +4,7 @@ import torch
 
 from moerl.types.push import TensorSpec
 from moerl.weights.loading import Assembly
-from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.plan.spec_tensors import CPU
 
 DEVICE = torch.device("meta")
 

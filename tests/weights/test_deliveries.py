@@ -16,7 +16,7 @@ from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import ALIGNMENT, deliveries, in_order, manifest_of
 from moerl.weights.plan.run_plan import Outline, plan_deliveries, plan_of_run
 from moerl.weights.plan.senders import plan_transfers
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.plan.transfer_plan import PlannedTensor, holders, readers
 from moerl.weights.send import WeightSender
 from moerl.weights.verify.digest import tensor_digest

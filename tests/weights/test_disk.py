@@ -11,7 +11,7 @@ from session_process import SPECS, Engine, EngineProcess, Source
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket as BucketOf
 from moerl.types.push import BucketEntry
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.disk_transport import BLOCK_BYTES, DiskReader, DiskSender
 from moerl.weights.verify.digest import tensor_digest

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from test_plan import EXPERTS, cases
 
 from moerl.config.schema.layout import Layout
-from moerl.models import fp8_blocks
+from moerl.models import fp8_blocks, fp8_names
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries
 from moerl.weights.plan.run_plan import faults
 from moerl.weights.plan.senders import plan_transfers
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, is_ragged, with_scales
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -28,7 +28,7 @@ def planned(name, shape, *, cut_dim=None, expert=None, stage=0):
 def matrix(shape, seed):
     """Every block on a scale of its own, and one block of zeros."""
     generator = torch.Generator().manual_seed(seed)
-    table = torch.randint(-6, 7, fp8_blocks.scale_shape(shape), generator=generator).float().exp2()
+    table = torch.randint(-6, 7, fp8_names.scale_shape(shape), generator=generator).float().exp2()
     table.view(-1)[0] = 0
     factors = table.repeat_interleave(fp8_blocks.BLOCK, 0).repeat_interleave(fp8_blocks.BLOCK, 1)[: shape[0], : shape[1]]
     return (torch.randn(shape, generator=generator) * factors).bfloat16()
@@ -53,7 +53,7 @@ def test_shards_of_any_size_make_the_bytes_of_the_whole_tensor(rows, columns, cu
     everywhere = torch.stack(maxima).amax(dim=0)
     found = {
         NAME: torch.full(shape, float("nan")).to(torch.float8_e4m3fn),
-        NAME + fp8_blocks.SCALE_SUFFIX: torch.full(fp8_blocks.scale_shape(shape), float("nan")),
+        NAME + fp8_names.SCALE_SUFFIX: torch.full(fp8_names.scale_shape(shape), float("nan")),
     }
     layout = Layout(ranks=num_shards, tp=num_shards)
     tensors = with_scales([planned(NAME, shape, cut_dim=dim)])
@@ -69,7 +69,7 @@ def test_shards_of_any_size_make_the_bytes_of_the_whole_tensor(rows, columns, cu
             box_of(found[name], start, size).copy_(box_of(scales, start, size))
     values, scales = fp8_blocks.quantized(whole, scale_format)
     assert torch.equal(found[NAME].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(found[NAME + fp8_blocks.SCALE_SUFFIX], scales)
+    assert torch.equal(found[NAME + fp8_names.SCALE_SUFFIX], scales)
 
 
 def test_what_published_checkpoints_do_not_quantize_stays():
@@ -110,12 +110,12 @@ def test_every_piece_of_scales_is_in_the_bucket_of_its_values_and_nothing_is_los
         for entry in bucket.entries:
             for reader in bucket.readers:
                 box_of(arrived[reader][entry.name], entry.start, entry.shape).add_(1)
-            if entry.name.endswith(fp8_blocks.SCALE_SUFFIX):
+            if entry.name.endswith(fp8_names.SCALE_SUFFIX):
                 first = tuple(place * fp8_blocks.BLOCK for place in entry.start)
-                assert any(_has(other, entry.name.removesuffix(fp8_blocks.SCALE_SUFFIX), first) for other in bucket.entries)
-    for name in (tensor.name for tensor in found.tensors if tensor.name.endswith(fp8_blocks.SCALE_SUFFIX)):
+                assert any(_has(other, entry.name.removesuffix(fp8_names.SCALE_SUFFIX), first) for other in bucket.entries)
+    for name in (tensor.name for tensor in found.tensors if tensor.name.endswith(fp8_names.SCALE_SUFFIX)):
         for held in arrived:
-            values = held[name.removesuffix(fp8_blocks.SCALE_SUFFIX)]
+            values = held[name.removesuffix(fp8_names.SCALE_SUFFIX)]
             assert values.min() == values.max() == held[name].min() == held[name].max() <= 1
 
 

@@ -17,7 +17,7 @@ from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
 from moerl.weights.plan.buckets import Deliveries, in_order, relayed, restricted
 from moerl.weights.plan.schedule import first_fit
-from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.plan.spec_tensors import CPU
 from moerl.weights.receive import Incoming
 from moerl.weights.send import WeightSender
 from moerl.weights.transport.links import Link

@@ -17,7 +17,8 @@ from test_deliveries import an_outline, shares
 from moerl.config.schema.layout import Layout
 from moerl.types.errors import WeightError
 from moerl.weights.plan.run_plan import Outline, RankPlaces, plan_deliveries, plan_of_run
-from moerl.weights.plan.tensor_specs import expert_of, spec_of
+from moerl.weights.plan.spec_tensors import spec_of
+from moerl.weights.plan.tensor_specs import expert_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify.digest import tensor_digest
 

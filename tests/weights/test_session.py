@@ -10,7 +10,7 @@ from moerl.types.push import Manifest, Piece, TensorSpec
 from moerl.weights import send
 from moerl.weights.loading import Loader
 from moerl.weights.plan.buckets import ALIGNMENT
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.transport.shared_memory import SharedReader
 from moerl.weights.verify import installed
 from moerl.weights.verify.digest import tensor_digest

@@ -11,7 +11,7 @@ from moerl.rollout.engines.installed_bytes import InstalledBytes
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.loading import Loader
-from moerl.weights.plan.tensor_specs import box_of, spec_of
+from moerl.weights.plan.spec_tensors import box_of, spec_of
 from moerl.weights.receive import WeightSession
 from moerl.weights.sync import WeightSync
 from moerl.weights.verify import installed

@@ -17,7 +17,7 @@ from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first
 from moerl.config.schema.layout import Layout
 from moerl.rollout.engines.process_push import needed_names
 from moerl.types.errors import HangError, WeightError
-from moerl.weights.plan.tensor_specs import box_of, spec_of
+from moerl.weights.plan.spec_tensors import box_of, spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.network_transport import DEVICE_KEY
 from moerl.weights.verify.digest import tensor_digest

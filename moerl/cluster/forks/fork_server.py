@@ -1,8 +1,9 @@
 """The process that has imported torch and transformers, and becomes one of a run's processes by a fork at each request.
 
-It has one thread, holds no GPU and has not imported Ray, which reads a worker's environment when it is imported. A request is one
-connection: what would be executed comes with its three standard files, the answer is the pid, and later the exit code. Whoever has not
-this process's user is not answered. It ends with the process that started it, and what it forked with it.
+It is forked from the driver, which imports neither, and imports them while the driver goes on. It has one thread, holds no GPU and has
+not imported Ray, which reads a worker's environment when it is imported. A request is one connection: what would be executed comes with its
+three standard files, the answer is the pid, and later the exit code. Whoever has not this process's user is not answered. It ends with the
+process that started it, and what it forked with it.
 """
 
 import atexit
@@ -41,6 +42,7 @@ PRELOADED = (
     "moerl.rollout.server.child", "moerl.rollout.engines.hf.forward", "moerl.rollout.engines.hf.fp8_weights",
     "moerl.rollout.engines.hf.hf_model", "moerl.rollout.engines.hf.scheduler", "moerl.rollout.server.app",
     "moerl.rollout.engines.hf.hf_core", "moerl.weights.receive",
+    "moerl.models.transformers_tokenizer", "moerl.scratch_model",
 )  # fmt: skip
 """By their names: packages of this one's level, of which none imports Ray."""
 _RANK_IMPORTS = "moerl.train.rank_imports"
@@ -51,7 +53,7 @@ _KILLED_BY_EXCEPTION = 1
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Context with a server forked from this process, which has imported what it preloads. Its address is in the environment.
+    """Context with a server forked from this process, which imports meanwhile what it preloads. Its address is in the environment.
 
     A fork runs this process's exit functions at its own end, as those of the modules that it would have imported: call it first.
     Nothing is started, and every process is executed, where the environment already says where to fork, or nowhere; where ranks are
@@ -60,7 +62,6 @@ def forking() -> Iterator[None]:
     if _is_decided():
         yield
         return
-    preload()
     reason = unfit()
     if reason is not None:
         logger.info("every process is executed: %s", reason)
@@ -108,19 +109,23 @@ def executed_servers() -> Iterator[str]:
 
 def serve_until_eof(name: str) -> None:
     """The whole of a process: its input ends with the process that started it."""
-    with _forked_servers(name, preload):
+    with _forked_servers(name):
         print("listening", flush=True)
         sys.stdin.buffer.read()
 
 
 @contextmanager
-def _forked_servers(name: str, prepare: Callable[[], object] = lambda: None) -> Iterator[None]:
+def _forked_servers(name: str) -> Iterator[None]:
     """Two servers, of which that for Ray's workers is a fork of the other. Both listen already, and answer when they have imported what
-    their processes will, the first after `prepare`."""
+    their processes will."""
     listener, for_ranks = listen(name), listen(for_workers(name))
 
     def prepared() -> None:
-        prepare()
+        gc.disable()  # until everything is imported: its collections would take a fifth of the time, and find little
+        preload()
+        if (reason := unfit()) is not None:
+            sys.stderr.write(f"{VARIABLE}: every process is executed: after its imports {reason}\n")
+            os._exit(1)
         fork_server(for_ranks, preload_for_ranks)
 
     with for_ranks:
@@ -200,6 +205,7 @@ class ForkServer:
         set_title(["moerl.cluster.forks"])
         gc.collect()
         gc.freeze()  # the collector would write to every page that forks share
+        gc.enable()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         while True:
             for key, _ in self._selector.select():

@@ -5,6 +5,7 @@ is then needed no more. Where no server answers it becomes the worker itself.
 """
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from moerl.cluster.forks.fork_client import CannotForkError, ForkedProcess
 from moerl.cluster.forks.fork_server import VARIABLE
 
 _ASK_SECONDS = 0.1
+_AGENT = os.path.join(os.path.dirname(__file__), "ray_agent.py")
 _GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
 
 
@@ -23,14 +25,18 @@ _GCS_WAIT = "RAY_gcs_server_port_wait_time_s"
 def own_ray(deadline: float) -> Iterator[None]:
     """Context in which a Ray that this process starts has what a run on one host needs, and its workers forked if there is a fork server.
 
-    It has no autoscaler, and no process that reads workers' logs for a driver that prints none of them. Its node may take until `deadline`,
-    of the monotonic clock, to come up: Ray itself waits 30 s, which are few on a busy machine.
+    It has no autoscaler, no process that reads workers' logs for a driver that prints none of them, no head of a dashboard, and stand-ins
+    for its agents (ray_agent.py). Its node may take until `deadline`, of the monotonic clock, to come up: Ray itself waits 30 s, which are
+    few on a busy machine.
     """
-    # Ray's own file for the purpose, and the only way to give another: ray.init takes none. The same holds for the time it waits.
+    # Ray's own file for the purpose, and the only way to give another: ray.init takes none. The same holds for what else is replaced here.
     from ray._private import services
+    from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    upstream, get_node = RayParams.__init__, services.get_node
+    upstream, get_node, start_process, start_dashboard = (
+        RayParams.__init__, services.get_node, services.start_ray_process, Node.start_api_server
+    )  # fmt: skip
 
     def get_node_in_time(*args: Any) -> Any:
         while True:
@@ -47,12 +53,25 @@ def own_ray(deadline: float) -> Iterator[None]:
         if os.environ.get(VARIABLE):
             self.worker_path = __file__
 
+    def start_with_stand_ins(command: list[str], *args: Any, **kwargs: Any) -> Any:
+        return start_process(list(map(_with_stand_in, command)), *args, **kwargs)
+
     RayParams.__init__, services.get_node = with_less, get_node_in_time
+    services.start_ray_process, Node.start_api_server = start_with_stand_ins, lambda *_, **__: None
     os.environ.setdefault(_GCS_WAIT, str(max(int(deadline - time.monotonic()), 1)))
     try:
         yield
     finally:
         RayParams.__init__, services.get_node = upstream, get_node
+        services.start_ray_process, Node.start_api_server = start_process, start_dashboard
+
+
+def _with_stand_in(word: str) -> str:
+    """An argument of the raylet; of one that is the command of an agent, that of its stand-in."""
+    name, is_option, command = word.partition("_agent_command=")
+    if not is_option or not name.startswith("--"):
+        return word
+    return f"{name}_agent_command={subprocess.list2cmdline([sys.executable, _AGENT])} {command}"
 
 
 def _raylet_runs() -> bool:

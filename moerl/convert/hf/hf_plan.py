@@ -11,7 +11,7 @@ from moerl.convert.hf import mxfp4
 from moerl.convert.hf.hf_source import HFSource
 from moerl.convert.tensors.entry import Entry
 from moerl.convert.tensors.safetensors_file import StoredTensor, read_pieces, read_tensor
-from moerl.models import fp8_blocks
+from moerl.models import fp8_blocks, fp8_names
 from moerl.models.families.parts.family_checks import is_in_fp8_blocks
 from moerl.models.fp8_names import BLOCK, is_quantized_when_published
 from moerl.types.errors import ConvertError, Problem, problem
@@ -50,7 +50,7 @@ def plain_entry(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
     """The tensor in `dtype`, dequantized if it is FP8; biases that routers need in float32 stay so."""
     stored = source.tensors[name]
     if stored.dtype == _FP8:
-        scales = source.tensors[name + fp8_blocks.SCALE_SUFFIX]
+        scales = source.tensors[name + fp8_names.SCALE_SUFFIX]
         return Entry(name=name, dtype=dtype, shape=stored.shape, pieces=partial(_dequantized, stored, scales, dtype))
     if not stored.dtype.is_floating_point or stored.dtype == dtype or name.endswith(_ALWAYS_FLOAT32):
         return source.entry(name)
@@ -63,7 +63,7 @@ def without_fp8(source: HFSource, name: str, dtype: torch.dtype) -> Entry:
 
 
 def is_scale(source: HFSource, name: str) -> bool:
-    return name.endswith(fp8_blocks.SCALE_SUFFIX) and name.removesuffix(fp8_blocks.SCALE_SUFFIX) in source.tensors
+    return name.endswith(fp8_names.SCALE_SUFFIX) and name.removesuffix(fp8_names.SCALE_SUFFIX) in source.tensors
 
 
 def fp8_problems(source: HFSource) -> Iterator[Problem]:
@@ -80,8 +80,8 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
     for name, stored in source.tensors.items():
         if stored.dtype == _FP8:
             yield from _scale_problems(source, name, stored)
-        elif name.endswith(fp8_blocks.SCALE_SUFFIX):
-            weight = source.tensors.get(name.removesuffix(fp8_blocks.SCALE_SUFFIX))
+        elif name.endswith(fp8_names.SCALE_SUFFIX):
+            weight = source.tensors.get(name.removesuffix(fp8_names.SCALE_SUFFIX))
             if weight is None or weight.dtype != _FP8:
                 found = "no tensor" if weight is None else str(weight.dtype)
                 reason = f"a scale belongs to a weight in float8_e4m3fn, found {found}"
@@ -89,17 +89,17 @@ def fp8_problems(source: HFSource) -> Iterator[Problem]:
 
 
 def _scale_problems(source: HFSource, name: str, stored: StoredTensor) -> Iterator[Problem]:
-    scales = source.tensors.get(name + fp8_blocks.SCALE_SUFFIX)
+    scales = source.tensors.get(name + fp8_names.SCALE_SUFFIX)
     if len(stored.shape) != 2:
         reason = f"blocks are of matrices, this has shape {stored.shape}"
         yield problem("SRC", f"{stored.file}: {name}", "must have two axes", reason, "another checkpoint")
     elif scales is None:
         reason = "FP8 values mean nothing without"
-        yield problem("SRC", f"{stored.file}: {name}", f"needs {name}{fp8_blocks.SCALE_SUFFIX}", reason, "fetch the checkpoint again")
-    elif scales.shape != fp8_blocks.scale_shape(stored.shape) or scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
-        rule = f"must have shape {fp8_blocks.scale_shape(stored.shape)} in float32 or float8_e8m0fnu"
+        yield problem("SRC", f"{stored.file}: {name}", f"needs {name}{fp8_names.SCALE_SUFFIX}", reason, "fetch the checkpoint again")
+    elif scales.shape != fp8_names.scale_shape(stored.shape) or scales.dtype not in (torch.float32, torch.float8_e8m0fnu):
+        rule = f"must have shape {fp8_names.scale_shape(stored.shape)} in float32 or float8_e8m0fnu"
         reason = f"found {scales.shape} in {scales.dtype}; the weight has shape {stored.shape}"
-        yield problem("SRC", f"{scales.file}: {name}{fp8_blocks.SCALE_SUFFIX}", rule, reason, "fetch the checkpoint again")
+        yield problem("SRC", f"{scales.file}: {name}{fp8_names.SCALE_SUFFIX}", rule, reason, "fetch the checkpoint again")
 
 
 def _converted(source: HFSource, name: str, dtype: Dtype, scale_format: fp8_blocks.ScaleFormat) -> list[Entry]:
@@ -130,7 +130,7 @@ def _quantized(name: str, stored: StoredTensor, scale_format: fp8_blocks.ScaleFo
 
     return [
         Entry(name=name, dtype=_FP8, shape=stored.shape, pieces=weight),
-        Entry(name=name + fp8_blocks.SCALE_SUFFIX, dtype=torch.float32, shape=fp8_blocks.scale_shape(stored.shape), pieces=scales),
+        Entry(name=name + fp8_names.SCALE_SUFFIX, dtype=torch.float32, shape=fp8_names.scale_shape(stored.shape), pieces=scales),
     ]
 
 

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
-from moerl.weights.plan.tensor_specs import first_few, torch_dtype
+from moerl.weights.plan.spec_tensors import torch_dtype
+from moerl.weights.plan.tensor_specs import first_few
 from moerl.weights.verify.places import Place, Start, copy_piece, places_of
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from moerl.models.fp8_blocks import SCALE_SUFFIX, round_up_to_power_of_two
+from moerl.models.fp8_blocks import round_up_to_power_of_two
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.types.errors import WeightError
 
 

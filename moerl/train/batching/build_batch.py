@@ -5,11 +5,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-import torch
 
 from moerl.algorithms.advantages import ScoredTokens
 from moerl.algorithms.algorithm import Algorithm
-from moerl.algorithms.kl import kl_estimate
+from moerl.algorithms.kl_control import kl_values
 from moerl.types.batch import TrainBatch
 from moerl.types.completion import VersionSpan
 from moerl.types.errors import DataError
@@ -125,8 +124,7 @@ def _penalties(batch: StoredBatch, algorithm: Algorithm, is_response_T: np.ndarr
         return None
     old_N, reference_N = (_column(each, is_response_T) for each in (batch.old_logprobs, batch.reference_logprobs))
     assert old_N is not None and reference_N is not None, "a KL in the reward needs both first"
-    kl_N = kl_estimate(config.kl_estimator, torch.from_numpy(old_N), torch.from_numpy(reference_N), torch.ones(len(old_N)))
-    return algorithm.kl_coefficient * kl_N.numpy()
+    return algorithm.kl_coefficient * kl_values(config.kl_estimator, old_N, reference_N)
 
 
 def _column(stored: Stored[np.ndarray] | str | None, is_response_T: np.ndarray) -> np.ndarray | None:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moerl.algorithms.columns import EXPONENT_LIMIT, TokenColumns
+from moerl.algorithms.columns import TokenColumns
 from moerl.algorithms.kl import kl_k3
+from moerl.algorithms.kl_control import EXPONENT_LIMIT
 from moerl.types.stats import MismatchStats, ServerMismatch
 
 SUMMED = (

@@ -19,8 +19,9 @@ from moerl.train.batching.packing import PackedMicroBatch, pack
 from moerl.train.batching.rank_share import Share
 from moerl.train.loss.batch_loss import Denominators, LossColumns, micro_batch_loss
 from moerl.train.loss.before_update import corrected, selected
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import LossSums, step_statistics
-from moerl.train.loss.value_loss import ValueLoss, value_loss
+from moerl.train.loss.value_loss import value_loss
 from moerl.types.batch import TrainBatch
 
 

@@ -3,35 +3,13 @@
 Values stand where log-probs do: that of a token is predicted from the tokens before it.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from moerl.config.schema.custom_part import Need
 from moerl.train.batching.packing import PackedMicroBatch
 from moerl.train.loss.batch_loss import Denominators, at_least_float32
+from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import LossSums
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLoss:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 of a token, arXiv:1707.06347's implementation."""
-
-    clip: float | None = None
-    """None: (V - R)^2 / 2."""
-    metric_names: ClassVar[tuple[str, ...]] = ("value", "return", "return_squared", "error_squared", "clipped_values")
-    needs: ClassVar[frozenset[Need]] = frozenset()
-    uses_reference: ClassVar[bool] = False
-
-    def of_tokens(self, values_T: Tensor, old_T: Tensor, returns_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss of each token, and whether the clip keeps it from the value."""
-        error_T = (values_T - returns_T) ** 2
-        if self.clip is None:
-            return error_T / 2, torch.zeros_like(error_T, dtype=torch.bool)
-        clipped_T = (old_T + (values_T - old_T).clamp(-self.clip, self.clip) - returns_T) ** 2
-        return torch.maximum(error_T, clipped_T) / 2, clipped_T > error_T
 
 
 def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLoss, denominators: Denominators) -> tuple[Tensor, LossSums]:
@@ -43,7 +21,7 @@ def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLoss, denom
     old_T, returns_T = (
         torch.where(mask_T, torch.from_numpy(column).to(device, values_T.dtype), 0.0) for column in (micro.values_T, micro.returns_T)
     )
-    loss_T, clipped_T = loss.of_tokens(values_T, old_T, returns_T)
+    loss_T, clipped_T = _of_tokens(loss, values_T, old_T, returns_T)
     total = torch.where(mask_T, loss_T, 0.0).sum() / max(denominators.num_tokens, 1)
     with torch.no_grad():
         wide_T, wide_returns_T = values_T.double(), returns_T.double()
@@ -53,3 +31,12 @@ def value_loss(values_T: Tensor, micro: PackedMicroBatch, loss: ValueLoss, denom
             {name: column.sum() for name, column in zip(loss.metric_names, metrics, strict=True)},
         )
     return total, sums
+
+
+def _of_tokens(loss: ValueLoss, values_T: Tensor, old_T: Tensor, returns_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and whether the clip keeps it from the value."""
+    error_T = (values_T - returns_T) ** 2
+    if loss.clip is None:
+        return error_T / 2, torch.zeros_like(error_T, dtype=torch.bool)
+    clipped_T = (old_T + (values_T - old_T).clamp(-loss.clip, loss.clip) - returns_T) ** 2
+    return torch.maximum(error_T, clipped_T) / 2, clipped_T > error_T

@@ -3,14 +3,14 @@ and tells nobody."""
 
 import sys
 
-from megatron_patches import reference_te
-
 CHOICE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 """Module of Transformer Engine whose `_attention_backends` says what the last forward pass ran."""
 
 
 def attention_backend() -> str:
     """Name of it, as text."""
+    from megatron_patches import reference_te  # not with this module: it imports torch, which the driver has not
+
     if reference_te.active():
         return "the PyTorch reference of Transformer Engine"
     chosen = getattr(sys.modules.get(CHOICE), "_attention_backends", {})

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from moerl.config.schema.layout import Layout
 from moerl.models.bridge.weight_bridge import OwnedTensors, WeightBridge
-from moerl.models.fp8_blocks import SCALE_SUFFIX, ScaleFormat, block_maxima, quantized_box, scales_of
+from moerl.models.fp8_blocks import ScaleFormat, block_maxima, quantized_box, scales_of
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.models.hf_checkpoint import HFCheckpoint
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.run_plan import Outline
-from moerl.weights.plan.tensor_specs import box_of, expert_of
+from moerl.weights.plan.spec_tensors import box_of
+from moerl.weights.plan.tensor_specs import expert_of
 from moerl.weights.plan.transfer_plan import PlannedTensor, fp8_specs, is_ragged, with_scales
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from moerl.config.schema.layout import Layout
 from moerl.models.fp8_names import BLOCK
 from moerl.weights.plan.card_loads import Cards
-from moerl.weights.plan.tensor_specs import torch_dtype
+from moerl.weights.plan.tensor_specs import item_bytes
 from moerl.weights.plan.transfer_plan import (
     Parts,
     PlannedTensor,
@@ -95,7 +95,7 @@ def _scales_part(values: _Box, scales: PlannedTensor) -> _Box | None:
     row, column, num_rows, num_columns, _ = values
     first, left, stop, right = (-(-edge // BLOCK) for edge in (row, column, row + num_rows, column + num_columns))
     size = (stop - first) * (right - left)
-    return (first, left, stop - first, right - left, size * torch_dtype(scales.spec).itemsize) if size else None
+    return (first, left, stop - first, right - left, size * item_bytes(scales.spec)) if size else None
 
 
 def _num_shares(tensor: PlannedTensor, rollout: RolloutLayout) -> int:

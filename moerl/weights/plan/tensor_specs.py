@@ -1,44 +1,30 @@
-"""Between torch tensors and the plain `TensorSpec` that crosses processes."""
+"""Tensors of a push by their names, shapes and dtypes alone: without torch, as the driver plans."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Iterable
 
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 
-CPU = torch.device("cpu")
-
+_ITEM_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""By torch's names of dtypes: those of tensors in checkpoints."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-
-
-def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """Raises WeightError for a name that this torch does not know as a dtype."""
-    dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightError(f"{spec.name}: dtype = {spec.dtype!r} is no dtype of torch {torch.__version__}; use the same torch on both sides")
-    return dtype
-
-
 def num_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * torch_dtype(spec).itemsize
+    return math.prod(spec.shape) * item_bytes(spec)
 
 
-def view_as(data: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The uint8 [num_bytes(spec)] `data` as the tensor it holds, without a copy."""
-    return data.view(torch_dtype(spec)).view(spec.shape)
-
-
-def box_of(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    """A view."""
-    return tensor[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+def item_bytes(spec: TensorSpec) -> int:
+    """Raises WeightError for a dtype that no checkpoint has."""
+    if spec.dtype not in _ITEM_BYTES:
+        raise WeightError(f"{spec.name}: dtype = {spec.dtype!r} is no dtype of a weight; known are {', '.join(_ITEM_BYTES)}")
+    return _ITEM_BYTES[spec.dtype]
 
 
 def expert_of(name: str) -> int | None:

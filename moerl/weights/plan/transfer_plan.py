@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moerl.config.schema.layout import Layout
-from moerl.models.fp8_blocks import SCALE_SUFFIX, scale_shape
-from moerl.models.fp8_names import BLOCK, is_quantized_when_published
+from moerl.models.fp8_names import BLOCK, SCALE_SUFFIX, is_quantized_when_published, scale_shape
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.tensor_specs import num_bytes
 

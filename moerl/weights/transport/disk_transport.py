@@ -20,7 +20,7 @@ import xxhash
 
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 from moerl.weights.verify.digest import tensor_bytes
 
 BLOCK_BYTES = 2**16

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 from moerl.cluster.error_texts import LATE
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket, TransportOffer
-from moerl.weights.plan.tensor_specs import CPU
+from moerl.weights.plan.spec_tensors import CPU
 from moerl.weights.transport.gpu_transport import DeviceBuffer, NcclGroup, Transfer
 from moerl.weights.transport.links import Borrower, Lender, describe, rank_key, reader_key
 from moerl.weights.transport.rendezvous import Deadline, Rendezvous, explained

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moerl.weights.plan.tensor_specs import box_of
+from moerl.weights.plan.spec_tensors import box_of
 
 Start = tuple[int, ...]
 """Where a piece begins in its tensor, along every axis."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from moerl.models.fp8_blocks import SCALE_SUFFIX, dequantized
+from moerl.models.fp8_blocks import dequantized
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.transfer_plan import FP8_DTYPE

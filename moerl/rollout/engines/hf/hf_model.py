@@ -24,7 +24,7 @@ from moerl.rollout.engines.hf.cache import ATTENTION, attend
 from moerl.rollout.engines.hf.delta_net import run_over_slots
 from moerl.types.errors import EngineError
 from moerl.types.push import TensorSpec
-from moerl.weights.plan.tensor_specs import spec_of
+from moerl.weights.plan.spec_tensors import spec_of
 from moerl.weights.plan.transfer_plan import in_fp8
 
 EXPERTS = "moerl_invariant"

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from moerl.models.fp8_blocks import SCALE_SUFFIX, scale_shape
+from moerl.models.fp8_names import SCALE_SUFFIX, scale_shape
 
 _IS_PACKED = "format_ue8m0"
 """SGLang's mark of scales that it has repacked."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from moerl.models.fp8_blocks import SCALE_SUFFIX
+from moerl.models.fp8_names import SCALE_SUFFIX
 from moerl.rollout.engines.dropped_weights import DroppedWeights, UnsentTensors
 from moerl.rollout.engines.hf.hf_model import checkpoint_specs
 from moerl.rollout.engines.installed_bytes import InstalledBytes, LoadWeights
