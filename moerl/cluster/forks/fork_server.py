@@ -45,6 +45,7 @@ PRELOADED = (
     "moerl.models.transformers_tokenizer", "moerl.scratch_model",
 )  # fmt: skip
 """By their names: packages of this one's level, of which none imports Ray."""
+_OF_COLLECTORS = ("aiohttp", "moerl.rollout.fleet.collect", "moerl.rollout.server.messages")
 _RANK_IMPORTS = "moerl.train.rank_imports"
 _REQUEST_SECONDS = 10.0
 _BACKLOG = 128
@@ -116,17 +117,15 @@ def serve_until_eof(name: str) -> None:
 
 @contextmanager
 def _forked_servers(name: str) -> Iterator[None]:
-    """Two servers, of which that for Ray's workers is a fork of the other. Both listen already, and answer when they have imported what
-    their processes will."""
+    """Two servers, of which that for Ray's workers is a fork of the other, made when that has torch: no worker needs transformers, and both
+    import the rest side by side. They listen already, and answer when they have imported what their processes will."""
     listener, for_ranks = listen(name), listen(for_workers(name))
 
     def prepared() -> None:
         gc.disable()  # until everything is imported: its collections would take a fifth of the time, and find little
-        preload()
-        if (reason := unfit()) is not None:
-            sys.stderr.write(f"{VARIABLE}: every process is executed: after its imports {reason}\n")
-            os._exit(1)
-        fork_server(for_ranks, preload_for_ranks)
+        importlib.import_module("torch")
+        fork_server(for_ranks, partial(_fit_after, preload_for_ranks))
+        _fit_after(preload)
 
     with for_ranks:
         server = fork_server(listener, prepared)
@@ -135,6 +134,13 @@ def _forked_servers(name: str) -> Iterator[None]:
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
+
+
+def _fit_after(imports: Callable[[], object]) -> None:
+    imports()
+    if (reason := unfit()) is not None:
+        sys.stderr.write(f"{VARIABLE}: processes are executed: after its imports {reason}\n")
+        os._exit(1)
 
 
 def fork_server(listener: socket.socket, before: Callable[[], object] = lambda: None) -> int:
@@ -159,12 +165,18 @@ def for_workers(name: str) -> str:
 
 
 def preload() -> None:
-    for name in PRELOADED:
+    _import(PRELOADED)
+
+
+def _import(names: Sequence[str]) -> None:
+    for name in names:
         importlib.import_module(name)
 
 
 def preload_for_ranks() -> None:
-    """Megatron, where no GPU is: with one it asks for it when it is imported, and a process that has opened a GPU cannot be forked."""
+    """What collectors import, and Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a
+    GPU cannot be forked."""
+    _import(_OF_COLLECTORS)
     if list(Path("/dev").glob("nvidia[0-9]*")):
         return
     importlib.import_module(_RANK_IMPORTS).load_quietly()
