@@ -45,7 +45,11 @@ PRELOADED = (
     "moerl.models.transformers_tokenizer", "moerl.scratch_model",
 )  # fmt: skip
 """By their names: packages of this one's level, of which none imports Ray."""
-_OF_COLLECTORS = ("aiohttp", "moerl.rollout.fleet.collect", "moerl.rollout.server.messages")
+_SHARED = (
+    "torch", "torch._dynamo", "torch.distributed.checkpoint", "aiohttp", "moerl.rollout.fleet.collect", "moerl.rollout.server.messages",
+    "moerl.weights.receive",
+)  # fmt: skip
+"""Modules that both servers need, or collectors."""
 _RANK_IMPORTS = "moerl.train.rank_imports"
 _REQUEST_SECONDS = 10.0
 _BACKLOG = 128
@@ -123,7 +127,7 @@ def _forked_servers(name: str) -> Iterator[None]:
 
     def prepared() -> None:
         gc.disable()  # until everything is imported: its collections would take a fifth of the time, and find little
-        importlib.import_module("torch")
+        _import(_SHARED)
         fork_server(for_ranks, partial(_fit_after, preload_for_ranks))
         _fit_after(preload)
 
@@ -176,7 +180,7 @@ def _import(names: Sequence[str]) -> None:
 def preload_for_ranks() -> None:
     """What collectors import, and Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a
     GPU cannot be forked."""
-    _import(_OF_COLLECTORS)
+    _import(_SHARED)
     if list(Path("/dev").glob("nvidia[0-9]*")):
         return
     importlib.import_module(_RANK_IMPORTS).load_quietly()
