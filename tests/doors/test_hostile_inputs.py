@@ -179,8 +179,8 @@ def test_a_disk_without_room(folder, tmp_path):
 
 @pytest.mark.parametrize("text", ['{"eos_token_id": 1,', "[1]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, null]}'])
 def test_a_generation_config_that_says_nothing_of_use_is_refused(tmp_path, text):
-    from moerl.run_model import _stop_tokens
+    from moerl.models.transformers_tokenizer import stop_tokens
 
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
-        _stop_tokens(tmp_path, SimpleNamespace(eos_token_id=0))
+        stop_tokens(tmp_path, SimpleNamespace(eos_token_id=0))

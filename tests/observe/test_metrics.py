@@ -108,6 +108,8 @@ def test_the_vocabulary_and_the_metrics_are_the_same_names(measure, make_group, 
         "fleet/restarts": 0.0,
         "fleet/retired": 0.0,
         "fleet/resumed": 0.0,
+        "fleet/preempted": 0.0,
+        "fleet/bound": 8.0,
     }  # of the buffer and of the publisher
     assert (values["residency/seconds/servers_sleep"], values["residency/bytes/servers_sleep"]) == (0.25, 8.0)
     assert [values[f"push/{name}"] for name in ("seconds", "bytes", "network_bytes", "written_bytes")] == [0.5, 64.0, 48.0, 0.0]
