@@ -8,8 +8,8 @@ import torch
 
 from moerl.config.rules.checkpoint_files import checkpoint_problems
 from moerl.models.transformers_config import read_transformers_config
+from moerl.models.transformers_tokenizer import read_tokenizer
 from moerl.rollout.engines.hf.hf_model import load_model
-from moerl.run_model import _read_tokenizer
 from moerl.types.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_a_model_of_a_known_family_is_computed_by_transformers_own_class(folder,
     assert type(read_transformers_config(folder)).__module__.startswith("transformers.")
     model = load_model(folder, dtype=torch.float32, load="checkpoint", deterministic=False, max_context=32)
     assert type(model).__module__.startswith("transformers.")
-    assert _read_tokenizer(folder).eos_token_id is not None
+    assert read_tokenizer(folder).eos_token_id is not None
     assert list(checkpoint_problems(folder)) == []
     assert not (tmp_path / "ran").exists()
 
@@ -44,5 +44,5 @@ def test_a_tokenizer_that_is_code_is_refused(folder, tmp_path):
     _add(folder / "tokenizer_config.json", tokenizer_class="Evil")
     assert [each.rule for each in checkpoint_problems(folder)] == ["must have a tokenizer that is data"]
     with pytest.raises(ConfigError, match="must have a tokenizer that can be read"):
-        _read_tokenizer(folder)
+        read_tokenizer(folder)
     assert not (tmp_path / "ran").exists()

@@ -178,7 +178,7 @@ def _import(names: Sequence[str]) -> None:
 
 
 def preload_for_ranks() -> None:
-    """What collectors import, and Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a
+    """Imports of collectors, and Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a
     GPU cannot be forked."""
     _import(_SHARED)
     if list(Path("/dev").glob("nvidia[0-9]*")):
