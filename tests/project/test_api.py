@@ -158,7 +158,15 @@ def test_an_error_in_a_running_loop_is_the_callers():
         in_a_running_loop(main())
 
 
-def test_ctrl_c_in_a_running_loop_waits_for_what_the_run_ends():
+@pytest.fixture
+def pythons_own_handler():
+    """Tests of other files may have left another, which Ctrl-C then belongs to."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_running_loop_waits_for_what_the_run_ends(pythons_own_handler):
     ended = []
 
     async def main():
@@ -183,7 +191,7 @@ class Interrupting:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_that_meets_a_destructor_is_heard(monkeypatch):
+def test_ctrl_c_that_meets_a_destructor_is_heard(pythons_own_handler, monkeypatch):
     waited = []
 
     def wait(futures, timeout):

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from moerl.train.megatron import attention_backend as module
-from moerl.train.megatron.attention_backend import attention_backend
+from megatron_patches import reference_te
+from moerl.train.megatron.attention_backend import CHOICE, attention_backend
 
 
 def test_on_cpu_it_is_the_reference(monkeypatch):
-    monkeypatch.setattr(module.reference_te, "active", lambda: True)
+    monkeypatch.setattr(reference_te, "active", lambda: True)
     assert attention_backend() == "the PyTorch reference of Transformer Engine"
 
 
@@ -25,6 +25,6 @@ def test_on_cpu_it_is_the_reference(monkeypatch):
 )
 def test_with_transformer_engine_it_is_named(chosen, name, monkeypatch):
     """The names are held against its distribution (tests/wheels)."""
-    monkeypatch.setattr(module.reference_te, "active", lambda: False)
-    monkeypatch.setitem(sys.modules, module.CHOICE, SimpleNamespace(_attention_backends=chosen))
+    monkeypatch.setattr(reference_te, "active", lambda: False)
+    monkeypatch.setitem(sys.modules, CHOICE, SimpleNamespace(_attention_backends=chosen))
     assert attention_backend() == name

@@ -172,12 +172,14 @@ def signal_when(number, pid, is_there):
     os.kill(pid, number)
 
 
+def in_second_micro_batch(lines):
+    """All groups of ranks have met: in the first one a rank may still wait for another to connect, and notices nothing."""
+    work, micro_batch = lines[WORK], lines.get(MICRO_BATCH)
+    return work.text == "update" and micro_batch is not None and micro_batch.first >= 2
+
+
 def test_a_rank_frozen_in_an_update_is_told_from_those_that_wait_for_it(run_with):
     """All are silent."""
-
-    def in_second_micro_batch(lines):
-        work, micro_batch = lines[WORK], lines.get(MICRO_BATCH)
-        return work.text == "update" and micro_batch is not None and micro_batch.first >= 2
 
     async def scenario(group, pids):
         updating = asyncio.create_task(group.update(LONG_BATCH, SUPERVISED, lr=1e-3))
@@ -303,7 +305,7 @@ def test_a_killed_rank_is_named_before_those_that_lost_it_and_a_kill_for_memory_
 
     async def scenario(group, pids):
         updating = asyncio.create_task(group.update(LONG_BATCH, SUPERVISED, lr=1e-3))
-        await asyncio.to_thread(signal_when, signal.SIGKILL, pids[1], lambda lines: MICRO_BATCH in lines)
+        await asyncio.to_thread(signal_when, signal.SIGKILL, pids[1], in_second_micro_batch)
         with pytest.raises(TrainError) as caught:
             await updating
         first, died, cause, *rest = str(caught.value).splitlines()
