@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from moerl.config.schema.run_config import RunConfig
+from moerl.models.plain_tokenizer import Tokenizer
 from moerl.rollout.datasets.load_dataset import load_dataset
 from moerl.rollout.prompts import PromptSource
 from moerl.run_model import load_model
@@ -27,10 +28,11 @@ def trl_task(config: RunConfig, *, threads: int, experts: str) -> dict[str, Any]
     """Settings of benchmarks/peers/trl_demo.py. The model is written to the run's directory, where `moerl train` finds it."""
     optimizer, objective = config.train.optimizer, config.algorithm.objective
     assert objective.kind == "ppo_clip" and optimizer.decay == "constant" and config.train.updates_per_step == 1
+    model = load_model(config)
     samples, micro_batches = config.groups_per_step * config.group_size, num_micro_batches(config)
     return {
-        "model": str(load_model(config).directory.absolute()),
-        "prompts": prompts(config),
+        "model": str(model.directory.absolute()),
+        "prompts": prompts(config, model.tokenizer),
         "threads": threads,
         "experts": experts,
         "warmup_steps": optimizer.warmup_steps,
@@ -56,10 +58,10 @@ def trl_task(config: RunConfig, *, threads: int, experts: str) -> dict[str, Any]
     }
 
 
-def prompts(config: RunConfig) -> list[dict[str, str]]:
+def prompts(config: RunConfig, tokenizer: Tokenizer) -> list[dict[str, str]]:
     """Every prompt of the run in the order in which it is drawn, once for each group."""
     source = PromptSource(
-        load_dataset(config.data, seed=config.seed), load_model(config).tokenizer, config.data,
+        load_dataset(config.data, seed=config.seed), tokenizer, config.data,
         seed=config.seed, max_context=config.model.max_context, max_response_tokens=config.rollout.max_response_tokens,
     )  # fmt: skip
     drawn = map(source.prompt_at, range(config.num_steps * config.groups_per_step))

@@ -75,11 +75,14 @@ def _process(asked: IO[bytes], answered: IO[bytes], environment: Mapping[str, st
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no part of the answer
     try:
         answer: _Answer | MoerlError = _read(*pickle.load(sys.stdin.buffer))
     except MoerlError as error:
         answer = error
-    pickle.dump(answer, sys.stdout.buffer)
+    with answers:
+        pickle.dump(answer, answers)
 
 
 def _read(model: ModelConfig, directory: Path, seed: int) -> _Answer:

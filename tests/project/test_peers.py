@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from peer_task import overrides, trl_task
 from watched_run import Watched
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_the_settings_of_trl_are_those_of_the_recipe(tmp_path: Path):
     config = load(overrides(24, 3, tmp_path, []))
