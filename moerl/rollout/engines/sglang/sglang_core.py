@@ -157,7 +157,7 @@ class SGLangCore:
             raise EngineError(f"SGLang refuses the request: {error}") from error
         finally:
             self._in_flight.remove(key)
-        self._num_preempted += answer["meta_info"]["num_retractions"]
+        self._num_preempted += answer["meta_info"].get("num_retractions", 0)  # one that was aborted in SGLang's queue has no number
         return self._completion(key, answer, sampling)
 
     async def abort(self, key: str) -> None:
