@@ -1,13 +1,16 @@
 """Per-token losses and KL estimators against scalar arithmetic."""
 
 import math
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moerl.algorithms.kl import kl_k3
+from moerl.algorithms.kl import kl_estimate, kl_k3
+from moerl.algorithms.kl_control import Estimator, kl_values
 from moerl.algorithms.token_losses import clipped_surrogate
 from moerl.config.schema.loss_config import PPOClip
 
@@ -99,3 +102,12 @@ def test_k3_is_exactly_zero_at_equality_and_accurate_near_it_in_float32():
 @pytest.mark.parametrize(("d", "value"), [(-3.0, 10.0), (-100.0, 10.0), (5.0, math.exp(-5) + 4), (100.0, 10.0)])
 def test_k3_is_limited_to_ten(d, value):
     assert kl_k3(tensor(d), tensor(0.0)).item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+@given(st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=8))
+def test_the_drivers_kl_of_a_reward_is_the_value_of_the_ranks_estimate(estimator, pairs):
+    """Where nothing was updated since the old policy; beyond both clamps too."""
+    logp_N, other_logp_N = np.array(pairs, dtype=np.float32).T
+    expected_N = kl_estimate(estimator, *map(torch.from_numpy, (logp_N.copy(), other_logp_N.copy())), torch.ones(len(pairs)))
+    np.testing.assert_allclose(kl_values(estimator, logp_N, other_logp_N), expected_N.numpy(), rtol=1e-5, atol=1e-6)

@@ -7,6 +7,7 @@ import pytest
 from moerl.config.derive.collectors import BYTES_PER_SECOND, num_collectors, reception_seconds
 from moerl.config.derive.object_store import most_bytes, sample_bytes, shortage
 from moerl.config.load import load
+from moerl.config.summary import summary
 
 DEMO = "recipe=grpo-tiny-moe-1n2g-sync"
 SIZES = ["groups_per_step=1024", "group_size=8", "model.max_context=4096", "data.max_prompt_tokens=96", "rollout.max_response_tokens=4000",
@@ -50,5 +51,6 @@ def test_collectors_are_as_many_on_each_node_with_servers_as_the_bytes_of_a_step
     assert num_collectors(config) == wanted
     step = groups * config.group_size * per_sample
     assert reception_seconds(config) == pytest.approx(step / wanted / BYTES_PER_SECOND)
+    assert f"# reception       {wanted} collector(s), at most {step / wanted / BYTES_PER_SECOND:.2g} s for" in summary(config)
     chosen = replace(config, rollout=replace(rollout, num_collectors=3))
     assert num_collectors(chosen) == 3

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from moerl.rollout.server import wire
 from moerl.rollout.server.app import Answers
 from moerl.rollout.server.messages import parse_requests
-from moerl.types.completion import Completion, SamplingParams, VersionSpan
+from moerl.types.completion import Completion, SamplingParams, ServerLoad, VersionSpan
 
 VOCAB, LAYERS, TOP_K, EXPERTS = 1000, 4, 2, 8
 dropped: list[str] = []
@@ -53,6 +53,7 @@ def answer(request_id: str, num_prompt: int, sampling: SamplingParams) -> Comple
         spans=(VersionSpan(version=1 + (first > 0), num_tokens=len(tokens)),),
         finish_reason=reason,  # type: ignore[arg-type]
         routes=routes.astype(np.uint8) if sampling.returns_routes else None,
+        load=ServerLoad(cache_share=0.75, num_preempted=3),
     )
 
 

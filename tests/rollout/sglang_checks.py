@@ -20,6 +20,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.managers import load_snapshot
 from sglang.srt.model_loader import loader
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import torch_memory_saver_adapter
@@ -30,6 +31,7 @@ from moerl.models.fp8_blocks import dequantized, quantized
 from moerl.rollout.engines.dropped_weights import UnsentTensors
 from moerl.rollout.engines.engine_arguments import FP8_BLOCKS, overrides
 from moerl.rollout.engines.sglang import sglang_cpu_fp8, sglang_fp8, sglang_memory
+from moerl.rollout.engines.sglang.sglang_core import file_of_loads
 
 BLOCK = [128, 128]
 
@@ -160,6 +162,17 @@ def check_a_published_folder_in_fp8_serves_what_a_push_brings():
         Path(folder, "config.json").write_text(json.dumps(model))
         assert quantization() == quantization(**overrides(model, ServerLayout(weights="fp8"))) == "fp8"
         assert quantization(**overrides(model, ServerLayout())) is None
+
+
+def check_the_file_of_loads_is_found_by_either_reader():
+    with tempfile.TemporaryDirectory() as folder:
+        path, endpoint = f"{folder}/loads", f"ipc://{folder}/loads.sock"
+        near, far = load_snapshot.ShmLoadSnapshotReader(path, 1), load_snapshot.ZmqShmLoadSnapshotReader(endpoint, path, 1)
+        try:
+            assert file_of_loads(near) == file_of_loads(far) == Path(path)
+            assert [each.token_usage for each in far.read_all()] == [each.token_usage for each in near.read_all()]
+        finally:
+            far.close()
 
 
 def widened(values, scales):

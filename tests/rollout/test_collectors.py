@@ -22,7 +22,7 @@ from moerl.rollout.fleet.rollout_pool import RolloutPool
 from moerl.rollout.server.client import HTTPEngine
 from moerl.rollout.server.spread_process import NodeOfServer
 from moerl.rollout.server.wire import GenerateRequest
-from moerl.types.completion import SamplingParams, VersionSpan
+from moerl.types.completion import SamplingParams, ServerLoad, VersionSpan
 from moerl.types.errors import EngineError, EngineUnavailable, EngineUnsound, StoreError
 from moerl.types.exit_codes import ExitCode
 from moerl.types.groups import Group, Prompt, Sample, Score
@@ -79,6 +79,7 @@ def test_a_completion_is_in_the_store_and_the_driver_has_its_numbers(run, collec
     assert_whole(payload, 8)
     assert (completion.routes_bytes, completion.num_bytes) == (10 * LAYERS * TOP_K, payload.num_bytes)
     assert answer.text == payload.text
+    assert answer.load == ServerLoad(cache_share=0.75, num_preempted=3)
 
 
 def test_neither_tokens_nor_routes_nor_text_of_a_finished_sample_stay_in_the_driver(run, collectors, engine):

@@ -1,5 +1,6 @@
 """Plans of a push: every reader gets every byte once, from a rank that has it, and no card is loaded more than it must be."""
 
+import contextlib
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -7,16 +8,19 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moerl.config.schema.layout import Layout
+from moerl.types.errors import WeightError
 from moerl.types.push import TensorSpec
 from moerl.weights.plan import senders
 from moerl.weights.plan.buckets import deliveries, in_order
 from moerl.weights.plan.run_plan import faults, relays_of
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
+from moerl.weights.plan.tensor_specs import item_bytes
 from moerl.weights.plan.transfer_plan import PlannedTensor, RolloutLayout, holders, readers
 
 EXPERTS = 8
@@ -264,3 +268,15 @@ def other_of_node(plan):
 )  # fmt: skip
 def test_a_fault_is_named(change, message):
     assert any(re.search(message, fault) for fault in faults(change(a_plan()), EXPERTS))
+
+
+def test_a_dtype_has_the_bytes_that_torch_gives_it_and_others_are_refused():
+    dtypes = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"}
+    found = {}
+    for name in dtypes:
+        with contextlib.suppress(WeightError):
+            found[name] = item_bytes(TensorSpec(name="a", shape=(1,), dtype=name))
+    assert found == {name: dtypes[name].itemsize for name in found}
+    assert set(found) >= {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu", "uint8", "int32"}
+    with pytest.raises(WeightError, match="'float7' is no dtype of a weight"):
+        item_bytes(TensorSpec(name="a", shape=(1,), dtype="float7"))

@@ -37,19 +37,17 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "MOERL_FORK_SERVER"
 """In the environment: where the server listens. Empty: every process is executed."""
-PRELOADED = (
-    "torch", "torch.distributed.checkpoint", "transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "moerl.rollout.server.child", "moerl.rollout.engines.hf.forward", "moerl.rollout.engines.hf.fp8_weights",
-    "moerl.rollout.engines.hf.hf_model", "moerl.rollout.engines.hf.scheduler", "moerl.rollout.server.app",
-    "moerl.rollout.engines.hf.hf_core", "moerl.weights.receive",
-    "moerl.models.transformers_tokenizer", "moerl.scratch_model",
-)  # fmt: skip
-"""By their names: packages of this one's level, of which none imports Ray."""
 _SHARED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint", "aiohttp", "moerl.rollout.fleet.collect", "moerl.rollout.server.messages",
     "moerl.weights.receive",
 )  # fmt: skip
-"""Modules that both servers need, or collectors."""
+"""Modules that both servers need, or collectors. By their names: packages of this one's level, of which none imports Ray."""
+_OF_SERVERS = (
+    "transformers", "transformers.models.qwen3_moe.modeling_qwen3_moe", "moerl.rollout.server.child", "moerl.rollout.engines.hf.forward",
+    "moerl.rollout.engines.hf.fp8_weights", "moerl.rollout.engines.hf.hf_model", "moerl.rollout.engines.hf.scheduler",
+    "moerl.rollout.server.app", "moerl.rollout.engines.hf.hf_core", "moerl.models.transformers_tokenizer", "moerl.scratch_model",
+)  # fmt: skip
+"""Modules of rollout.engine=hf, and of the process that reads the model."""
 _RANK_IMPORTS = "moerl.train.rank_imports"
 _REQUEST_SECONDS = 10.0
 _BACKLOG = 128
@@ -169,7 +167,8 @@ def for_workers(name: str) -> str:
 
 
 def preload() -> None:
-    _import(PRELOADED)
+    _import(_SHARED)
+    _import(_OF_SERVERS)
 
 
 def _import(names: Sequence[str]) -> None:
@@ -178,8 +177,8 @@ def _import(names: Sequence[str]) -> None:
 
 
 def preload_for_ranks() -> None:
-    """Imports of collectors, and Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a
-    GPU cannot be forked."""
+    """Imports of Ray's workers. Megatron where no GPU is: with one it asks for it when it is imported, and a process that has opened a GPU
+    cannot be forked."""
     _import(_SHARED)
     if list(Path("/dev").glob("nvidia[0-9]*")):
         return

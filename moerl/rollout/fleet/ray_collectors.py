@@ -159,9 +159,8 @@ class RayCollectors:
         """Whatever ends it is told to all that wait: nothing else would ever answer them."""
         try:
             while True:
-                self._deliver(
-                    home, *await home.actor.answers.remote(home.life)
-                )  # no name of this frame holds a message until the next comes
+                # No name of this frame: it would hold the message until the next one comes.
+                self._deliver(home, *await home.actor.answers.remote(home.life))
         except Exception as error:
             self._fail(home, error)
 

@@ -121,6 +121,11 @@ _TAGS: Mapping[MemoryPart, tuple[str, ...]] = {"weights": ("weights",), "cache":
 """SGLang's names of memory (sglang/srt/constants.py)."""
 
 
+def file_of_loads(reader: Any) -> Path:
+    """In /dev/shm. Over several nodes with data-parallel attention the reader is another, which keeps the name to itself."""
+    return Path(reader.path if hasattr(reader, "path") else reader._shm_path)
+
+
 class SGLangCore:
     """Implements Core. SGLang's own pause is asked for in mode in_place only."""
 
@@ -220,7 +225,7 @@ class SGLangCore:
 
     def close(self) -> None:
         self._engine.shutdown()
-        Path(self._manager.load_snapshot_reader.path).unlink(missing_ok=True)
+        file_of_loads(self._manager.load_snapshot_reader).unlink(missing_ok=True)
 
     def _unlink_loads(self) -> None:
         """SGLang never removes the file in /dev/shm by which its processes tell their load. With more than one group of schedulers a
@@ -228,7 +233,7 @@ class SGLangCore:
         if self._num_groups == 1:
             reader = self._manager.load_snapshot_reader
             reader.read_all()  # opens it
-            Path(reader.path).unlink(missing_ok=True)
+            file_of_loads(reader).unlink(missing_ok=True)
 
     async def _call(self, step: str, body: bytes) -> None:
         """Call on every scheduler. SGLang's collective_rpc reaches only one group with data-parallel attention and waits on the event loop:
