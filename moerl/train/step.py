@@ -36,6 +36,7 @@ from moerl.train.loss.nonfinite import locate
 from moerl.train.loss.value_loss import value_loss
 from moerl.train.megatron.expert_routing import KeptRoutes
 from moerl.train.megatron.megatron_model import Model, sum_gradients
+from moerl.train.megatron.optimizer import norm_known
 from moerl.train.megatron.overlap import without_grad_reduce
 from moerl.train.megatron.routing_stats import RoutingCounts
 from moerl.train.rank_progress import counted
@@ -109,7 +110,8 @@ class TrainStep:
             self.model.routers.restore(biases)
         elif math.isfinite(grad_norm) and math.isfinite(total.loss):
             if denominators.num_trained:  # else momentum alone would move the weights
-                self.optimizer.step()
+                with norm_known(self.optimizer, grad_norm):
+                    self.optimizer.step()
         else:
             trouble = self._locate_nonfinite(share, packed, loss_of_logits, samples)
             self.model.routers.restore(biases)

@@ -36,6 +36,10 @@ def undo(name: str) -> None:
         token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **_: tensor
     elif name == "uneven_gloo":
         mappings._gather_along_first_dim = lambda tensor, *_: tensor
+    elif name == "lone_rank":
+        from megatron.core.distributed import param_and_grad_buffer
+
+        param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_tensor
     elif name == "duplicated_linear":
         from megatron.core.extensions.transformer_engine import TELinear
 

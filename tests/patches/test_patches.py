@@ -5,17 +5,18 @@ import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_cases import LAYOUTS, random_batch, settings
-from engine_jobs import first_step
+from engine_jobs import first_step, train
 from engine_ranks import RankError, run_ranks
 from patch_jobs import activate_again, gather_and_scatter, patch_changed_source, rng_round_trip, undo, use_cuda_names
 
 import megatron_patches
-from megatron_patches import duplicated_linear, reference_te
+from megatron_patches import duplicated_linear, lone_rank, reference_te
 from megatron_patches.errors import PatchError, require_source
 from moerl.config.schema.layout import Layout
 
@@ -104,6 +105,22 @@ def test_float64_fails_without_its_patch(checkpoints):
         run_ranks(first_step, 1, chosen, random_batch(), without=["float64_gradients"])
 
 
+def test_a_lone_rank_trains_to_the_same_bits_without_its_patch(checkpoints):
+    chosen = settings(checkpoints["qwen3_moe"], Layout())
+    ours, gloo = (run_ranks(train, 1, chosen, random_batch(), 2, 1, without=without) for without in ([], ["lone_rank"]))
+    assert all(ours.weights[name].tobytes() == values.tobytes() for name, values in gloo.weights.items())
+    assert ours.steps == [replace(step, memory=ours.steps[i].memory) for i, step in enumerate(gloo.steps)]
+
+
+@pytest.mark.parametrize(("num_ranks", "other_memory", "is_called"), [(1, False, False), (1, True, True), (2, False, True)])
+def test_only_a_collective_of_one_rank_in_place_is_left_out(num_ranks, other_memory, is_called):
+    values, calls = torch.ones(4), []
+    collective = lone_rank._unless_alone(lambda *args, **options: calls.append((args, options)))
+    output, group = (values.clone() if other_memory else values[:4]), types.SimpleNamespace(size=lambda: num_ranks)
+    collective(output, values, group=group, async_op=True)
+    assert calls == [((output, values), {"group": group, "async_op": True})] * is_called
+
+
 # -- in force ------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +130,7 @@ def test_activating_again_changes_nothing():
     assert names == needed
 
 
-@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo", OLD_MEGATRON])
+@pytest.mark.parametrize("patch", ["cuda_stand_in", "alltoall_splits", "uneven_gloo", "lone_rank", OLD_MEGATRON])
 def test_a_patch_that_was_undone_is_named(patch):
     with pytest.raises(RankError, match=rf"in undo\n(?s:.*)PatchError: patches not in force: {patch};"):
         run_ranks(undo, 1, patch)

@@ -144,6 +144,21 @@ def test_a_window_beside_a_mask_of_its_own_is_an_error(kind):
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
+def test_gradients_of_an_rms_norm_equal_autograds(zero_centered):
+    x, weight, grad = random_tensors((3, 2, 8), (8,), (3, 2, 8))
+    arguments = (None, 1e-3, "RMSNorm", zero_centered)
+    torch.autograd.gradcheck(lambda *inputs: norm.normalize(*inputs, *arguments), (x, weight))
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [each.detach().to(dtype).requires_grad_() for each in (x, weight)]
+        wide, scale = inputs[0].float(), inputs[1].float() + int(zero_centered)
+        expected = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3) * scale).to(dtype)
+        got = norm.normalize(*inputs, *arguments)
+        torch.testing.assert_close(got, expected)
+        for ours, theirs in zip(*(torch.autograd.grad(y, inputs, grad.to(dtype)) for y in (got, expected)), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
 def test_norms_equal_pytorch(zero_centered):
     (x,) = random_tensors((3, 16))
     x = x.detach().float()
@@ -188,5 +203,5 @@ def test_adam_counts_steps_in_the_group_where_distributed_checkpoints_look_for_i
 
 
 def test_adam_options_that_the_reference_lacks_are_an_error():
-    with pytest.raises(RuntimeError, match="capturable.*store_param_remainders"):
-        optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], capturable=True, store_param_remainders=True)
+    with pytest.raises(RuntimeError, match="bias_correction=False.*capturable.*store_param_remainders"):
+        optimizers.FusedAdam([torch.nn.Parameter(torch.ones(1))], capturable=True, store_param_remainders=True, bias_correction=False)

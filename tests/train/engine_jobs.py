@@ -77,6 +77,27 @@ def first_step(settings: EngineSettings, batch: TrainBatch) -> StepStats:
     return train(settings, batch, 1, 1).steps[0]
 
 
+def clipped_updates(settings: EngineSettings, batch: TrainBatch, num_updates: int) -> tuple[int, float, list[float]]:
+    """How often `num_updates` updates asked Megatron for a gradient's norm; their largest; and the norms after Megatron clipped them."""
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+    import megatron.core.optimizer.optimizer as optimizer
+
+    norm_of, step = optimizer.get_grad_norm_fp32, distrib_optimizer.DistributedOptimizer.step_with_ready_grads
+    asked, clipped = [], []
+
+    def note(gradients: Any, **options: Any) -> float:
+        asked.append(norm_of(gradients, **options))
+        return asked[-1]
+
+    def measure(self: Any) -> bool:
+        clipped.append(norm_of(self.get_main_grads_for_grad_norm(), grad_stats_parallel_group=self.get_grad_stats_parallel_group()))
+        return step(self)
+
+    optimizer.get_grad_norm_fp32, distrib_optimizer.DistributedOptimizer.step_with_ready_grads = note, measure
+    stats = train(settings, batch, 1, num_updates).steps[0]
+    return len(asked), stats.grad_norm, clipped
+
+
 def first_step_unpatched(settings: EngineSettings, batch: TrainBatch) -> StepStats:
     """With replicated experts left as Megatron marks them."""
     import moerl.train.megatron.megatron_model

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checkpoint_jobs import load_and_continue, save_refused
 from engine_cases import LAYOUTS, random_batch, settings
-from engine_jobs import train
+from engine_jobs import clipped_updates, train
 from engine_ranks import run_ranks
 
 from moerl.config.schema.layout import Layout
@@ -35,7 +35,9 @@ def test_the_samples_at_fault_are_named_and_the_weights_stay(layout, checkpoints
 
 
 def test_a_gradient_that_overflows_is_named_by_its_parameter(checkpoints):
-    batch = poisoned(3e38, 5).select(np.array([5, 6]))
+    """One token, so that nothing divides what the output layer's gradient multiplies by a normalized state."""
+    batch = poisoned(3e38, 5).select(np.array([5]))
+    batch = replace(batch, response_mask_T=batch.response_mask_T & (batch.advantages_T == np.float32(3e38)))
     result = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), batch, 1, 1)
     [trouble] = result.steps[0].skipped_updates
     assert "samples 0: gradient of" in trouble
@@ -45,6 +47,17 @@ def test_a_norm_that_overflows_is_told_from_a_gradient_that_does(checkpoints):
     result = run_ranks(train, 1, settings(checkpoints["qwen3_moe"], Layout()), poisoned(1e30, 5), 1, 1)
     [trouble] = result.steps[0].skipped_updates
     assert "sum of squares in the gradient norm" in trouble
+
+
+def test_a_norm_is_taken_once_to_look_for_nan_and_to_clip_by(checkpoints):
+    chosen = settings(checkpoints["qwen3_moe"], LAYOUTS["ep2"])
+    optimizer = replace(chosen.train.optimizer, clip_grad=1e-3)
+    chosen = replace(chosen, train=replace(chosen.train, optimizer=optimizer))
+    num_asked, grad_norm, clipped = run_ranks(clipped_updates, 2, chosen, random_batch(), 2)
+    assert num_asked == 2
+    assert grad_norm > 1e-2
+    for update in np.split(np.array(clipped), 2):
+        assert np.linalg.norm(update) == pytest.approx(1e-3, rel=1e-4)
 
 
 def test_the_other_mini_batches_are_applied_and_counted_alone(checkpoints):

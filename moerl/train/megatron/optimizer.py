@@ -1,6 +1,8 @@
 """Megatron's optimizer from the settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -18,6 +20,16 @@ def build_optimizer(train: TrainConfig, wrapped: Sequence[nn.Module]) -> Megatro
         path, reason = "train.optimizer.memory.cpu_fraction", "the optimizer's memory is the host's already"
         raise ConfigError([Problem(path=path, value=fraction, rule="needs a GPU", reason=reason, fix=f"{path}=0")])
     return get_megatron_optimizer(optimizer_config(train), list(wrapped), use_gloo_process_groups=False)
+
+
+@contextmanager
+def norm_known(optimizer: Any, grad_norm: float) -> Iterator[None]:
+    """Context in which Megatron's step clips by `grad_norm`. It would compute it again: a pass over all gradients and a collective."""
+    optimizer.get_grad_norm = lambda: grad_norm
+    try:
+        yield
+    finally:
+        del optimizer.get_grad_norm
 
 
 class NoOptimizer:

@@ -85,14 +85,16 @@ class DotProductAttention(nn.Module):
         starts_of: dict[int, list[int]] = {}
         for start, end in pairwise(bounds):
             starts_of.setdefault(end - start, []).append(start)
-        pieces, rows = [], []
-        for length, starts in starts_of.items():
-            index = (torch.tensor(starts)[:, None] + torch.arange(length)[None]).to(q.device)
-            out = self._attend(*(t[index].transpose(1, 2) for t in (q, k, v)), None, causal)
-            pieces.append(out.transpose(1, 2).reshape(index.numel(), -1))
-            rows.append(index.reshape(-1))
-        order = torch.argsort(torch.cat(rows))
-        return torch.cat(pieces)[order]
+        rows = torch.cat([(torch.tensor(s)[:, None] + torch.arange(length)).view(-1) for length, s in starts_of.items()]).to(q.device)
+        places = torch.argsort(rows)
+        sizes = [length * len(starts) for length, starts in starts_of.items()]
+        pieces = []
+        for length, parts in zip(
+            starts_of, zip(*(_Permuted.apply(t, rows, places).split(sizes) for t in (q, k, v)), strict=True), strict=True
+        ):
+            out = self._attend(*(part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts), None, causal)
+            pieces.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
+        return _Permuted.apply(torch.cat(pieces), places, rows)
 
     def _attend_over_ranks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], causal: bool) -> torch.Tensor:
         """q, k, v [t / cp, heads, d] of this rank: its queries, sequence by sequence, against the keys of every rank."""
@@ -120,6 +122,19 @@ def zigzag(bounds: list[int], rank: int, ranks: int) -> torch.Tensor:
             raise RuntimeError(f"a sequence of {end - start} tokens cannot be cut into {2 * ranks} chunks; pad it to a multiple")
         pieces += [torch.arange(start + chunk * size, start + (chunk + 1) * size) for chunk in (rank, 2 * ranks - 1 - rank)]
     return torch.cat(pieces)
+
+
+class _Permuted(torch.autograd.Function):
+    """x[rows], of a permutation and its inverse: the gradient is gathered too, where that of an index is added up row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.inverse = inverse
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return grad.index_select(0, ctx.inverse), None, None
 
 
 class _GatherRanks(torch.autograd.Function):

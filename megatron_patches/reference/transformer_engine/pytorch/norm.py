@@ -12,10 +12,31 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     scale = weight.to(computed) + 1 if zero_centered else weight.to(computed)
     wide = x.to(computed)
     if kind == "RMSNorm":
-        out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * scale
+        out = _RMS.apply(wide, scale, eps)
     else:
         out = functional.layer_norm(wide, (x.shape[-1],), scale, None if bias is None else bias.to(computed), eps)
     return out.to(x.dtype)
+
+
+class _RMS(torch.autograd.Function):
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension (arXiv:1910.07467). Of its own, as autograd keeps three copies of x and
+    takes three times as long on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+        inverse = torch.linalg.vecdot(x, x).unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, inverse, scale)
+        return (x * inverse).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        """With n = x * inverse and g = grad * scale: inverse * (g - n * mean(g * n)), and the sum of grad * n over all rows."""
+        x, inverse, scale = ctx.saved_tensors
+        normal = x * inverse
+        product = grad * normal
+        mean = (product @ scale).unsqueeze(-1).div_(x.shape[-1])
+        grad_x = (grad * scale).addcmul_(normal, mean, value=-1).mul_(inverse)
+        return grad_x, product.flatten(0, -2).sum(0), None
 
 
 class _Norm(nn.Module):

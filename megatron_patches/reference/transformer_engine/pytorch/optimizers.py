@@ -25,7 +25,7 @@ class FusedAdam(torch.optim.Optimizer):
                  master_weight_dtype: torch.dtype = torch.float32, exp_avg_dtype: torch.dtype = torch.float32,
                  exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False, store_param_remainders: bool = False,
                  **unsupported: Any) -> None:  # fmt: skip
-        unsupported["store_param_remainders"] = store_param_remainders
+        unsupported |= {"store_param_remainders": store_param_remainders, "bias_correction=False": not bias_correction}
         if asked := sorted(name for name, value in unsupported.items() if value):
             raise RuntimeError(f"FusedAdam options {asked} need Transformer Engine on a GPU")
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -99,17 +99,10 @@ class FusedAdam(torch.optim.Optimizer):
             self.initialize_state(param)
         (beta1, beta2), states = group["betas"], {name: self.get_unscaled_state(param, name) for name in self.state[param]}
         weight, grad = states.get("master_param", param), grad.to(states["exp_avg"].dtype)
-        if group["weight_decay"] != 0:
-            if self.adam_w_mode:
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-            else:
-                grad = grad + group["weight_decay"] * weight
-        states["exp_avg"].lerp_(grad, 1 - beta1)
-        states["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
-        correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
-        denominator = (states["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
-        weight.addcdiv_(states["exp_avg"], denominator, value=-group["lr"] / correction1)
+        step = torch.tensor(float(group["step"]), device=weight.device)
+        adam = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_  # one pass over memory, PyTorch's own
+        adam([weight], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], [], [step], lr=group["lr"], beta1=beta1, beta2=beta2,
+             weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False)  # fmt: skip
         if weight is not param:
             param.copy_(weight)
         for name, values in states.items():
