@@ -34,6 +34,7 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from moerl.algorithms.algorithm import SUPERVISED  # noqa: E402
+from moerl.config.schema.layout import Layout  # noqa: E402
 from moerl.config.schema.train_config import OptimizerConfig, TrainConfig  # noqa: E402
 from moerl.train.engine_settings import EngineSettings  # noqa: E402
 from moerl.train.loss.logprobs import HeadInput  # noqa: E402
@@ -42,6 +43,12 @@ from moerl.train.megatron_engine import MegatronEngine  # noqa: E402
 from moerl.types.batch import TrainBatch  # noqa: E402
 
 LR = 1e-4
+MODEL_OPTIONS = argparse.ArgumentParser(add_help=False)
+MODEL_OPTIONS.add_argument("--family", choices=["qwen3", "qwen3_moe"], default="qwen3_moe")
+MODEL_OPTIONS.add_argument("--tokens", type=int, default=512, help="of a micro-batch")
+MODEL_OPTIONS.add_argument("--vocabulary", type=int, default=4096)
+MODEL_OPTIONS.add_argument("--micro-batches", type=int, default=4)
+MODEL_OPTIONS.add_argument("--repeats", type=int, default=6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +131,21 @@ def random_batch(rng: np.random.Generator, *, num_tokens: int, vocab_size: int, 
     )
 
 
-def build(arguments: argparse.Namespace, directory: Path) -> MegatronEngine:
+def write_model(arguments: argparse.Namespace, directory: Path) -> None:
+    """Hugging Face files of random weights, always the same."""
     shape = {
         "vocab_size": arguments.vocabulary, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 3,
         "head_dim": 64, "intermediate_size": 1024, "max_position_embeddings": arguments.tokens, "tie_word_embeddings": True,
     }  # fmt: skip
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384, "norm_topk_prob": True, "decoder_sparse_step": 1}
     config = AutoConfig.for_model(arguments.family, **shape, **(experts if arguments.family == "qwen3_moe" else {}))
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    train = TrainConfig(optimizer=OptimizerConfig(lr=LR), dtype="float32", micro_batch_tokens=arguments.tokens)
-    initialize_groups(train.layout, 1)
+
+
+def build(arguments: argparse.Namespace, directory: Path, layout: Layout) -> MegatronEngine:
+    train = TrainConfig(optimizer=OptimizerConfig(lr=LR), layout=layout, dtype="float32", micro_batch_tokens=arguments.tokens)
+    initialize_groups(layout, 1)
     return MegatronEngine(
         EngineSettings(
             train=train, model_dir=directory, max_context=arguments.tokens, temperature=1.0, uses_reference=False, export_dtype="float32"
@@ -152,18 +164,14 @@ def in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", choices=["qwen3", "qwen3_moe"], default="qwen3_moe")
-    parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch")
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[MODEL_OPTIONS])
     parser.add_argument("--profile", action="store_true", help="where moerl's own part goes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as directory:
-        engine = build(arguments, Path(directory))
+        write_model(arguments, Path(directory))
+        engine = build(arguments, Path(directory), Layout())
     vocab_size = engine.model.vocab_size
     rng = np.random.default_rng(0)
     num_tokens = arguments.tokens * arguments.micro_batches * 9 // 10

@@ -29,6 +29,8 @@ SMALL = {
     "rank_sockets": "--ranks 4",
     "scoring": "--samples 64 --rounds 1",
     "start": "--ranks 1 --rounds 1",
+    "update_ranks": "--tokens 128 --vocabulary 512 --micro-batches 2 --repeats 1",
+    "update_parts": "--tokens 128 --length 32 --vocabulary 512 --micro-batches 2 --repeats 1",
     "update_overhead": "--tokens 128 --vocabulary 512 --micro-batches 2 --repeats 1",
     "weight_push": "--megabytes 8 --bucket-megabytes 1 --repeats 1",
 }
