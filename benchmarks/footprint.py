@@ -26,20 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from cpu_cost import Counter, new_counter
+from watched_run import role_of
 
 HERE = Path(__file__).parents[1]
 
-ROLES = (
-    ("raylet/raylet", "Ray's raylet"), ("ray::TrainWorker", "train rank"), ("ray::CollectorActor", "collector"),
-    ("ray::IDLE", "worker of Ray without a task"), ("ray::DashboardAgent", "Ray's dashboard agent"),
-    ("ray::RuntimeEnvAgent", "Ray's agent for environments"), ("dashboard/agent.py", "Ray's dashboard agent"),
-    ("runtime_env/agent", "Ray's agent for environments"), ("gcs_server", "Ray's gcs_server"),
-    ("ray/dashboard", "Ray's dashboard"), ("ray/util/client", "Ray's client server"), ("ray_reaper", "reaper of Ray's agents"),
-    ("moerl.rollout.engines", "rollout server"), ("moerl.rollout.server", "rollout server"),
-    ("reward_supervisor", "reward supervisor, worker"),
-    ("ray_worker", "train rank"), ("moerl.cluster.forks", "fork servers"), ("moerl train", "driver, and the process before it"),
-)  # fmt: skip
-"""Part of a command line, and who has it; the first that is found counts."""
 FIRST_ROLLOUT = "phase switch begins"
 """In run.log, when the first step's samples are there."""
 FIRST_STEP = "step 1 took"
@@ -157,10 +147,6 @@ def _threads(counter: Counter) -> dict[int, str]:
             role = role_of(_command_line(pid))
             found |= {int(thread): role for thread in os.listdir(f"/proc/{pid}/task")}
     return found
-
-
-def role_of(command_line: str) -> str:
-    return next((name for part, name in ROLES if part in command_line), f"other: {command_line[:60]}")
 
 
 def _add(role: Role, pid: int) -> None:

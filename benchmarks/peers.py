@@ -26,12 +26,6 @@ ROOT = Path(__file__).parents[1]
 PEERS = ROOT / ".venv-peers" / "bin" / "python"
 LAST = 10
 """Steps at the end, of which the reward is told."""
-ROLES = (
-    ("moerl.rollout.engines.hf", "rollout server"), ("ray::TrainWorker", "train rank"), ("ray::Collector", "collector"),
-    ("reward", "reward worker"), ("raylet/raylet", "raylet"), ("gcs_server", "gcs_server"), ("ray::", "agent of Ray"),
-    ("dashboard", "agent of Ray"), ("moerl.cluster.forks", "fork server"), ("moerl train", "driver"), ("trl_demo", "trl"),
-)  # fmt: skip
-"""Parts of command lines, the first that is there."""
 
 
 def main() -> None:
@@ -58,7 +52,7 @@ def compare(options: argparse.Namespace, tokens: int) -> None:
         for side, threads in sides.items():
             with tempfile.TemporaryDirectory() as directory:
                 command, environment = commanded(options, tokens, threads, options.steps, Path(directory))
-                found[side].append(watched(command, environment, warmup=options.warmup, steps=options.steps, role=role))
+                found[side].append(watched(command, environment, warmup=options.warmup, steps=options.steps))
     memory = {}
     for side, threads in sides.items():
         with tempfile.TemporaryDirectory() as directory:
@@ -79,10 +73,6 @@ def commanded(options: argparse.Namespace, tokens: int, threads: int, steps: int
     file = directory / "task.json"
     file.write_text(json.dumps(task))
     return [str(PEERS), str(ROOT / "benchmarks/peers/trl_demo.py"), str(file)], inherited | {"OMP_NUM_THREADS": str(threads)}
-
-
-def role(command_line: str) -> str:
-    return next((name for part, name in ROLES if part in command_line), "other")
 
 
 def table(found: dict[str, list[Watched]], memory: dict[str, int]) -> str:

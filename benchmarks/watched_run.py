@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 from cpu_cost import Counter, new_counter
 
+ROLES = (
+    ("raylet/raylet", "Ray's raylet"), ("ray::TrainWorker", "train rank"), ("ray::CollectorActor", "collector"),
+    ("ray::IDLE", "worker of Ray without a task"), ("ray::DashboardAgent", "Ray's dashboard agent"),
+    ("ray::RuntimeEnvAgent", "Ray's agent for environments"), ("dashboard/agent.py", "Ray's dashboard agent"),
+    ("runtime_env/agent", "Ray's agent for environments"), ("gcs_server", "Ray's gcs_server"),
+    ("ray/dashboard", "Ray's dashboard"), ("ray/util/client", "Ray's client server"), ("ray_reaper", "reaper of Ray's agents"),
+    ("moerl.rollout.engines", "rollout server"), ("moerl.rollout.server", "rollout server"),
+    ("reward_supervisor", "reward supervisor, worker"),
+    ("ray_worker", "train rank"), ("moerl.cluster.forks", "fork servers"), ("moerl train", "driver, and the process before it"),
+    ("trl_demo", "trl"),
+)  # fmt: skip
+"""Part of a command line, and who has it; the first that is found counts."""
 _ROW = re.compile(r"\s*(\d+)/\d+\s+(\S+)")
 _LOOK_SECONDS = 0.2
 Roles = dict[str, tuple[int, float]]
@@ -67,8 +79,12 @@ class Watched:
         return found | {"ended": (0, self.step_cpu - sum(seconds for _, seconds in found.values()))}
 
 
-def watched(command: Sequence[str], environment: Mapping[str, str], *, warmup: int, steps: int, role: Callable[[str], str]) -> Watched:
-    """Times and CPU seconds of `command`. `role` names a command line. Raises SystemExit with its last words if it fails."""
+def role_of(command_line: str) -> str:
+    return next((name for part, name in ROLES if part in command_line), f"other: {command_line[:60]}")
+
+
+def watched(command: Sequence[str], environment: Mapping[str, str], *, warmup: int, steps: int) -> Watched:
+    """Times and CPU seconds of `command`. Raises SystemExit with its last words if it fails."""
     with contextlib.closing(new_counter()) as counter, _started(command, environment, counter) as lines:
         found, before = Watched(warmup=warmup, times=[time.monotonic()]), counter.seconds()
         for line in lines:
@@ -77,7 +93,7 @@ def watched(command: Sequence[str], environment: Mapping[str, str], *, warmup: i
                 found.cpu.append(counter.seconds() - before)
                 found.rewards.append(float(row[2]))
                 if int(row[1]) in (warmup, steps):
-                    found.roles.append(_roles(counter, role))
+                    found.roles.append(_roles(counter))
         return found
 
 
@@ -119,12 +135,12 @@ def _started(command: Sequence[str], environment: Mapping[str, str], counter: Co
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(last[-20:])}{errors.read()[-4000:]}")
 
 
-def _roles(counter: Counter, role: Callable[[str], str]) -> Roles:
+def _roles(counter: Counter) -> Roles:
     found: Roles = {}
     for pid in counter.pids():
         with contextlib.suppress(psutil.Error):  # it has ended
             process = psutil.Process(pid)
-            times, name = process.cpu_times(), role(" ".join(process.cmdline()))
+            times, name = process.cpu_times(), role_of(" ".join(process.cmdline()))
             count, seconds = found.get(name, (0, 0.0))
             found[name] = count + 1, seconds + times.user + times.system
     return found
