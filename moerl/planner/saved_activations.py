@@ -65,9 +65,6 @@ class Tokens:
 class Kernels:
     """Bytes that modules of Transformer Engine keep, by file of transformer_engine/pytorch."""
 
-    norms_keep_input = True
-    """As it is: the same tensor as the input of a layer that is recomputed."""
-
     def __init__(self, train: TrainConfig):
         self.wide = WIDTHS[train.dtype]
         self._linear = self.wide if train.fp8 is None else FP8_BYTES[train.fp8.recipe]

@@ -122,7 +122,7 @@ class StageModel:
         if self._full is None:
             return max((_sum(terms, ()) - _sum(terms, (module,)) for module in self._modules), default=0.0)
         number = self._full.num_layers if self._full.method == "uniform" else 1
-        return number * _sum(terms, ()) - (self._hidden() if self._kernels.norms_keep_input else 0.0)  # which was there
+        return number * _sum(terms, ()) - self._hidden()  # the input, which its first norm keeps as it is, was there
 
     def _moving(self, layer: int, *, trains: bool) -> float:
         """The largest tensors that are alive at once within a layer and that nobody keeps: of attention, or of what follows it.

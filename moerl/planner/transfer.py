@@ -15,7 +15,7 @@ from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
-from moerl.weights.plan.run_plan import faults, numbered, part_bytes, relays_of
+from moerl.weights.plan.run_plan import faults, numbered, part_bytes, relays_of, without_collections
 from moerl.weights.plan.schedule import bound_seconds, incomplete_bytes, seconds
 from moerl.weights.plan.senders import plan_transfers
 from moerl.weights.plan.tensor_specs import num_bytes
@@ -128,6 +128,7 @@ class PushPlan:
             yield f"for comparison   {self.seconds_without_plan:.2f} s if every GPU took everything over its card"
 
 
+@without_collections()
 def plan_push(
     config: RunConfig, *, servers: int | None, gpus_per_server: int | None, gpus_per_node: int | None, card_gbit: float | None,
     bucket_bytes: int | None,

@@ -7,18 +7,12 @@ from moerl.planner.saved_activations import Kernels, Term, Tokens
 
 
 class ReferenceKernels(Kernels):
-    norms_keep_input = False
-
     def __init__(self, train: TrainConfig, *, num_sequences: int):
         """`num_sequences`: of a micro-batch, all as long."""
         super().__init__(train)
         self._layout, self._num_sequences = train.layout, num_sequences
         self._recomputed = train.recompute.modules if isinstance(train.recompute, SelectiveRecompute) else ()
         self._computed = max(self.wide, 4)
-
-    def norm(self, part, rows, width, modules=frozenset()) -> Term:
-        """Input, wide, and normalized (norm.py)."""
-        return Term(part, rows * (2 * width + 1) * self._computed, modules, rows * width * self.wide)
 
     def linear(self, local, gathered, *, is_shared=False) -> float:
         """The gathered input (linear.py)."""

@@ -21,6 +21,8 @@ RECIPES = options("recipe")
 SERVED = [recipe for recipe in RECIPES if load([f"recipe={recipe}"]).rollout.engine == "sglang"]
 """By an engine with an environment of its own, which is asked too."""
 ALWAYS = {"grpo-glm-4.5-8n8g-sync"}
+IN_TURN = [pytest.param(each, marks=pytest.mark.matrix) if each in SERVED and each not in ALWAYS else each for each in RECIPES]
+"""Those of engines with an environment of their own cost ten CPU seconds each."""
 ROW = {"prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}}
 
 
@@ -54,7 +56,7 @@ def refused(words):
     return []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", IN_TURN)
 def test_a_recipe_with_its_model_starts_its_prompts_and_its_end_of_text_are_found(recipe, given, monkeypatch, fork_server):
     monkeypatch.setenv(VARIABLE, fork_server)
     monkeypatch.setattr(engine_rules, "_found_there", lambda *asked: ())  # the next test's

@@ -59,8 +59,9 @@ def test_shards_of_any_size_make_the_bytes_of_the_whole_tensor(rows, columns, cu
     tensors = with_scales([planned(NAME, shape, cut_dim=dim)])
     rollout = RolloutLayout(num_servers=1, gpus_per_server=1, gpus_per_node=1)
     plan = plan_transfers(tensors, layout, rollout, num_experts=0, part_bytes=part_bytes)
+    boxes = list(plan.boxes())
     for part in plan.network.part.tolist():
-        name, shard, (start, size) = plan.tensors[plan.parts.tensor[part]].name, plan.parts.shard[part], plan.box(part)
+        name, shard, (start, size) = boxes[part][0].name, plan.parts.shard[part], boxes[part][1:]
         scales = fp8_blocks.scales_of(everywhere if is_ragged(shape, dim, num_shards) else maxima[shard], scale_format)
         if name == NAME:
             begin = tuple(first - offset for first, offset in zip(start, starts[shard], strict=True))

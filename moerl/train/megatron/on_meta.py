@@ -3,7 +3,7 @@
 The code that runs is that of a training rank (initialize_groups, build_chunks); only the group and the device are not real.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,23 +50,39 @@ def tensors_to_push(
 
     `dtype`: of the rollout. `with_mtp`: and those of multi-token prediction. No default process group may exist.
     """
-    whole = replace(train.layout, ranks=train.layout.pp, tp=1, cp=1, ep=1, etp=1)
-    train = replace(train, layout=whole, mtp_loss=train.mtp_loss if with_mtp else 0.0)
+    ep = train.layout.ep
+    layout = replace(train.layout, ranks=train.layout.pp * ep, tp=1, cp=1, etp=1)
+    train = replace(train, layout=layout, mtp_loss=train.mtp_loss if with_mtp else 0.0)
     found: dict[str, PlannedTensor] = {}
-    for stage in range(whole.pp):
-        with as_rank(stage, whole):
+    for stage in range(layout.pp):
+        with as_rank(stage * ep, layout):
             built, owned = build_on_meta(hf, train, max_context=max_context, expert_rank=0)
-        for item in owned:
-            names = hf_names(item.rule, item.numbers, num_layers=built.sizes.num_layers, tied=is_tied(hf))
+        for item, numbers in _on_all_expert_ranks(owned, ep):
+            names = hf_names(item.rule, numbers, num_layers=built.sizes.num_layers, tied=is_tied(hf))
             for name, tensor in zip(names, merge(item.rule, [item.tensor], sizes=built.sizes), strict=True):
                 planned = PlannedTensor(
                     spec=TensorSpec(name=name, shape=tuple(tensor.shape), dtype="float32" if item.rule.is_float32 else dtype),
                     stage=stage,
-                    expert=item.numbers.get("expert"),
+                    expert=numbers.get("expert"),
                     cut_dim=cut_dim(item.rule),
                 )
                 found.setdefault(name, planned)  # a tied embedding is on the first and on the last stage
     return list(found.values())
+
+
+def _on_all_expert_ranks(owned: Iterable[RankParameter], ep: int) -> Iterator[tuple[RankParameter, dict[str, int]]]:
+    """Parameters of the first expert rank, and in their places those of the others, which differ in the numbers of their experts alone:
+    to build each takes most of the time of a large model."""
+    groups: dict[Any, list[RankParameter]] = {}
+    for item in owned:
+        others = {**item.numbers, "expert": 0}
+        key = (item.rule.megatron, *others.items()) if "expert" in item.numbers else item.name
+        groups.setdefault(key, []).append(item)
+    for members in groups.values():
+        for rank in range(ep if "expert" in members[0].numbers else 1):
+            for item in members:
+                shifted = {"expert": item.numbers["expert"] + rank * len(members)} if rank else {}
+                yield item, item.numbers | shifted
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class _Contents:
     """Buckets' entries. What goes to several places is put into buckets once, and the entries are shared."""
 
     def __init__(self, plan: TransferPlan, bucket_bytes: int):
-        self._plan, self._bucket_bytes = plan, bucket_bytes
+        self._bucket_bytes, self._boxes = bucket_bytes, list(plan.boxes())
         self._sizes, self._follows = plan.parts.num_bytes.tolist(), plan.parts.follows.tolist()
         self._known: dict[bytes, list[tuple[BucketEntry, ...]]] = {}
 
@@ -202,8 +202,8 @@ class _Contents:
     def _placed(self, parts: Sequence[int]) -> Iterator[BucketEntry]:
         end = 0
         for part in parts:
-            offset, name = _aligned(end), self._plan.tensors[self._plan.parts.tensor[part]].name
-            start, shape = self._plan.box(part)
+            offset, (tensor, start, shape) = _aligned(end), self._boxes[part]
+            name = tensor.name
             if (stack := stack_of(name)) is not None:
                 name, start, shape = stack[0], (stack[1], *start), (1, *shape)
             end = offset + self._sizes[part]

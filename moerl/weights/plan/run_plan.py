@@ -3,8 +3,10 @@
 It is the plan that `moerl plan` prints for the same layouts; what it assumes of a server's processes is compared with what they say.
 """
 
+import gc
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
@@ -51,6 +53,19 @@ class RankPlaces:
     """By server, of every model process, if each has one."""
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Context without Python's search for cycles: a plan is millions of objects without one, and the search takes a fourth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@without_collections()
 def plan_deliveries(
     outline: Outline, needs: Mapping[str, Needs], nodes: Nodes | None = None, ranks: RankPlaces | None = None, rails: Rails | None = None
 ) -> Deliveries:

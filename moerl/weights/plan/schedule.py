@@ -63,6 +63,8 @@ def incomplete_bytes(buckets: Iterable[Bucket], tensors: Mapping[str, int]) -> i
     whole. `tensors`: bytes by name."""
     left: dict[tuple[int, str], int] = {}
     held, most = Counter[int](), 0
+    if not any(tensors.values()):
+        return 0
     pieces = ((bucket, entry) for bucket in buckets for entry in bucket.entries if entry.num_bytes < tensors[entry.name])
     for bucket, entry in pieces:
         for reader in bucket.readers:

@@ -129,12 +129,13 @@ class _Permuted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.inverse = inverse
+        ctx.save_for_backward(inverse)
         return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return grad.index_select(0, ctx.inverse), None, None
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
 class _GatherRanks(torch.autograd.Function):
