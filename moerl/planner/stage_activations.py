@@ -149,7 +149,7 @@ class StageModel:
         """States that the output layer takes, of the model and of each depth of multi-token prediction (which log-probs need not), and
         those of the labels that are asked about, here all, which are kept; backward their gradients beside them. Then a chunk of logits
         (moerl/train/loss/logprobs.py): in the model's dtype and two in float32 forward; backward one, with its gradient, and a product with
-        some rows of the weight."""
+        some rows of the weight. Of each of them but the one that is at work its last chunk waits for the backward pass."""
         wide, hidden = self._kernels.wide, self._fields["hidden_size"]
         chunk_tokens = min(self._train.logprob_chunk_tokens, self._tokens.sequence)
         numbers = chunk_tokens * self._rows
@@ -164,7 +164,8 @@ class StageModel:
         product = min(self._rows, PRODUCT_ROWS) * max(hidden, chunk_tokens) * WIDTHS["float32"]  # on CPU one factor is widened
         factors = chunk if self._config.algorithm.entropy_bonus > 0 else 0
         backward = 2 * narrow + chunk + factors + masks + product
-        return max(2 * number * states + forward, (number + 2) * states + backward)
+        waiting = 0 if self._config.replays_sets else (number - 1) * chunk
+        return max(2 * number * states + forward, (number + 2) * states + backward) + waiting
 
     def _under_way(self, stage: int) -> Counter[int]:
         """Micro-batches of each chunk whose backward pass is to come, when the first of them begins: one forward and one backward pass

@@ -219,6 +219,25 @@ def peak_bytes(case: Case) -> tuple[int, int]:
     return forward.peak, backward.peak
 
 
+def gradients_twice(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of states and weight, by two backward passes over one forward pass: the second finds no chunk of logits left."""
+    from megatron.core import parallel_state
+
+    from moerl.train.loss.logprobs import HeadInput, logprobs_and_entropy
+    from moerl.train.megatron.megatron_model import initialize_groups
+
+    initialize_groups(Layout(), 1)
+    _, labels_T, weight_T = case.whole()
+    dtype = getattr(torch, case.dtype)
+    inputs = [torch.randn(size, 16).to(dtype).requires_grad_() for size in (case.num_tokens, case.vocab_size)]
+    logp_T, entropy_T = logprobs_and_entropy(
+        HeadInput(hidden_TH=inputs[0], weight_VH=inputs[1]), labels_T, temperature=0.7, vocab_size=case.vocab_size - 1,
+        group=parallel_state.get_tensor_model_parallel_group(), chunk_tokens=case.chunk_tokens, entropy_has_gradient=True,
+    )  # fmt: skip
+    total = (logp_T * weight_T).sum() + 0.5 * (entropy_T * weight_T.flip(0)).sum()
+    return [tuple(each.clone() for each in torch.autograd.grad(total, inputs, retain_graph=True)) for _ in range(2)]  # type: ignore[misc]
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of every storage that an operation made and that still lives."""
 

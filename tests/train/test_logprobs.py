@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_ranks import run_ranks
-from logprob_jobs import Case, HeadCase, chunked, of_megatron, peak_bytes, through_the_head
+from logprob_jobs import Case, HeadCase, chunked, gradients_twice, of_megatron, peak_bytes, through_the_head
 
 CASES = {
     "one rank": Case(),
@@ -115,6 +115,17 @@ def test_states_and_weight_have_the_gradients_of_whole_logits(dtype, atol, tp, a
     case = HeadCase(tp=tp, dtype=dtype, accumulates=accumulates)
     for found, expected in zip(run_ranks(through_the_head, tp, case), of_whole_logits(case), strict=True):
         np.testing.assert_allclose(found, expected, atol=atol, rtol={"float64": 0, "float32": 1e-6, "bfloat16": 0.01}[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("chunk_tokens", [16, 5])
+def test_logits_that_are_left_from_the_forward_pass_give_the_bits_of_logits_made_anew(chunk_tokens, dtype):
+    """One chunk, in the same order; of several, the order in which the weight's gradient is summed differs."""
+    case = Case(dtype=dtype, num_tokens=16, chunk_tokens=chunk_tokens)
+    (states, weight), (states_anew, weight_anew) = run_ranks(gradients_twice, 1, case)
+    assert torch.equal(states, states_anew)
+    assert torch.equal(weight, weight_anew) or chunk_tokens < 16
+    torch.testing.assert_close(weight, weight_anew)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

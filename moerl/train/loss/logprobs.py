@@ -1,8 +1,8 @@
 """Output layer, log-probs and entropy in one, over a vocabulary that tensor-parallel ranks share, a chunk of tokens at a time.
 
-Logits of one chunk are all that exist, forward and again backward, which makes them anew: a micro-batch's would take more than the model's
-own activations (16,384 tokens of DeepSeek-V3 4.2 GB in bfloat16, their gradient as much). They cost a fourth product with the output layer
-beside three, and those of tokens that no loss asks about are never made.
+Logits of one chunk are all that exist, forward and again backward, which makes them anew but for the last chunk's, which are there. A
+micro-batch's would take more than the model's own activations (16,384 tokens of DeepSeek-V3 4.2 GB in bfloat16, their gradient as much).
+They cost a fourth product with the output layer beside three, and those of tokens that no loss asks about are never made.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,8 @@ def logprobs_and_entropy(
     Entries of the vocabulary from `vocab_size` on have probability 0, like logits of -inf, which have no part in the entropy; the log-prob
     of such a label is -inf. `sets`: of T tokens; outside a token's set entries have probability 0 too. Collective over `group`: two
     reductions of a few values per token. Peak memory: a chunk [chunk_tokens, V / tp] in the model's dtype and two in the result's, a few
-    values per token, the gradient of the states, and some 40 bytes for each entry of this rank that the sets of a chunk have.
+    values per token, the gradient of the states, and some 40 bytes for each entry of this rank that the sets of a chunk have. Without sets
+    a chunk in the result's dtype stays from the forward to the backward pass.
     """
     width = len(head.weight_VH)
     shard = _Shard(
@@ -140,15 +141,16 @@ def _floor(dtype: torch.dtype) -> float:
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-        maximum_T, sums_3T = _reduce(*_local_sums(hidden_TH, labels_T, shard), shard.group)
+        local_maximum_T, sums_3T, last_CV = _local_sums(hidden_TH, labels_T, shard)
+        maximum_T, sums_3T = _reduce(local_maximum_T, sums_3T, shard.group)
         log_sum_T, mean_T, label_T = sums_3T[0].log(), sums_3T[1] / sums_3T[0], sums_3T[2]
         entropy_T = log_sum_T - mean_T
         log_sum_T += maximum_T
-        ctx.shard = shard
+        ctx.shard, ctx.last_CV = shard, last_CV
         if shard.entropy_has_gradient:
-            ctx.save_for_backward(hidden_TH, labels_T, log_sum_T, entropy_T)
+            ctx.save_for_backward(hidden_TH, labels_T, log_sum_T, local_maximum_T, entropy_T)
         else:
-            ctx.save_for_backward(hidden_TH, labels_T, log_sum_T)
+            ctx.save_for_backward(hidden_TH, labels_T, log_sum_T, local_maximum_T)
             ctx.mark_non_differentiable(entropy_T)
         return label_T - log_sum_T, entropy_T
 
@@ -156,7 +158,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         """Gradients over logits, / temperature: of a log-prob 1 at the label - probability; of the entropy -probability * (log
         probability + entropy)."""
-        hidden_TH, labels_T, log_sum_T, *entropy = ctx.saved_tensors
+        hidden_TH, labels_T, log_sum_T, maximum_T, *entropy = ctx.saved_tensors
         shard: _Shard = ctx.shard
         weight_T = gradients[0] / shard.temperature
         columns_T, here_T = shard.local(labels_T)
@@ -172,17 +174,27 @@ class _ChunkedLogProbs(torch.autograd.Function):
             factor = shifted.clamp(min=-1e4).add_(entropy[0][rows]).mul_(slope_T[rows]).sub_(weight_T[rows])
             return shifted.exp_().mul_(factor)
 
-        for tokens, scaled_CV in shard.chunks(hidden_TH):
-            left = shard.left(scaled_CV, tokens)
-            of(scaled_CV.sub_(log_sum_T[tokens, None]), (tokens, None))
+        def add(tokens: slice, shifted_CV: Tensor, left: _Left | None) -> None:
+            """`shifted_CV`: logits less their maximum, as the forward pass left those of the last chunk; becomes their gradient."""
+            of(shifted_CV.sub_((log_sum_T - maximum_T)[tokens, None]), (tokens, None))
             if left is not None:
-                scaled_CV[left.is_restricted_C] = 0
+                shifted_CV[left.is_restricted_C] = 0
                 rows = left.rows + tokens.start
-                scaled_CV[left.rows, left.columns] = of(left.values - log_sum_T[rows], rows)
-            scaled_CV.scatter_add_(1, columns_T[tokens, None], (weight_T * here_T)[tokens, None])
-            gradient_CV = scaled_CV.to(hidden_TH.dtype)
+                shifted_CV[left.rows, left.columns] = of(left.values - log_sum_T[rows], rows)
+            shifted_CV.scatter_add_(1, columns_T[tokens, None], (weight_T * here_T)[tokens, None])
+            gradient_CV = shifted_CV.to(hidden_TH.dtype)
             torch.mm(gradient_CV, shard.weight_VH, out=gradient_TH[tokens])
             of_weight.add(gradient_CV, hidden_TH[tokens])
+
+        last_CV, ctx.last_CV = ctx.last_CV, None  # a second backward pass makes it anew
+        num_left = len(hidden_TH)
+        if last_CV is not None:
+            num_left -= len(last_CV)
+            add(slice(num_left, len(hidden_TH)), last_CV, None)
+            del last_CV  # before there is another chunk
+        for tokens, scaled_CV in shard.chunks(hidden_TH[:num_left]):
+            left = shard.left(scaled_CV, tokens)
+            add(tokens, scaled_CV.sub_(maximum_T[tokens, None]), left)
         return gradient_TH, of_weight.result() if ctx.needs_input_grad[1] else None, None, None
 
 
@@ -217,13 +229,14 @@ class _WeightGradient:
         return None
 
 
-def _local_sums(hidden_TH: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Sums of this rank's columns [T]: the maximum m; [3, T]: sum of e = exp(x - m), sum of e (x - m), the label's x or 0."""
+def _local_sums(hidden_TH: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sums of this rank's columns [T]: the maximum m; [3, T]: sum of e = exp(x - m), sum of e (x - m), the label's x or 0. And x - m of the
+    last chunk; None: it is not what the backward pass needs."""
     columns_T, here_T = shard.local(labels_T)
     dtype = torch.promote_types(hidden_TH.dtype, torch.float32)
     maximum_T = hidden_TH.new_empty(len(hidden_TH), dtype=dtype)
     sums_3T = hidden_TH.new_empty(3, len(hidden_TH), dtype=dtype)
-    weights = None
+    weights = shifted_CV = None
     for tokens, scaled_CV in shard.chunks(hidden_TH):
         label_C = scaled_CV.gather(1, columns_T[tokens, None])[:, 0]
         sums_3T[2, tokens] = torch.where(here_T[tokens], label_C, 0.0)
@@ -231,16 +244,16 @@ def _local_sums(hidden_TH: Tensor, labels_T: Tensor, shard: _Shard) -> tuple[Ten
         if not shard.has_only_sets(tokens):
             scaled_CV.clamp_(min=_floor(dtype))  # logits may be -inf
             maximum_T[tokens] = scaled_CV.amax(-1)
-            scaled_CV.sub_(maximum_T[tokens, None])
+            shifted_CV = scaled_CV.sub_(maximum_T[tokens, None])
             weights = torch.empty_like(scaled_CV) if weights is None else weights
-            weights_CV = torch.exp(scaled_CV, out=weights[: len(scaled_CV)])
+            weights_CV = torch.exp(shifted_CV, out=weights[: len(shifted_CV)])
             sums_3T[0, tokens] = weights_CV.sum(-1)
-            sums_3T[1, tokens] = scaled_CV.mul_(weights_CV).sum(-1)
+            sums_3T[1, tokens] = weights_CV.mul_(shifted_CV).sum(-1)
         if left is not None:
             largest_C, sums_2C = left.sums()
             maximum_T[tokens] = torch.where(left.is_restricted_C, largest_C, maximum_T[tokens])
             sums_3T[:2, tokens] = torch.where(left.is_restricted_C, sums_2C, sums_3T[:2, tokens])
-    return maximum_T, sums_3T
+    return maximum_T, sums_3T, shifted_CV if shard.sets is None else None
 
 
 def _reduce(local_maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
