@@ -140,7 +140,7 @@ class TransferPlan:
     relays: Relays | None = None
 
     def boxes(self) -> Iterator[tuple[PlannedTensor, tuple[int, ...], tuple[int, ...]]]:
-        """Of every part its tensor, where it begins in it, and its shape."""
+        """Tensor of every part, where the part begins in it, and its shape."""
         rows = (self.parts.tensor.tolist(), self.parts.start.tolist(), self.parts.size.tolist())
         for index, start, size in zip(*rows, strict=True):
             tensor = self.tensors[index]
