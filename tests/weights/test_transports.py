@@ -14,12 +14,15 @@ import torch
 from ranked_source import RankedSource, on_two_nodes
 from session_process import CONTEXT, MODEL, EngineProcess, Halves, Source, first_push, serve_sender
 
+from moerl.cluster.error_texts import is_consequence
 from moerl.config.schema.layout import Layout
 from moerl.rollout.engines.process_push import needed_names
 from moerl.types.errors import HangError, WeightError
+from moerl.types.push import Bucket
 from moerl.weights.plan.spec_tensors import box_of, spec_of
 from moerl.weights.sync import WeightSync
 from moerl.weights.transport.network_transport import DEVICE_KEY
+from moerl.weights.transport.shared_memory import SharedBuffer, SharedReader
 from moerl.weights.verify.digest import tensor_digest
 
 DIGESTS = {name: tensor_digest(tensor) for name, tensor in MODEL.items()}
@@ -149,6 +152,21 @@ def test_a_receiver_that_is_killed_in_a_push_ends_the_wait_of_all_others(transpo
         asyncio.run(sync.push(1))
     assert "\n* trainer: WeightError: " in str(caught.value).partition("lost them")[2]
     assert time.monotonic() - started < 40
+
+
+def test_memory_that_its_process_has_closed_is_the_sign_of_a_failure_elsewhere():
+    """A side that lost another one closes its memory; who comes to map it afterwards names no cause. A process that is not there may be in
+    another namespace, which is one."""
+    buffer = SharedBuffer()
+    source = buffer.source
+    buffer.close()
+    bucket = Bucket(sender=0, index=0, num_bytes=1, entries=(), readers=(0,))
+    with pytest.raises(WeightError, match="has none there, as it left the push, or is in another process namespace") as left:
+        SharedReader().fetch(bucket, source)
+    assert is_consequence(left.value)
+    with pytest.raises(WeightError, match="one process namespace") as foreign:
+        SharedReader().fetch(bucket, f"/proc/{2**22}/fd/7")  # the kernel's largest pid is one less
+    assert not is_consequence(foreign.value)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl", "relay"])

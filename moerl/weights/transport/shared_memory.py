@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from moerl.cluster.error_texts import LEFT
 from moerl.types.errors import WeightError
 from moerl.types.push import Bucket
 from moerl.weights.transport.gpu_transport import ON_GPU, DeviceBuffer, map_device
@@ -103,6 +104,9 @@ def _map_foreign(source: str, num_bytes: int) -> mmap.mmap:
         finally:
             os.close(fd)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and os.path.exists(source.rpartition("/fd/")[0]):
+            reason = f"its process has none there, as it {LEFT}, or is in another process namespace, where containers are"
+            raise WeightError(f"bucket source = {source!r}: {reason}") from error
         raise WeightError(_unreachable(source, str(error))) from error
 
 
