@@ -13,7 +13,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,11 +115,16 @@ def random_batch(rng: np.random.Generator, *, num_tokens: int, vocab_size: int, 
     lengths: list[int] = []
     while sum(lengths) < num_tokens:
         lengths.append(int(rng.integers(longest // 8, longest)))
+    return batch_of(rng, lengths, num_asked=longest // 16, vocab_size=vocab_size)
+
+
+def batch_of(rng: np.random.Generator, lengths: Sequence[int], *, num_asked: int, vocab_size: int) -> TrainBatch:
+    """Random tokens; the first `num_asked` of each sequence are its prompt."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total = int(offsets[-1])
     mask_T = np.ones(total, dtype=bool)
     for start in offsets[:-1]:
-        mask_T[start : start + longest // 16] = False
+        mask_T[start : start + num_asked] = False
     zeros_T = np.zeros(total, dtype=np.float32)
     return TrainBatch(
         token_ids_T=rng.integers(5, vocab_size, size=total),

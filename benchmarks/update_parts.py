@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM
-from update_overhead import LR, MODEL_OPTIONS, build, in_turns, write_model  # activates the patches, before Megatron is imported
+from update_overhead import LR, MODEL_OPTIONS, batch_of, build, in_turns, write_model  # activates the patches, before Megatron is imported
 
 from megatron.core.models.gpt import gpt_model  # isort: skip
 from megatron.core.transformer import attention, transformer_layer  # isort: skip
@@ -39,7 +39,6 @@ from transformer_engine.pytorch import norm as te_norm  # isort: skip
 from moerl.algorithms.algorithm import SUPERVISED  # isort: skip
 from moerl.config.schema.layout import Layout  # isort: skip
 from moerl.train.megatron_engine import MegatronEngine  # isort: skip
-from moerl.types.batch import TrainBatch  # isort: skip
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 _MARK = "part: "
@@ -49,22 +48,6 @@ Product = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 # -- the three ways ------------------------------------------------------------------------------------------------
-
-
-def equal_batch(rng: np.random.Generator, *, num_sequences: int, length: int, vocab_size: int) -> TrainBatch:
-    """Sequences of one token that is asked and `length` - 1 that answer."""
-    total = num_sequences * length
-    mask_T = np.ones(total, dtype=bool)
-    mask_T[::length] = False
-    zeros_T = np.zeros(total, dtype=np.float32)
-    return TrainBatch(
-        token_ids_T=rng.integers(5, vocab_size, size=total),
-        response_mask_T=mask_T,
-        rollout_logprobs_T=zeros_T - np.float32(np.log(vocab_size)),
-        advantages_T=zeros_T + 1,
-        ce_weight_T=mask_T.astype(np.float32),
-        offsets=np.arange(0, total + 1, length, dtype=np.int64),
-    )
 
 
 @dataclass(frozen=True)
@@ -180,12 +163,8 @@ def main() -> None:
         engine = build(arguments, Path(directory), Layout())
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation=arguments.experts).train()
     num_sequences = arguments.tokens // arguments.length
-    batch = equal_batch(
-        np.random.default_rng(0),
-        num_sequences=num_sequences * arguments.micro_batches,
-        length=arguments.length,
-        vocab_size=model.config.vocab_size,
-    )
+    lengths = [arguments.length] * (num_sequences * arguments.micro_batches)
+    batch = batch_of(np.random.default_rng(0), lengths, num_asked=1, vocab_size=model.config.vocab_size)
     tokens = torch.from_numpy(batch.token_ids_T).view(arguments.micro_batches, num_sequences, arguments.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     other = Transformers(model, optimizer, tuple(tokens))
