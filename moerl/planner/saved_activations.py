@@ -249,7 +249,8 @@ def _experts(fields: Mapping[str, Any], layout: Layout, tokens: Tokens, kernels:
     yield _norm_output(fields, tokens, kernels)
     if (shared := fields.get("moe_shared_expert_intermediate_size")) is not None:
         takes = kernels.linear(tokens.hidden * hidden, tokens.sequence * hidden, is_shared=True)
-        gate = tokens.hidden * hidden * 2 * kernels.wide if fields.get("moe_shared_expert_gate") else 0.0
+        # The output before its gate (transformer/moe/shared_experts.py), whose input is the output of the norm.
+        gate = tokens.hidden * hidden * kernels.wide if fields.get("moe_shared_expert_gate") else 0.0
         kept = takes + _gated(fields, tokens.sequence * shared // layout.tp, kernels)
         yield Term("mlp", kept, frozenset({"shared_experts", "moe"}))
         yield Term("mlp", gate, whole)
