@@ -48,7 +48,7 @@ _OF_SERVERS = (
     "moerl.rollout.server.app", "moerl.rollout.engines.hf.hf_core", "moerl.models.transformers_tokenizer", "moerl.scratch_model",
 )  # fmt: skip
 """Modules of rollout.engine=hf, and of the process that reads the model."""
-_RANK_IMPORTS = "moerl.train.rank_imports"
+_TABLE, _RANK_IMPORTS = "moerl.models.transformers_table", "moerl.train.rank_imports"
 _REQUEST_SECONDS = 10.0
 _BACKLOG = 128
 _KILLED_BY_EXCEPTION = 1
@@ -168,6 +168,7 @@ def for_workers(name: str) -> str:
 
 def preload() -> None:
     _import(_SHARED)
+    importlib.import_module(_TABLE).keep_table()
     _import(_OF_SERVERS)
 
 

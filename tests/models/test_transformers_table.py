@@ -1,0 +1,61 @@
+"""Table of transformers' models: the same as transformers reads, and read once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import transformers
+from transformers.utils import import_utils
+
+from moerl.models import transformers_table
+
+MODELS = Path(transformers.__file__).parent / "models"
+IMPORT = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+from moerl.models.transformers_table import keep_table
+keep_table()
+from transformers import AutoConfig, Qwen3MoeConfig
+print(sum("/transformers/models/" in name and name.endswith(".py") for name in opened))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moerl"
+
+
+def test_a_second_import_reads_the_table_and_not_the_sources_of_all_models(cache: Path) -> None:
+    unkept = import_utils.define_import_structure.__wrapped__  # what it remembers, transformers has added to
+    read = unkept(MODELS, prefix="models")
+    module = SimpleNamespace(define_import_structure=unkept)
+    transformers_table._keep(module)
+    assert module.define_import_structure(MODELS, prefix="models") == read
+    assert module.define_import_structure(MODELS, prefix="models") == read
+    assert [file.suffix for file in cache.iterdir()] == [".json"]
+    found = subprocess.run([sys.executable, "-c", IMPORT], env=os.environ | {"XDG_CACHE_HOME": str(cache.parent)}, capture_output=True)
+    assert 0 < int(found.stdout) < 100, found.stderr.decode()
+
+
+def test_a_table_that_cannot_be_kept_or_read_is_made_anew(cache: Path) -> None:
+    table = {frozenset({"torch"}): {"models.a.modeling_a": {"A"}}}
+    cache.write_text("no directory")
+    assert transformers_table._from_file(cache / "table.json", lambda: table) == table
+    cache.unlink()
+    cache.mkdir()
+    (cache / "table.json").write_text('[[["tor')
+    assert transformers_table._from_file(cache / "table.json", lambda: table) == table
+    assert transformers_table._from_file(cache / "table.json", dict) == table
+
+
+@pytest.mark.parametrize("models", [Path("/elsewhere/transformers/models"), MODELS])
+def test_sources_that_no_list_names_are_read_as_ever(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if models == MODELS:  # an installation that is edited in place lists a link alone
+        listed = SimpleNamespace(read_text=lambda _: "\n__editable__.transformers.pth,,\n", locate_file=lambda _: MODELS)
+        monkeypatch.setattr(transformers_table, "distribution", lambda _: listed)
+    assert transformers_table._file_for(models) is None
