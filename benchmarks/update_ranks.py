@@ -2,8 +2,9 @@
 
     python benchmarks/update_ranks.py
 
-ep2: each of two ranks has half the experts and trains on half the sequences. Both groups of processes are there all the time and wait
-while the other works. It needs two free cores: each process has one thread.
+ep2: each of two ranks has half the experts and trains on half the sequences. Apart: two ranks with all experts and half the sequences each,
+which say no word to each other; two cores give no more. All processes are there all the time and wait while others work. It needs two free
+cores: each process has one thread.
 """
 
 import argparse
@@ -23,13 +24,19 @@ from update_overhead import LR, MODEL_OPTIONS, build, random_batch, write_model
 from moerl.algorithms.algorithm import SUPERVISED
 from moerl.config.schema.layout import Layout
 
+WAYS = {"one": 1, "ep2": 2, "apart": 2}
+"""Ranks of each."""
 
-def serve(rank: int, num_ranks: int, arguments: argparse.Namespace, folder: Path, pipe: Connection) -> None:
+
+def serve(rank: int, way: str, arguments: argparse.Namespace, folder: Path, pipe: Connection) -> None:
     """One rank: an update for each message, answered with its (loss, CPU seconds)."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{num_ranks}", rank=rank, world_size=num_ranks)
+    is_apart = way == "apart"
+    num_ranks = 1 if is_apart else WAYS[way]
+    store = folder / (f"{way}-{rank}" if is_apart else way)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0 if is_apart else rank, world_size=num_ranks)
     engine = build(arguments, folder, Layout(ranks=num_ranks, ep=num_ranks))
-    num_tokens = arguments.tokens * arguments.micro_batches * 9 // 10
+    num_tokens = arguments.tokens * arguments.micro_batches * 9 // 10 // (WAYS[way] // num_ranks)
     longest = arguments.tokens // 2
     batch = random_batch(np.random.default_rng(0), num_tokens=num_tokens, vocab_size=engine.model.vocab_size, longest=longest)
     pipe.send(sum(p.numel() for p in engine.model.chunks[0].parameters()))
@@ -40,13 +47,13 @@ def serve(rank: int, num_ranks: int, arguments: argparse.Namespace, folder: Path
 
 
 class Ranks:
-    def __init__(self, num_ranks: int, arguments: argparse.Namespace, folder: Path):
+    def __init__(self, way: str, arguments: argparse.Namespace, folder: Path):
         context = mp.get_context("spawn")
         self.pipes, self._processes = [], []
-        for rank in range(num_ranks):
+        for rank in range(WAYS[way]):
             pipe, theirs = context.Pipe()
             self.pipes.append(pipe)
-            self._processes.append(context.Process(target=serve, args=(rank, num_ranks, arguments, folder, theirs), daemon=True))
+            self._processes.append(context.Process(target=serve, args=(rank, way, arguments, folder, theirs), daemon=True))
             self._processes[-1].start()
         self.num_parameters = [pipe.recv() for pipe in self.pipes]
 
@@ -70,17 +77,18 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments, Path(folder))
-        groups = {num_ranks: Ranks(num_ranks, arguments, Path(folder)) for num_ranks in (1, 2)}
-        losses = {num_ranks: group.update()[2] for num_ranks, group in groups.items()}
-        turns = [{num_ranks: group.update() for num_ranks, group in groups.items()} for _ in range(arguments.repeats)]
+        groups = {way: Ranks(way, arguments, Path(folder)) for way in WAYS}
+        losses = {way: group.update()[2] for way, group in groups.items()}
+        turns = [{way: group.update() for way, group in groups.items()} for _ in range(arguments.repeats)]
         for group in groups.values():
             group.close()
     print(f"losses of the first update: {json.dumps(losses)}")
-    for num_ranks, group in groups.items():
-        wall, cpu = (median(turn[num_ranks][column] for turn in turns) for column in (0, 1))
-        print(f"{num_ranks} rank(s): {wall:.3f} s, {cpu:.3f} CPU seconds, {group.num_parameters[0] / 1e6:.1f} M parameters each")
-    ratios = sorted(turn[1][0] / turn[2][0] for turn in turns)
-    print(f"two ranks are {median(ratios):.2f} times as fast as one (median of pairs, {ratios[0]:.2f} to {ratios[-1]:.2f})")
+    for way, group in groups.items():
+        wall, cpu = (median(turn[way][column] for turn in turns) for column in (0, 1))
+        print(f"{way}: {wall:.3f} s, {cpu:.3f} CPU seconds, {group.num_parameters[0] / 1e6:.1f} M parameters each")
+    for way in ("ep2", "apart"):
+        ratios = sorted(turn["one"][0] / turn[way][0] for turn in turns)
+        print(f"{way} is {median(ratios):.2f} times as fast as one (median of pairs, {ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 if __name__ == "__main__":

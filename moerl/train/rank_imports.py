@@ -2,14 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import megatron_patches
 from moerl.train.rank_progress import watch_collectives
 
-_WITHOUT = ("wandb", "torch.utils.tensorboard")
+_LOGGERS = ("wandb", "torch.utils.tensorboard")
 """Modules that Megatron imports where it is installed, to log by it: a rank logs by neither, and both are 450 files and a second."""
 
 
@@ -22,7 +22,7 @@ def load_quietly() -> None:
 def load(*, with_reference: bool = False) -> None:
     """Where it has been called before, that is in a fork, it does nothing. `with_reference`: see `megatron_patches.activate`."""
     watch_collectives()
-    with _without(_WITHOUT):
+    with without_loggers():
         megatron_patches.activate(with_reference=with_reference)
         # The optimizer would import dynamo on its first use.
         for name in ("moerl.train.megatron_engine", "moerl.train.megatron.megatron_model", "torch._dynamo"):
@@ -30,9 +30,9 @@ def load(*, with_reference: bool = False) -> None:
 
 
 @contextmanager
-def _without(names: Sequence[str]) -> Iterator[None]:
-    """Context in which these modules cannot be imported, unless they have been already."""
-    hidden = [name for name in names if name not in sys.modules]
+def without_loggers() -> Iterator[None]:
+    """Context in which Megatron finds nothing to log by, unless it has been imported already."""
+    hidden = [name for name in _LOGGERS if name not in sys.modules]
     modules: dict[str, Any] = sys.modules
     modules.update(dict.fromkeys(hidden))  # None: Python's own way to say that there is none
     try:

@@ -37,9 +37,9 @@ class Deliveries:
 def deliveries(plan: TransferPlan, *, bucket_bytes: int, by_node: bool = False) -> Deliveries:
     """A piece larger than `bucket_bytes` travels alone, or with its scales only."""
     groups: dict[TravelGroup, list[Bucket]] = defaultdict(list)
-    contents = _Contents(plan, bucket_bytes)
+    contents, node_of = _Contents(plan, bucket_bytes), plan.rollout.node_numbers().tolist()
     for each in travel_groups(plan, by_node=by_node):
-        relay = _relay(plan, each.sender, each.readers[0])
+        relay = None if plan.relays is None else _relay(plan.relays, each.sender, each.readers[0], node_of)
         for entries in contents.of(each.parts):
             groups[each.group].append(
                 Bucket(sender=each.sender, index=0, num_bytes=_end(entries), entries=entries, readers=each.readers, relay=relay)
@@ -128,12 +128,9 @@ def _by_turns(groups: Mapping[TravelGroup, Sequence[Bucket]], num_stages: int) -
     return [groups[group] for group in order]
 
 
-def _relay(plan: TransferPlan, sender: int, reader: int) -> int | None:
+def _relay(relays: Relays, sender: int, reader: int, node_of: Sequence[int]) -> int:
     """Rank on the reader's node that lends it what the sender has."""
-    if plan.relays is None:
-        return None
-    is_near = plan.relays.node_of_rank[sender] == plan.rollout.node_numbers()[reader]
-    return sender if is_near else plan.relays.of_gpu[reader]
+    return sender if relays.node_of_rank[sender] == node_of[reader] else relays.of_gpu[reader]
 
 
 def _in_rounds(groups: Sequence[Sequence[Bucket]], relays: Relays | None, *, by_node: bool) -> list[tuple[int, Bucket]]:
