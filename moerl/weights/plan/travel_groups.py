@@ -33,7 +33,7 @@ class Together:
     sender: int
     readers: tuple[int, ...]
     """The first gets them over the network, with `by_node`; else in order."""
-    parts: np.ndarray  # int64, ascending
+    parts: np.ndarray  # int32, ascending
 
 
 def travel_groups(plan: TransferPlan, *, by_node: bool) -> Iterator[Together]:
@@ -47,14 +47,14 @@ def _rows(plan: TransferPlan, *, by_node: bool) -> tuple[list[list[int]], list[n
     """Numbers of each group with its sender and the number of its set of readers, in order; the parts of each; and the sets."""
     units, sets = _units(plan, by_node=by_node)
     part, sender, readers = units
-    experts = np.array([-1 if tensor.expert is None else tensor.expert for tensor in plan.tensors])
-    tensor, first = plan.parts.tensor[part], np.array([found[0] for found in sets])[readers]
-    is_late = experts[tensor] < 0
-    stage = np.array([each.stage for each in plan.tensors])[tensor]
-    place = np.where(is_late, plan.rollout.node_numbers()[first], first)
-    columns = (is_late.astype(np.int64), plan.parts.batch[part], stage, place, sender, readers)
+    is_other = np.array([tensor.expert is None for tensor in plan.tensors])
+    tensor, first = plan.parts.tensor[part], np.array([found[0] for found in sets], dtype=np.int32)[readers]
+    is_late = is_other[tensor]
+    stage = np.array([each.stage for each in plan.tensors], dtype=np.int32)[tensor]
+    place = np.where(is_late, plan.rollout.node_numbers().astype(np.int32)[first], first)
+    columns = (is_late.astype(np.int32), plan.parts.batch[part], stage, place, sender, readers)
     shape = tuple(int(column.max(initial=0)) + 1 for column in columns)
-    key = np.ravel_multi_index(columns, shape)  # one number: half the memory of columns, and a fourth of the time
+    key = np.ravel_multi_index(columns, shape)  # one number of six, to sort by
     order = np.lexsort((part, key))
     key, part = key[order], part[order]
     begins = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]]))
@@ -68,17 +68,18 @@ _Units = tuple[np.ndarray, np.ndarray, np.ndarray]
 def _units(plan: TransferPlan, *, by_node: bool) -> tuple[_Units, list[tuple[int, ...]]]:
     """A unit is a part from one rank to all who read it there; and the sets of readers, in order."""
     network = plan.network
-    rows = row = np.arange(len(network))  # that stand for a unit, and the unit of each
+    rows: np.ndarray = np.arange(len(network), dtype=np.int32)
+    row = rows  # that stand for a unit, and the unit of each
     if not by_node:
         key = network.part.astype(np.int64) * plan.layout.ranks + network.source
         _, rows, row = np.unique(key, return_index=True, return_inverse=True)
     unit = np.concatenate([row, row[_arrivals(plan)]])
-    gpu = np.concatenate([network.target, plan.spread.target]).astype(np.int64)
+    gpu = np.concatenate([network.target, plan.spread.target])
     is_second = by_node & (np.arange(len(unit)) >= len(network))  # who passes it on is named first
     order = np.lexsort((gpu, is_second, unit))
     unit, gpu = unit[order], gpu[order]
     numbers, sets = _numbered(gpu, np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]])))
-    return (network.part[rows].astype(np.int64), network.source[rows].astype(np.int64), numbers), sets
+    return (network.part[rows], network.source[rows], numbers), sets
 
 
 def _arrivals(plan: TransferPlan) -> np.ndarray:
@@ -92,13 +93,13 @@ def _arrivals(plan: TransferPlan) -> np.ndarray:
 def _numbered(gpus: np.ndarray, begins: np.ndarray) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     """Number of every set of readers, and the sets in order. Sets lie end to end in `gpus`."""
     ends = np.append(begins[1:], len(gpus))
-    found = {gpu.tobytes(): number for number, gpu in enumerate(np.arange(gpus.max() + 1, dtype=np.int64))}
+    found = {gpu.tobytes(): number for number, gpu in enumerate(np.arange(gpus.max() + 1, dtype=gpus.dtype))}
     numbers = gpus[begins].copy()  # right where there is one reader
-    memory, several = gpus.tobytes(), np.flatnonzero(ends - begins > 1)
-    for index, begin, end in zip(several.tolist(), (begins[several] * 8).tolist(), (ends[several] * 8).tolist(), strict=True):
+    memory, size, several = gpus.tobytes(), gpus.itemsize, np.flatnonzero(ends - begins > 1)
+    for index, begin, end in zip(several.tolist(), (begins[several] * size).tolist(), (ends[several] * size).tolist(), strict=True):
         numbers[index] = found.setdefault(memory[begin:end], len(found))
-    sets = [tuple(np.frombuffer(each, dtype=np.int64).tolist()) for each in found]
+    sets = [tuple(np.frombuffer(each, dtype=gpus.dtype).tolist()) for each in found]
     in_order = sorted(range(len(sets)), key=sets.__getitem__)
-    rank = np.empty(len(sets), dtype=np.int64)
-    rank[in_order] = np.arange(len(sets))
+    rank = np.empty(len(sets), dtype=np.int32)
+    rank[in_order] = np.arange(len(sets))  # not as wide as Python's: of millions of transfers each column counts
     return rank[numbers], [sets[number] for number in in_order]
