@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from moerl.config.derive.model_configs import model_config
+from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.plain_tokenizer import Tokenizer
 from moerl.rollout.datasets.load_dataset import load_dataset
@@ -34,7 +36,7 @@ def trl_task(config: RunConfig, *, threads: int, experts: str) -> dict[str, Any]
         "model": str(model.directory.absolute()),
         "prompts": prompts(config, model.tokenizer),
         "threads": threads,
-        "experts": experts,
+        "experts": None if shape_of_config(model_config(config.model)).num_experts is None else experts,  # None: a dense model
         "warmup_steps": optimizer.warmup_steps,
         "optimizer": {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay},
         "grpo": {

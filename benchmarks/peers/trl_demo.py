@@ -36,7 +36,8 @@ class Rows(TrainerCallback):
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32, experts_implementation=task["experts"])
+    experts = {} if task["experts"] is None else {"experts_implementation": task["experts"]}
+    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32, **experts)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **task["optimizer"])
     # That of transformers begins with a learning rate of 0.
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(task["warmup_steps"], 1)))
