@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from megatron_patches import (
     alltoall_splits,
@@ -44,6 +45,9 @@ PATCHES: tuple[ModuleType, ...] = (
 )
 """In order of application: the first two must precede the first import of Megatron."""
 
+_LOGGERS = ("wandb", "torch.utils.tensorboard")
+"""Modules that Megatron imports where it is installed, to log by it: a rank logs by neither, and both are 450 files and a second."""
+
 
 def activate(*, with_reference: bool = False) -> tuple[str, ...]:
     """Apply every patch this process needs; returns their names. `with_reference`: the reference of Transformer Engine where there is a GPU
@@ -71,6 +75,19 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         toolkit.setLevel(level)
+
+
+@contextmanager
+def without_loggers() -> Iterator[None]:
+    """Context in which Megatron finds nothing to log by, unless it has been imported already."""
+    hidden = [name for name in _LOGGERS if name not in sys.modules]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(hidden))  # None: Python's own way to say that there is none
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del modules[name]
 
 
 def active_names() -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """The command line: each verb parses, builds, calls. What a verb needs is imported inside it, so that `check` loads no torch."""
 
-import gc
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -236,12 +235,11 @@ def plan(
     from moerl.planner.memory_page import write_plan
     from moerl.planner.memory_plan import memory_plan
 
-    gc.disable()  # what is planned has no cycles, and is a million objects: to look for some takes a fourth of the time
     config = load_checked(overrides, config_dir)
     bucket_bytes = None if bucket_mb is None else bucket_mb * 2**20
     printed = []
     if only != "memory":
-        from moerl.planner.transfer import plan_push  # loads torch
+        from moerl.planner.transfer import plan_push
 
         sizes = {"servers": servers, "gpus_per_server": gpus_per_server, "gpus_per_node": gpus_per_node}
         printed.append(str(plan_push(config, **sizes, card_gbit=card_gbit, bucket_bytes=bucket_bytes)))

@@ -11,7 +11,6 @@ from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import shape_of_config
 from moerl.config.schema.run_config import RunConfig
 from moerl.models.fp8_names import SCALE_SUFFIX
-from moerl.train.push.planned_tensors import push_tensors
 from moerl.types.errors import ConfigError, MoerlError, Problem, problem
 from moerl.types.push import TensorSpec
 from moerl.weights.plan.buckets import deliveries, in_order
@@ -135,6 +134,9 @@ def plan_push(
 ) -> PushPlan:  # fmt: skip
     """Plan of the recipe's servers and buckets, with what is not None instead; other GPUs per server share all experts out. Raises
     ConfigError for a rollout that cannot serve the model, or cannot be planned."""
+    # Here, as it loads torch: that too takes a fifth longer while Python searches for cycles.
+    from moerl.train.push.planned_tensors import push_tensors
+
     num_experts = shape_of_config(model_config(config.model)).num_experts
     rollout = rollout_of(config, servers=servers, gpus_per_server=gpus_per_server, gpus_per_node=gpus_per_node)
     if problems := list(_problems(rollout, num_experts)):

@@ -3,13 +3,12 @@
 import megatron_patches
 from moerl.config.derive.model_configs import model_config
 from moerl.config.schema.run_config import RunConfig
-from moerl.train.rank_imports import without_loggers
 from moerl.weights.plan.transfer_plan import PlannedTensor, with_scales
 
 
 def push_tensors(config: RunConfig) -> list[PlannedTensor]:
     """See `moerl.train.megatron.on_meta.tensors_to_push`."""
-    with megatron_patches.quiet(), without_loggers():
+    with megatron_patches.quiet(), megatron_patches.without_loggers():
         megatron_patches.activate(with_reference=True)  # meta tensors need no kernels, and planning no GPU
         from moerl.train.megatron.on_meta import tensors_to_push
 
