@@ -1,7 +1,9 @@
 """One event loop and a few rollout servers for the whole test session."""
 
 import asyncio
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def native_engines(run, checkpoints, tmp_path_factory) -> Iterator[Callable[[str], HTTPEngine]]:
-    """One server of another engine at a time: asking for another ends it."""
+    """One server of another engine at a time: asking for another ends it. A server of vLLM takes its sockets with it."""
     logs = tmp_path_factory.mktemp("native")
     running: dict[str, HTTPEngine] = {}
 
@@ -98,9 +100,13 @@ def native_engines(run, checkpoints, tmp_path_factory) -> Iterator[Callable[[str
     def end() -> None:
         while running:
             run(running.popitem()[1].close())
+        assert os.listdir(sockets) == []
 
-    yield engine_of
-    end()
+    # Not pytest's own, whose names are too long for sockets.
+    with tempfile.TemporaryDirectory() as sockets, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_RPC_BASE_PATH", sockets)
+        yield engine_of
+        end()
 
 
 @pytest.fixture(params=SERVED)

@@ -2,7 +2,3 @@
 
 HTTP and requests are rollout/server's.
 """
-
-from moerl.models.transformers_table import keep_table
-
-keep_table()  # here: what follows imports transformers

