@@ -86,6 +86,8 @@ def listening(processes: list[psutil.Process]) -> set[tuple[str, str]]:
     for process in processes:
         try:
             words = words_of(process)
+            if not words.strip():  # it is ending: Linux takes its memory, and with it the words, before its files
+                continue
             kind = next((kind for kind, known in (PROCESSES | _OTHERS).items() if re.search(known, words)), words.strip())
             addresses = [each.laddr.ip for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         except psutil.Error:  # it has ended meanwhile
