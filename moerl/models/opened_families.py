@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moerl.models.bridge_packages import BRIDGES, knows
 from moerl.models.families.parts.family import Family, Rule, Served
+from moerl.models.user_cache import cache_file, keep_file, read_kept
 from moerl.types.errors import CheckpointError
 
 PROOF_SECONDS = 300.0
@@ -89,17 +89,16 @@ def _text(hf: Mapping[str, Any]) -> str:
 
 
 def _found(hf: Mapping[str, Any], text: str) -> Opened | None:
-    file, kept = _file(text), None
-    with suppress(OSError, ValidationError):
-        kept = None if file is None or file.stat().st_uid != os.getuid() else _FILE.validate_json(file.read_bytes())  # no stranger's
+    file, kept = cache_file("families", f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"), None
+    with suppress(ValidationError):
+        kept = _FILE.validate_json(read_kept(file))
     if not knows(BRIDGES["megatron_bridge"], hf) or (kept is not None and kept.versions == _versions()):
         return kept
     try:
         found = replace(_prove(text), versions=_versions())
     except CheckpointError as error:  # not kept in a file: another time it may end well
         return Opened(refusal=str(error))
-    if file is not None:
-        _keep(file, _FILE.dump_json(found, indent=1))
+    keep_file(file, _FILE.dump_json(found, indent=1))
     return found
 
 
@@ -127,23 +126,3 @@ def _versions() -> dict[str, str]:
             found[name] = version(name)
     own = b"".join((_MOERL / file).read_bytes() for file in ("train/prove_family.py", "models/bridge/bridge_family.py"))
     return found | {"moerl": hashlib.sha256(own).hexdigest()[:16]}
-
-
-def _file(text: str) -> Path | None:
-    """Where it is kept: for every process of this user, on every node that shares the folder. None: the user has no home."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    return cache / "moerl" / "families" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def _keep(file: Path, content: bytes) -> None:
-    """Whole or not at all: others may be reading. Where it cannot be written, every process proves again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as partial:
-            partial.write(content)
-        Path(partial.name).replace(file)
-    except OSError:
-        return

@@ -7,17 +7,16 @@ list of files and their hashes; one that has no such list, or is edited in place
 
 import hashlib
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
 from wrapt import register_post_import_hook
+
+from moerl.models.user_cache import cache_file, keep_file, read_kept
 
 Table = dict[frozenset[str], dict[str, set[str]]]
 """Names by module in the folder, these by packages that they need: of define_import_structure in transformers/utils/import_utils.py."""
@@ -33,12 +32,14 @@ def keep_table() -> None:
 
 def _keep(module: Any) -> None:
     """Hook: transformers' own __init__ takes the function from `module` next."""
-    read = module.define_import_structure
+    read = getattr(module, "define_import_structure", None)
+    if read is None:  # of another version, which may have another way
+        return
 
-    def kept(module_path: str | Path, prefix: str | None = None) -> Table:
-        file = _file_for(Path(module_path))
+    def kept(module_path: str | Path, prefix: str | None = None, **more: Any) -> Table:
+        file = None if more else _file_for(Path(module_path))
         if file is None:
-            found: Table = read(module_path, prefix=prefix)
+            found: Table = read(module_path, prefix=prefix, **more)
             return found
         table = _from_file(file, lambda: read(module_path))
         before = "" if prefix is None else f"{prefix}."
@@ -48,24 +49,18 @@ def _keep(module: Any) -> None:
 
 
 def _from_file(file: Path, read: Callable[[], Table]) -> Table:
-    with suppress(OSError, ValueError):
-        return {frozenset(needs): {name: set(names) for name, names in modules.items()} for needs, modules in json.loads(file.read_bytes())}
+    with suppress(ValueError, TypeError, AttributeError):  # none, or one that is damaged
+        rows = json.loads(read_kept(file))
+        if found := {frozenset(needs): {name: set(names) for name, names in modules.items()} for needs, modules in rows}:
+            return found
     table = read()
-    with suppress(OSError):  # a home that cannot be written
-        _write(file, table)
+    rows = [[sorted(needs), {name: sorted(names) for name, names in modules.items()}] for needs, modules in table.items()]
+    keep_file(file, json.dumps(rows).encode())
     return table
 
 
-def _write(file: Path, table: Mapping[frozenset[str], Mapping[str, set[str]]]) -> None:
-    rows = [[sorted(needs), {name: sorted(names) for name, names in modules.items()}] for needs, modules in table.items()]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as unfinished:
-        (written := Path(unfinished) / file.name).write_text(json.dumps(rows))
-        os.replace(written, file)
-
-
 def _file_for(path: Path) -> Path | None:
-    """None if `path` is not the folder of all models or its __init__, or if nothing says what is in it."""
+    """None if `path` is not the folder of all models or its __init__, if nothing says what is in it, or if the user has no home."""
     models = path.parent if path.name == "__init__.py" else path
     if models.parts[-2:] != ("transformers", "models"):  # each model has a table too, of its few files
         return None
@@ -73,8 +68,7 @@ def _file_for(path: Path) -> Path | None:
         found = distribution("transformers")
     except PackageNotFoundError:
         return None
-    record, directory = found.read_text("RECORD") or "", user_cache_path("moerl")
-    is_listed = Path(str(found.locate_file("transformers/models"))) == models and "\ntransformers/models/" in record
-    if not is_listed or not directory.is_absolute():  # a user without a home
+    record = found.read_text("RECORD") or ""
+    if Path(str(found.locate_file("transformers/models"))) != models or "\ntransformers/models/" not in record:
         return None
-    return directory / f"transformers-{_FORMAT}-{hashlib.blake2b(record.encode(), digest_size=16).hexdigest()}.json"
+    return cache_file(f"transformers-{_FORMAT}-{hashlib.blake2b(record.encode(), digest_size=16).hexdigest()}.json")

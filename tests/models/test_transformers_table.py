@@ -10,7 +10,7 @@ import pytest
 import transformers
 from transformers.utils import import_utils
 
-from moerl.models import transformers_table
+from moerl.models import transformers_table, user_cache
 
 MODELS = Path(transformers.__file__).parent / "models"
 IMPORT = """
@@ -48,8 +48,9 @@ def test_a_table_that_cannot_be_kept_or_read_is_made_anew(cache: Path) -> None:
     assert transformers_table._from_file(cache / "table.json", lambda: table) == table
     cache.unlink()
     cache.mkdir()
-    (cache / "table.json").write_text('[[["tor')
-    assert transformers_table._from_file(cache / "table.json", lambda: table) == table
+    for damaged in ('[[["tor', "", "[]", "{}", "[[1, 2]]", '[[["torch"], ["A"]]]'):
+        (cache / "table.json").write_text(damaged)
+        assert transformers_table._from_file(cache / "table.json", lambda: table) == table
     assert transformers_table._from_file(cache / "table.json", dict) == table
 
 
@@ -59,3 +60,18 @@ def test_sources_that_no_list_names_are_read_as_ever(models: Path, monkeypatch: 
         listed = SimpleNamespace(read_text=lambda _: "\n__editable__.transformers.pth,,\n", locate_file=lambda _: MODELS)
         monkeypatch.setattr(transformers_table, "distribution", lambda _: listed)
     assert transformers_table._file_for(models) is None
+
+
+def test_a_table_that_somebody_else_wrote_is_not_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {frozenset({"torch"}): {"models.a.modeling_a": {"A"}}}
+    assert transformers_table._from_file(cache / "table.json", lambda: table) == table
+    monkeypatch.setattr(user_cache.os, "getuid", lambda: (cache / "table.json").stat().st_uid + 1)
+    assert transformers_table._from_file(cache / "table.json", lambda: table | {frozenset(): {}}) == table | {frozenset(): {}}
+
+
+def test_a_version_that_makes_its_table_another_way_is_left_as_it_is() -> None:
+    transformers_table._keep(module := SimpleNamespace())
+    assert vars(module) == {}
+    module.define_import_structure = lambda path, prefix=None, deep=False: {frozenset(): {str(path): {str(deep)}}}
+    transformers_table._keep(module)
+    assert module.define_import_structure(MODELS, deep=True) == {frozenset(): {str(MODELS): {"True"}}}
