@@ -48,7 +48,7 @@ def test_an_absent_package_is_named_with_how_to_install_it(only):
 def test_a_package_that_knows_the_architecture_is_named(only, monkeypatch):
     only(mbridge=MBRIDGE, megatron_bridge=MEGATRON_BRIDGE)
     monkeypatch.setattr(opened_families, "_prove", lambda text: opened_families.Opened(refusal="it is a test's"))
-    monkeypatch.setattr(opened_families, "_keep", lambda *_: None)
+    monkeypatch.setattr(opened_families, "keep_file", lambda *_: None)
     for kind in ("mimo", "gemma3", "internvl_chat"):
         assert "mbridge 9.0 knows it; megatron-bridge 9.0 does not know it" in reason(model_type=kind)
     for architecture in ("OlmoeForCausalLM", "DeepseekV2ForCausalLM"):
