@@ -4,6 +4,7 @@ import io
 import pickle
 import resource
 import zipfile
+from contextlib import nullcontext
 from pathlib import PurePosixPath
 
 import pytest
@@ -14,10 +15,11 @@ from engine_ranks import run_ranks
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
+import megatron_patches
 from moerl.config.schema.layout import Layout
 from moerl.config.schema.model_config import ScratchModel
 from moerl.scratch_model import write_scratch_model
-from moerl.train.checkpoint.checkpoint_pickles import load_tensor, read_index
+from moerl.train.checkpoint.checkpoint_pickles import check_extra_state, load_tensor, read_index
 from moerl.types.errors import CheckpointError
 
 KEY, SHARD = "decoder.weight", "__0_0.distcp"
@@ -140,6 +142,21 @@ def test_a_stored_tensor_takes_no_hours(tmp_path, data):
     assert load_tensor(buffer).tolist() == [1.0, 1.0]
     with pytest.raises(CheckpointError, match="a stored tensor cannot be read: its pickle"):
         load_tensor(changed)
+
+
+def test_what_an_engine_keeps_beside_a_weight_is_read_if_this_megatron_can():
+    """Since 0.19 pickled tensors name a function of Megatron's."""
+    megatron_patches.activate()
+    from megatron.core import safe_globals
+
+    written = pickle.dumps({"scale": torch.ones(2)}, protocol=3)
+    of_torch, of_megatron = b"ctorch.storage\n_load_from_bytes\n", b"cmegatron.core.safe_globals\nsafe_load_from_bytes\n"
+    assert (of_torch in written) != (of_megatron in written)
+    is_new = hasattr(safe_globals, "safe_load_from_bytes")
+    for name, can_read in ((of_torch, True), (of_megatron, is_new)):
+        state = written.replace(of_megatron if is_new else of_torch, name)
+        with nullcontext() if can_read else pytest.raises(CheckpointError, match="safe_load_from_bytes, which is no data"):
+            check_extra_state("linear._extra_state", torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def test_no_rank_runs_what_a_checkpoint_names(tmp_path):

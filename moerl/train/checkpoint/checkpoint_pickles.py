@@ -42,6 +42,8 @@ _OF_KEYS = {opcode.decode("latin-1") for opcode in (pickle.SETITEM, pickle.SETIT
 _RECIPES = "transformer_engine.common.recipe"
 _OF_MEGATRON = "megatron.core.extensions.transformer_engine"
 """Has recipes of its own, which are Transformer Engine's too."""
+_STORAGE_OF_MEGATRON = ("megatron.core.safe_globals", "safe_load_from_bytes")
+"""Takes the place of torch.storage._load_from_bytes from Megatron-Core 0.19 on; pickled tensors name it, and no older one can read them."""
 
 _Allowed = Callable[[str, str], Any]
 """Value of a name of a module; None: not allowed."""
@@ -257,9 +259,13 @@ def check_extra_state(name: str, state: Any) -> None:
 
 
 def _of_extra_state(module: str, name: str) -> Any:
+    def load_storage(data: bytes) -> Any:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
     known: dict[tuple[str, str], Any] = {
         ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: torch._utils._rebuild_tensor_v2(*parts),
-        ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True),
+        ("torch.storage", "_load_from_bytes"): load_storage,
+        _STORAGE_OF_MEGATRON: load_storage if hasattr(import_module(_STORAGE_OF_MEGATRON[0]), _STORAGE_OF_MEGATRON[1]) else None,
         ("collections", "OrderedDict"): collections.OrderedDict,
     }
     if module in (_RECIPES, _OF_MEGATRON) and name.isidentifier():
