@@ -3,7 +3,6 @@
 import asyncio
 import json
 import multiprocessing
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ from starlette.routing import Route
 
 from moerl.cluster.run_secret import RunSecret
 from moerl.rollout.server.app import Answers
+from moerl.rollout.server.child import listen
 from moerl.rollout.server.client import HTTPEngine, new_session
 from moerl.rollout.server.messages import parse_requests
 
@@ -76,7 +76,7 @@ def _serve(answer: Connection, content: bytes, num_running: int, seconds: float)
     async def generate(request: Request) -> Response:
         return Answers([answer_to(each.request_id) for each in parse_requests(await request.body())])
 
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     answer.send(listener.getsockname()[1])
     app = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
     uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_keep_alive=600)).run([listener])

@@ -246,14 +246,14 @@ async def _requested(
         raise BrokenConnection(f"{name}: {path} failed, the server still runs: {type(error).__name__}: {error}") from error
 
 
-def _outcome(name: str, about: str, status: int, content: bytes) -> Completion | EngineError:
+def _outcome(name: str, about: str, status: int, content: bytes | bytearray) -> Completion | EngineError:
     try:
         return _parse(about, wire.parse_completion, content) if status == 200 else _refusal(name, about, status, content)
     except EngineUnsound as error:
         return error
 
 
-def _refusal(name: str, about: str, status: int, content: bytes) -> EngineError:
+def _refusal(name: str, about: str, status: int, content: bytes | bytearray) -> EngineError:
     reason = _parse(about, wire.ERROR.validate_json, content, status=status).error
     return (EngineRefuses if status == wire.UNAVAILABLE else EngineError)(f"{name}: {reason}")
 
@@ -268,15 +268,15 @@ async def _content(response: aiohttp.ClientResponse, max_bytes: int, name: str) 
     return bytes(content)
 
 
-def _parse(name: str, parse: Callable[[bytes], T], content: bytes, *, status: int = 200) -> T:
+def _parse(name: str, parse: Callable[[bytes | bytearray], T], content: bytes | bytearray, *, status: int = 200) -> T:
     try:
         return parse(content)
     except ValueError as error:
         raise _unsound(name, content, error, "" if status == 200 else f" with status {status}") from error
 
 
-def _unsound(name: str, content: bytes, error: ValueError | str, status: str = "") -> EngineUnsound:
-    return EngineUnsound(f"{name}: answered {content[:200]!r}{status}; is rollout.python of the same moerl?\n{error}")
+def _unsound(name: str, content: bytes | bytearray, error: ValueError | str, status: str = "") -> EngineUnsound:
+    return EngineUnsound(f"{name}: answered {bytes(content[:200])!r}{status}; is rollout.python of the same moerl?\n{error}")
 
 
 def _bracketed(host: str) -> str:

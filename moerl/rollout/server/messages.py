@@ -91,12 +91,13 @@ def dump_frame(place: int, status: int, content: bytes) -> bytes:
 
 
 class Frames:
-    """Frames of an answer, from its bytes as they come."""
+    """Frames of an answer, from its bytes as they come. Routes make megabytes of them: each byte is copied once."""
 
     def __init__(self, bounds: Sequence[int]):
         """`bounds`: bytes of the answer to each request, at most."""
         self._bounds, self._left = bounds, set(range(len(bounds)))
-        self._rest = bytearray()
+        self._head, self._content = bytearray(), bytearray()
+        self._filled = 0
 
     @property
     def missing(self) -> Collection[int]:
@@ -106,24 +107,36 @@ class Frames:
     @property
     def unread(self) -> bytes:
         """First 200 bytes after the last frame that is whole."""
-        return bytes(self._rest[:200])
+        return bytes((self._head + self._content[: self._filled])[:200])
 
-    def feed(self, chunk: bytes) -> Iterator[tuple[int, int, bytes]]:
+    def feed(self, chunk: bytes) -> Iterator[tuple[int, int, bytearray]]:
         """Place, status and content of each that is whole now. ValueError for one that nobody asked for, or that is too long."""
-        self._rest += chunk
-        at = 0
-        try:
-            while len(self._rest) - at >= _FRAME.size:
-                place, status, length = _FRAME.unpack_from(self._rest, at)
-                if place not in self._left:
-                    raise ValueError(f"an answer to request {place}, which waits for none")
-                if length > self._bounds[place]:
-                    raise ValueError(f"an answer of {length} bytes, more than the {self._bounds[place]} that this request can have")
-                end = at + _FRAME.size + length
-                if len(self._rest) < end:
-                    break
-                self._left.remove(place)
-                yield place, status, bytes(memoryview(self._rest)[at + _FRAME.size : end])
-                at = end
-        finally:
-            del self._rest[:at]
+        left = memoryview(chunk)
+        while left:
+            if missing := _FRAME.size - len(self._head):
+                self._head += left[:missing]
+                left = left[missing:]
+                if len(self._head) < _FRAME.size:
+                    return
+                self._content, self._filled = bytearray(self._length()), 0
+            part = left[: len(self._content) - self._filled]
+            self._content[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            left = left[len(part) :]
+            if self._filled == len(self._content):
+                yield self._taken()
+
+    def _length(self) -> int:
+        """Bytes of the content that the head announces."""
+        place, _, length = _FRAME.unpack(self._head)
+        if place not in self._left:
+            raise ValueError(f"an answer to request {place}, which waits for none")
+        if length > self._bounds[place]:
+            raise ValueError(f"an answer of {length} bytes, more than the {self._bounds[place]} that this request can have")
+        return int(length)
+
+    def _taken(self) -> tuple[int, int, bytearray]:
+        place, status, _ = _FRAME.unpack(self._head)
+        content, self._head, self._content, self._filled = self._content, bytearray(), bytearray(), 0
+        self._left.remove(place)
+        return place, status, content

@@ -184,10 +184,12 @@ def dump_completion(completion: Completion) -> bytes:
     return b"".join(parts)
 
 
-def parse_completion(content: bytes) -> Completion:
-    """ValueError if it is damaged."""
-    text, _, tail = content.partition(b"\n")
-    head = COMPLETION_HEAD.validate_json(text)
+def parse_completion(content: bytes | bytearray) -> Completion:
+    """ValueError if it is damaged. Routes and entries are views of `content`."""
+    end = content.find(b"\n")
+    if end < 0:
+        raise ValueError("no line of JSON")
+    head, tail = COMPLETION_HEAD.validate_json(content[:end]), memoryview(content)[end + 1 :]
     tokens_bytes, dtype = 4 * head.num_tokens, np.dtype(head.routes_dtype)
     routes_bytes = 0 if head.routes_shape is None else math.prod(head.routes_shape) * dtype.itemsize
     sets_bytes = 0 if head.num_entries is None else tokens_bytes + 4 * head.num_entries
