@@ -10,7 +10,7 @@ ranks do.
 
 growth: resident memory of the driver at the end of the step, above that before the first request; peak: the most, sampled every 10 ms.
 shared: pages of the object store that the driver touched, which every process counts; private: without these. CPU: of the driver, per
-sample. received: megabytes in the store for each CPU second of the collectors, their imports left out.
+sample. received: megabytes in the store for each CPU second of the collectors, their imports left out; sent: for each of the servers.
 """
 
 import argparse
@@ -58,6 +58,7 @@ from moerl.types.stored import keep
 from moerl.types.stored_batch import no_routes
 
 VOCAB, NUM_EXPERTS, WAYS = 150_000, 128, ("objects", "puts", "collectors")
+COLLECTOR, SERVER = "CollectorActor", "spawn_main"
 
 
 # -- servers -----------------------------------------------------------------------------------------------------
@@ -261,14 +262,14 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     await asyncio.gather(*(rank.rss.remote() for rank in ranks))
     await pool.start()
     pool.fleet.served(pool.fleet.members)
-    memory, began, cpu, received = Memory(), time.perf_counter(), time.process_time(), collector_seconds()
+    memory, began, cpu, received, sent_by = Memory(), time.perf_counter(), time.process_time(), seconds_of(COLLECTOR), seconds_of(SERVER)
     if arguments.way == "objects":
         groups, batches = await by_value(engines, config, arguments, shape)
         calls = [rank.run_objects.remote(batches[i], planner(arguments), i) for i, rank in enumerate(ranks)]
     else:
         groups, batches = await by_reference(pool, config, arguments, shape)
         calls = [rank.run.remote(batches[i], planner(arguments), i) for i, rank in enumerate(ranks)]
-    sent, received = time.perf_counter(), collector_seconds() - received
+    sent, received, sent_by = time.perf_counter(), seconds_of(COLLECTOR) - received, seconds_of(SERVER) - sent_by
     packed = sum([await call for call in calls])
     assert packed == arguments.samples * (arguments.prompt + arguments.tokens) and len(groups) == config.groups_per_step
     ended, cpu = time.perf_counter(), time.process_time() - cpu
@@ -278,15 +279,14 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     await pool.close()
     return {
         "private": private, "shared": shared, "peak_private": memory.peak[0], "peak_shared": memory.peak[1], "in_store": in_store,
-        "received": in_store / received if received else 0.0,
+        "received": in_store / received if received else 0.0, "sent": in_store / sent_by,
         "rollout": sent - began, "ranks": ended - sent, "cpu": cpu / arguments.samples,
     }  # fmt: skip
 
 
-def collector_seconds() -> float:
-    times = [
-        each.cpu_times() for each in psutil.Process().children(recursive=True) if any("CollectorActor" in word for word in each.cmdline())
-    ]
+def seconds_of(word: str) -> float:
+    """CPU seconds of the processes below this one whose command has it."""
+    times = [each.cpu_times() for each in psutil.Process().children(recursive=True) if any(word in part for part in each.cmdline())]
     return sum(each.user + each.system for each in times)
 
 
@@ -333,15 +333,17 @@ def main() -> None:
         return
     size = f"{arguments.layers} layers, top {arguments.top_k}"
     print(f"{arguments.samples} samples of {arguments.prompt} + {arguments.tokens} tokens, routes of {size}; {arguments.ranks} ranks; MB")
-    print("way          growth: private        shared  peak: private        shared         store  rollout s  ranks s  CPU ms  received")
+    print(
+        "way          growth: private        shared  peak: private        shared         store  rollout s  ranks s  CPU ms received  sent"
+    )
     for way in arguments.ways:
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--way", way]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         columns = megabytes(*(found[name] for name in ("private", "shared", "peak_private", "peak_shared", "in_store")))
-        received = found["received"] / 1e6
+        received, sent = (found[name] / 1e6 for name in ("received", "sent"))
         print(
-            f"{way:12} {columns}  {found['rollout']:9.1f}  {found['ranks']:7.1f}  {found['cpu'] * 1e3:6.2f}  {received:8.0f}",
+            f"{way:12} {columns}  {found['rollout']:9.1f}  {found['ranks']:7.1f}  {found['cpu'] * 1e3:6.2f} {received:8.0f}{sent:6.0f}",
             flush=True,
         )
 

@@ -56,6 +56,16 @@ def test_frames_come_out_whole_whatever_pieces_they_come_in(contents, random):
     assert not frames.missing and frames.unread == b""
 
 
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 40))
+def test_what_is_sent_at_a_time_is_bounded(sizes, most):
+    frames = [bytes(range(size)) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "PIECE_BYTES", most)
+        pieces = messages.pieces_of(frames)
+    assert b"".join(pieces) == b"".join(frames) and pieces
+    assert all(len(piece) <= most for piece in pieces)
+
+
 def test_a_second_answer_to_one_request_is_refused():
     with pytest.raises(ValueError, match="an answer to request 0, which waits for none"):
         list(Frames([9, 9]).feed(2 * dump_frame(0, 200, b"x")))

@@ -73,7 +73,10 @@ class Answers(Response):
                 self._changed.clear()
                 frames, self._frames = self._frames, []
                 left -= len(frames)
-                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": left > 0})
+                *pieces, last = messages.pieces_of(frames)
+                for piece in pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": last, "more_body": left > 0})
         finally:
             for task in (gone, *tasks):
                 task.cancel()

@@ -24,6 +24,9 @@ MAX_TOKENS = 2**19
 MORE_BYTES = 16 * MAX_TOKENS + 2**15 * MAX_REQUESTS
 """Bytes that a message may have more than one of a single request."""
 
+PIECE_BYTES = 2**20
+"""Bytes of an answer sent at a time, at most."""
+
 _FRAME = struct.Struct("<IHQ")
 
 
@@ -88,6 +91,13 @@ def messages_of(requests: Sequence[GenerateRequest]) -> Iterator[list[GenerateRe
 
 def dump_frame(place: int, status: int, content: bytes) -> bytes:
     return _FRAME.pack(place, status, len(content)) + content
+
+
+def pieces_of(frames: Sequence[bytes]) -> list[bytes | memoryview]:
+    """At least one, of PIECE_BYTES at most: copies by HTTP and asyncio of megabytes at once cost several times as much."""
+    if sum(map(len, frames)) <= PIECE_BYTES:
+        return [b"".join(frames)]
+    return [memoryview(frame)[at : at + PIECE_BYTES] for frame in frames for at in range(0, len(frame), PIECE_BYTES)]
 
 
 class Frames:

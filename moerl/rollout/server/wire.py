@@ -186,9 +186,7 @@ def dump_completion(completion: Completion) -> bytes:
 
 def parse_completion(content: bytes | bytearray) -> Completion:
     """ValueError if it is damaged. Routes and entries are views of `content`."""
-    end = content.find(b"\n")
-    if end < 0:
-        raise ValueError("no line of JSON")
+    end = content.find(b"\n") if b"\n" in content else len(content)
     head, tail = COMPLETION_HEAD.validate_json(content[:end]), memoryview(content)[end + 1 :]
     tokens_bytes, dtype = 4 * head.num_tokens, np.dtype(head.routes_dtype)
     routes_bytes = 0 if head.routes_shape is None else math.prod(head.routes_shape) * dtype.itemsize
