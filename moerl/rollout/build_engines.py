@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moerl.cluster.placement import ProcessPlace, RunPlacement
 from moerl.cluster.run_secret import RunSecret
-from moerl.config.derive.collectors import num_collectors
+from moerl.config.derive.collectors import collectors_per_server, num_collectors
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.model_shape import read_config, shape_of_config
 from moerl.config.derive.rdma import crosses_nodes
@@ -51,6 +51,7 @@ def build_collector(
         intake,
         secret=secret,
         num_actors=num_collectors(config),
+        per_server=collectors_per_server(config),
         nodes=() if placement is None else list(dict.fromkeys(places[0].node.id for places in placement.servers)),
         start_seconds=config.deadlines.start_seconds,
         max_restarts=rollout.max_restarts,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moerl.config.derive.collectors import BYTES_PER_SECOND, num_collectors, reception_seconds
+from moerl.config.derive.collectors import BYTES_PER_SECOND, collectors_per_server, num_collectors, reception_seconds
 from moerl.config.derive.object_store import most_bytes, sample_bytes, shortage
 from moerl.config.load import load
 from moerl.config.summary import summary
@@ -40,7 +40,7 @@ def test_a_store_that_may_be_too_small_is_told_with_what_is_needed():
 
 @pytest.mark.parametrize(
     ("servers", "nodes", "step_gigabytes", "wanted"),
-    [(1, 1, 0.001, 1), (4, 4, 0.001, 4), (8, 2, 0.001, 2), (8, 2, 3.5, 4), (8, 2, 100, 8), (2, 8, 100, 2)],
+    [(1, 1, 0.001, 1), (4, 4, 0.001, 4), (8, 2, 0.001, 2), (8, 2, 3.5, 4), (2, 2, 3.5, 4), (8, 2, 100, 20), (2, 8, 100, 20)],
 )
 def test_collectors_are_as_many_on_each_node_with_servers_as_the_bytes_of_a_step_need(servers, nodes, step_gigabytes, wanted):
     config = load([DEMO])
@@ -48,9 +48,10 @@ def test_collectors_are_as_many_on_each_node_with_servers_as_the_bytes_of_a_step
     rollout, placement = replace(config.rollout, num_servers=servers), replace(config.placement, nodes=nodes)
     groups = max(1, round(step_gigabytes * 1e9 / per_sample / config.group_size))
     config = replace(config, rollout=rollout, placement=placement, groups_per_step=groups)
-    assert num_collectors(config) == wanted
+    assert (num_collectors(config), collectors_per_server(config)) == (wanted, max(1, wanted // servers))
     step = groups * config.group_size * per_sample
     assert reception_seconds(config) == pytest.approx(step / wanted / BYTES_PER_SECOND)
     assert f"# reception       {wanted} collector(s), at most {step / wanted / BYTES_PER_SECOND:.2g} s for" in summary(config)
     chosen = replace(config, rollout=replace(rollout, num_collectors=3))
     assert num_collectors(chosen) == 3
+    assert collectors_per_server(chosen) == {1: 3, 2: 1, 4: 1, 8: 1}[servers]

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import canned_server
@@ -130,12 +131,28 @@ def test_a_server_has_a_collector_on_its_node_and_those_of_a_node_share_its_serv
     run(other.start())
     try:
         engines = [HTTPEngine([NodeOfServer(node_id=here)], secret=SECRET, port=0, log_path=Path(), start_seconds=1) for _ in range(4)]
-        homes = [other._new_home(engine).actor for engine in engines]
-        assert homes == other._actors * 2
+        assert [[home.actor for home in other._new_homes(engine)] for engine in engines] == [[actor] for actor in other._actors * 2]
         elsewhere = HTTPEngine([NodeOfServer(node_id="gone")], secret=SECRET, port=0, log_path=Path(), start_seconds=1)
-        assert other._new_home(elsewhere).actor in other._actors
+        assert other._new_homes(elsewhere)[0].actor in other._actors
     finally:
         run(other.close())
+
+
+def test_collectors_share_the_prompts_of_a_server_and_not_the_requests_of_a_prompt(run, engine):
+    other = RayCollectors(INTAKE, secret=SECRET, num_actors=2, start_seconds=60, per_server=2)
+    prompts = [(*PROMPT,) for _ in range(6)]
+    requests = [replace(request(f"r{group}-{index}"), prompt_ids=prompt) for group, prompt in enumerate(prompts) for index in range(4)]
+
+    async def scenario():
+        await other.start()
+        answers = await asyncio.gather(*(other.ask(engine, each, None) for each in requests))
+        sizes = json.loads(await engine.call("GET", "/sizes"))
+        await other.close()
+        return [answer.completion.request_id for answer in answers], sizes
+
+    names, sizes = run(scenario())
+    assert names == [each.request_id for each in requests]
+    assert sizes == [12, 12]
 
 
 def test_of_several_that_were_asked_together_one_can_be_dropped(run, collectors, engine):

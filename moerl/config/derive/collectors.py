@@ -9,16 +9,22 @@ BYTES_PER_SECOND = 100e6
 """Completions with routes that one process receives, checks and stores on a core (docs/benchmarks.md, Data by reference)."""
 _SECONDS = 10.0
 """Time in which the samples of a step are to be received, if all were as long as the context."""
+_MOST = 10
+"""On a node: cores that its ranks and servers leave, and 1 GB/s."""
 
 
 def num_collectors(config: RunConfig) -> int:
-    """rollout.num_collectors. Where it is not set: on each node with servers as many, and as many as a step's bytes need; not more than
-    servers, of which each has one."""
+    """rollout.num_collectors. Where it is not set: on each node with servers as many, and as many as a step's bytes need."""
     if config.rollout.num_collectors is not None:
         return config.rollout.num_collectors
     nodes = min(config.rollout.num_servers, config.placement.nodes)
     each = math.ceil(_step_bytes(config) / (nodes * BYTES_PER_SECOND * _SECONDS))
-    return min(nodes * max(each, 1), config.rollout.num_servers)
+    return nodes * min(max(each, 1), _MOST)
+
+
+def collectors_per_server(config: RunConfig) -> int:
+    """Those that share what one server says."""
+    return max(1, num_collectors(config) // config.rollout.num_servers)
 
 
 def reception_seconds(config: RunConfig) -> float:

@@ -125,9 +125,9 @@ class RolloutConfig(Strict):
     is full throws away what it has computed for a request, and computes it again. So a server has fewer requests than max_running +
     max_queued while its cache has no room for as many. At 1 only such preemptions count as pressure."""
     num_collectors: Positive | None = None
-    """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them; a server
-    has one of them, on its node if there is one. None: one for each node with servers, more where the longest samples of a step would take
-    over 10 s; moerl check prints how many, and the seconds. Without effect for fake."""
+    """Ray actors that receive completions from the servers and put them into Ray's object store, where the train ranks find them, on
+    the nodes of the servers, whose answers they share. None: one for each node with servers, more where the longest samples of a step would
+    take over 10 s, up to ten; moerl check prints how many, and the seconds. Without effect for fake."""
     prefill_chunk: Positive = 64
     """Prompt tokens of one request computed per engine iteration."""
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -60,17 +60,20 @@ class RayCollectors:
 
     def __init__(
         self, intake: Intake, *, secret: RunSecret, num_actors: int, start_seconds: float, max_restarts: int = 0,
-        authority: Path | None = None, nodes: Sequence[str] = (),
+        authority: Path | None = None, nodes: Sequence[str] = (), per_server: int = 1,
     ):  # fmt: skip
-        """`nodes`: ids of those with servers, which get actors in turns; none: Ray spreads them. `start_seconds`: for all actors to come.
+        """`nodes`: ids of those with servers, which get actors in turns; none: Ray spreads them. `per_server`: actors that share what a
+        server says. `start_seconds`: for all actors to come.
         `max_restarts`: of each actor whose process ends. `authority`: HTTPEngine's."""
         self._intake, self._secret, self._authority = intake, secret, authority
         self._num_actors, self._max_restarts, self._start_seconds = num_actors, max_restarts, start_seconds
+        self._per_server = per_server
         self._nodes: list[str | None] = [nodes[number % len(nodes)] if nodes else None for number in range(num_actors)]
         self._actors: list[Any] = []
         self._stored_intake: list[Any] = []
         self._homes: list[_Home] = []
-        self._home_of: dict[HTTPEngine, _Home] = {}
+        self._homes_of: dict[HTTPEngine, list[_Home]] = {}
+        self._newest: dict[HTTPEngine, tuple[tuple[int, ...], _Home]] = {}  # prompt, and where its requests are
         self._listeners: list[asyncio.Task[None]] = []
         self._numbers = count()
 
@@ -95,7 +98,7 @@ class RayCollectors:
         self._listeners = [asyncio.create_task(self._listen(home)) for home in self._homes]
 
     async def ask(self, engine: HTTPEngine, request: GenerateRequest, so_far: StoredCompletion | None) -> Answer:
-        home = self._home_of.get(engine) or self._new_home(engine)
+        home = self._home(engine, request.prompt_ids)
         if home.failure is not None:
             raise _told(home.failure)
         loop, number = asyncio.get_running_loop(), next(self._numbers)
@@ -112,12 +115,21 @@ class RayCollectors:
         except BrokenConnection as error:
             raise await engine.explain(error) from None
 
-    def _new_home(self, engine: HTTPEngine) -> _Home:
-        """The one with the fewest engines of those on its node, or of all."""
-        beside = [home for home in self._homes if home.node == engine.node_id] or self._homes
-        held = Counter(map(id, self._home_of.values()))
-        self._home_of[engine] = home = min(beside, key=lambda each: held[id(each)])
+    def _home(self, engine: HTTPEngine, prompt_ids: tuple[int, ...]) -> _Home:
+        """The requests of a prompt, which comes with them once, stay together; the next prompt goes where the fewest wait."""
+        homes = self._homes_of.get(engine) or self._new_homes(engine)
+        prompt, home = self._newest.get(engine, ((), homes[0]))
+        if prompt is not prompt_ids:
+            home = min(homes, key=lambda each: len(each.waiting))
+            self._newest[engine] = prompt_ids, home
         return home
+
+    def _new_homes(self, engine: HTTPEngine) -> list[_Home]:
+        """Those with the fewest engines of those on its node, or of all."""
+        beside = [home for home in self._homes if home.node == engine.node_id] or self._homes
+        held = Counter(id(home) for homes in self._homes_of.values() for home in homes)
+        self._homes_of[engine] = sorted(beside, key=lambda each: held[id(each)])[: self._per_server]
+        return self._homes_of[engine]
 
     async def close(self) -> None:
         for listener in self._listeners:
@@ -125,7 +137,8 @@ class RayCollectors:
         await asyncio.gather(*self._listeners, return_exceptions=True)
         for actor in self._actors:
             ray.kill(actor)
-        self._actors, self._homes, self._home_of, self._listeners, self._stored_intake = [], [], {}, [], []
+        self._actors, self._homes, self._homes_of, self._listeners, self._stored_intake = [], [], {}, [], []
+        self._newest = {}
 
     def _submit_new(self, home: _Home) -> None:
         new, home.new = home.new, []
