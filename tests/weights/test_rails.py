@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from test_plan import EXPERTS, cases, tensors_of
 
@@ -45,6 +45,7 @@ def test_on_any_rails_every_reader_gets_every_part_once_and_cards_stay_about_as_
 
 
 @given(cases())
+@example((Layout(ranks=2, tp=1, pp=1, cp=1, ep=1, etp=1), RolloutLayout(num_servers=2, gpus_per_server=2, gpus_per_node=4), 65, 1))
 def test_where_every_process_is_on_one_rail_rails_change_nothing(case):
     layout, rollout, dense_bytes, expert_bytes = case
     rails = Rails(senders=(0,) * layout.ranks, readers=(0,) * rollout.num_gpus)

@@ -41,9 +41,9 @@ class Cards:
         )
 
     def pair(self, ranks: Sequence[int], group: Sequence[int]) -> tuple[int, int]:
-        """Rank of `ranks`, of which the first has sent least, and GPU of `group` for what any of these may send to any of those."""
+        """Rank of `ranks` and GPU of `group` for what any of these may send to any of those."""
         if self._rails is None:
-            return ranks[0], self.target(group, ranks)
+            return min(ranks, key=self.sent.__getitem__), self.target(group, ranks)
         pairs = [(rank, self.target(group, [rank])) for rank in ranks]
         return min(pairs, key=lambda pair: self.sent[pair[0]] + self.received[pair[1]])
 

@@ -211,8 +211,7 @@ class _Routes:
                 chunks = self._chunks(lane, max(1, round(len(node) / len(lanes))))
                 having = self._near(self._having(lane[0]), node[0])
                 blocks = [having[first : first + len(chunks)] for first in range(0, len(having), len(chunks))]
-                ranks = sorted(self._cards.block(blocks, node), key=self._cards.sent.__getitem__)
-                left: list[int] = []
+                ranks, left = self._cards.block(blocks, node), list[int]()
                 for chunk in chunks:
                     left = left or list(ranks)
                     source, target = self._cards.pair(left, node)
