@@ -1,7 +1,7 @@
 """A step's sequences by reference: which rank gets which, and that what a rank lays out is what the whole batch would be."""
 
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from moerl.train.batching.balance import Planner, split_mini_batches
 from moerl.train.batching.rank_share import Share, shares
 from moerl.train.loss.batch_loss import Denominators
 from moerl.types.routes import RouteShape
+from moerl.types.sampling_sets import SamplingSets
 from moerl.types.stored import Here, Payload, fetch
 from moerl.types.stored_batch import StoredBatch
 
@@ -43,6 +44,17 @@ def stored_batch(lengths, *, old=None, reference=None):
         old_logprobs=old,
         reference_logprobs=reference,
     )
+
+
+def test_a_payload_is_whole_however_it_was_packed():
+    plain = stored_batch([(3, 2)]).payloads[0].get()
+    sets = SamplingSets.of_counts(np.array([4, 7, 9], dtype=np.int32), np.array([1, 2]))
+    weights = {"ce": np.array([0.5, 1.0], dtype=np.float32)}
+    for payload in (plain, replace(plain, routes=None, text="two", mask=np.array([True, False]), sets=sets, weights=weights)):
+        found = Payload.unpacked(payload.packed())
+        np.testing.assert_equal(asdict(found), asdict(payload))
+        for name in ("prompt_ids", "token_ids", "logprobs"):
+            assert getattr(found, name).dtype == getattr(payload, name).dtype
 
 
 def planner(num_ranks):
