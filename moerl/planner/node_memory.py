@@ -50,7 +50,7 @@ def node_memory(hf: Mapping[str, Any], config: RunConfig, ranks: Sequence[RankMe
     serving = Counter(gpu.node for gpus in mapped.servers for gpu in gpus if server is not None)
     asleep = Counter(gpu.node for gpu in shared if server is not None)
     samples, routes = most_bytes(config), routes_share(config)
-    holders = min(num_collectors(config), config.placement.nodes)
+    holders = min(num_collectors(config), config.rollout.num_servers, config.placement.nodes)
     found = []
     for node in sorted({*stages, *beside, *serving}):
         kinds: Counter[str] = Counter()
