@@ -256,7 +256,7 @@ async def step(arguments: argparse.Namespace, engines: list[Connected]) -> dict[
     collector: Collector = LocalCollector(intake, keep=keep)
     if arguments.way == "collectors":
         collector = RayCollectors(
-            intake, secret=SECRET, num_actors=arguments.collectors, start_seconds=60, per_server=max(1, arguments.collectors // 2)
+            intake, secret=SECRET, num_actors=arguments.collectors, start_seconds=60, per_server=-(-arguments.collectors // 2)
         )
     half = arguments.in_flight // 2
     pool = RolloutPool(engines, max_running=half, max_queued=0, collector=collector, request_seconds=1e6, probe_seconds=1e6)

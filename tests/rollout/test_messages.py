@@ -1,5 +1,7 @@
 """Messages of several requests and frames of their answers, in any sizes and pieces."""
 
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,12 @@ def test_what_is_sent_at_a_time_is_bounded(sizes, most):
         pieces = messages.pieces_of(frames)
     assert b"".join(pieces) == b"".join(frames) and pieces
     assert all(len(piece) <= most for piece in pieces)
+
+
+def test_a_length_that_is_announced_takes_no_memory():
+    frames = Frames([2**50])
+    assert list(frames.feed(struct.pack("<IHQ", 0, 200, 2**50) + b"x")) == []
+    assert len(frames.unread) == 15
 
 
 def test_a_second_answer_to_one_request_is_refused():

@@ -23,8 +23,8 @@ def num_collectors(config: RunConfig) -> int:
 
 
 def collectors_per_server(config: RunConfig) -> int:
-    """Those that share what one server says."""
-    return max(1, num_collectors(config) // config.rollout.num_servers)
+    """Those that share what one server says: none is left without a server."""
+    return math.ceil(num_collectors(config) / config.rollout.num_servers)
 
 
 def reception_seconds(config: RunConfig) -> float:

@@ -94,20 +94,30 @@ def dump_frame(place: int, status: int, content: bytes) -> bytes:
 
 
 def pieces_of(frames: Sequence[bytes]) -> list[bytes | memoryview]:
-    """At least one, of PIECE_BYTES at most: copies by HTTP and asyncio of megabytes at once cost several times as much."""
-    if sum(map(len, frames)) <= PIECE_BYTES:
-        return [b"".join(frames)]
-    return [memoryview(frame)[at : at + PIECE_BYTES] for frame in frames for at in range(0, len(frame), PIECE_BYTES)]
+    """At least one, of PIECE_BYTES at most: copies by HTTP and asyncio of megabytes at once cost several times as much. Small frames share
+    one."""
+    pieces: list[bytes | memoryview] = []
+    small: list[bytes] = []
+    for frame in frames:
+        if small and sum(map(len, small)) + len(frame) > PIECE_BYTES:
+            pieces.append(b"".join(small))
+            small = []
+        if len(frame) > PIECE_BYTES:
+            pieces += [memoryview(frame)[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)]
+        else:
+            small.append(frame)
+    return [*pieces, b"".join(small)] if small or not pieces else pieces
 
 
 class Frames:
-    """Frames of an answer, from its bytes as they come. Routes make megabytes of them: each byte is copied once."""
+    """Frames of an answer, from its bytes as they come. Routes make megabytes of them: each byte is copied once, and memory is taken for
+    those that came, whatever length a frame announces."""
 
     def __init__(self, bounds: Sequence[int]):
         """`bounds`: bytes of the answer to each request, at most."""
         self._bounds, self._left = bounds, set(range(len(bounds)))
         self._head, self._content = bytearray(), bytearray()
-        self._filled = 0
+        self._length = 0  # of the content
 
     @property
     def missing(self) -> Collection[int]:
@@ -117,7 +127,7 @@ class Frames:
     @property
     def unread(self) -> bytes:
         """First 200 bytes after the last frame that is whole."""
-        return bytes((self._head + self._content[: self._filled])[:200])
+        return bytes(self._head + self._content[:200])[:200]
 
     def feed(self, chunk: bytes) -> Iterator[tuple[int, int, bytearray]]:
         """Place, status and content of each that is whole now. ValueError for one that nobody asked for, or that is too long."""
@@ -128,16 +138,15 @@ class Frames:
                 left = left[missing:]
                 if len(self._head) < _FRAME.size:
                     return
-                self._content, self._filled = bytearray(self._length()), 0
-            part = left[: len(self._content) - self._filled]
-            self._content[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
+                self._length = self._announced()
+            part = left[: self._length - len(self._content)]
+            self._content += part
             left = left[len(part) :]
-            if self._filled == len(self._content):
+            if len(self._content) == self._length:
                 yield self._taken()
 
-    def _length(self) -> int:
-        """Bytes of the content that the head announces."""
+    def _announced(self) -> int:
+        """Bytes of the content, by its head."""
         place, _, length = _FRAME.unpack(self._head)
         if place not in self._left:
             raise ValueError(f"an answer to request {place}, which waits for none")
@@ -147,6 +156,6 @@ class Frames:
 
     def _taken(self) -> tuple[int, int, bytearray]:
         place, status, _ = _FRAME.unpack(self._head)
-        content, self._head, self._content, self._filled = self._content, bytearray(), bytearray(), 0
+        content, self._head, self._content = self._content, bytearray(), bytearray()
         self._left.remove(place)
         return place, status, content

@@ -265,9 +265,10 @@ def _of_extra_state(module: str, name: str) -> Any:
     known: dict[tuple[str, str], Any] = {
         ("torch._utils", "_rebuild_tensor_v2"): lambda *parts: torch._utils._rebuild_tensor_v2(*parts),
         ("torch.storage", "_load_from_bytes"): load_storage,
-        _STORAGE_OF_MEGATRON: load_storage if hasattr(import_module(_STORAGE_OF_MEGATRON[0]), _STORAGE_OF_MEGATRON[1]) else None,
         ("collections", "OrderedDict"): collections.OrderedDict,
     }
+    if (module, name) == _STORAGE_OF_MEGATRON:
+        return load_storage if hasattr(import_module(module), name) else None
     if module in (_RECIPES, _OF_MEGATRON) and name.isidentifier():
         found = getattr(import_module(module), name, None)
         return found if isinstance(found, type) and any(each.__module__ == _RECIPES for each in found.__mro__) else None
