@@ -20,6 +20,7 @@ from typing import Any
 RECIPE = "grpo-tiny-moe-1n2g-sync"
 MORE = {
     "dapo": ["algorithm.overlong=none"],
+    "grpo_muon": ["algorithm=grpo", "train.optimizer.muon={}"],
     "grpo_tis": ["algorithm=grpo", "algorithm.corrections=[{kind: tis}]"],
     "reinforce_pp_kl": ["algorithm=reinforce_pp", "algorithm.kl_coefficient=0.001", "algorithm.kl_in=reward"],
 }
@@ -27,7 +28,7 @@ MORE = {
 ALGORITHMS = (
     "grpo", "dapo", "dr_grpo", "rloo", "opo", "gpg", "maxrl", "passk", "reinforce_pp", "reinforce_pp_baseline", "remax", "gspo", "cispo",
     "sapo", "gmpo", "clip_cov", "kl_cov", "m2po", "dppo", "grpo_tis", "reinforce_pp_kl",
-    "ppo", "prime",
+    "ppo", "prime", "grpo_muon",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from moerl.rollout.rounds import RoundBuffer
 from moerl.rollout.runner import GroupRunner
 from moerl.train.batching.build_batch import build_batch, credited, with_proximal
 from moerl.train.group import TrainGroup
-from moerl.train.learning_rates import learning_rate
+from moerl.train.optimizer.learning_rates import learning_rate
 from moerl.types.errors import MoerlError, RunStopped
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats

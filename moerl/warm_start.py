@@ -19,7 +19,7 @@ from moerl.observe.observer import Observer
 from moerl.rollout.prompts import PromptSource, demonstration
 from moerl.train.batching.build_batch import sft_batch
 from moerl.train.group import MegatronTrainGroup
-from moerl.train.learning_rates import learning_rate
+from moerl.train.optimizer.learning_rates import learning_rate
 
 _REPORT_EVERY = 50
 

@@ -24,8 +24,8 @@ from moerl.hangs.hang_reports import HangReports
 from moerl.observe.guards import check_finite
 from moerl.train.batching.build_batch import labelled, segments_of
 from moerl.train.group import MegatronTrainGroup
-from moerl.train.learning_rates import learning_rate
 from moerl.train.loss.critic_loss import ValueLoss
+from moerl.train.optimizer.learning_rates import learning_rate
 from moerl.types.errors import DataError
 from moerl.types.groups import Group
 from moerl.types.stats import StepStats

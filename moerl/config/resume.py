@@ -18,6 +18,7 @@ FIXED: Mapping[str, str] = {
     "critic.path": "the checkpoint holds weights of that model",
     "outcome_model.path": "the checkpoint holds weights of that model",
     "sft": "the warm start is over",
+    "train.optimizer.muon": "the optimizer's state in the checkpoint is that of Muon with these settings, or of Adam alone",
     "deterministic": "steps already taken cannot become reproducible",
     "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",
 }

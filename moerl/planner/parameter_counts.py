@@ -5,7 +5,7 @@ tests hold them against modules that Megatron builds.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,10 @@ class ChunkParameters:
     """Those that are not trained, and lie in no buffer."""
     shared: int | None
     """Elements of the embedding, one of `dense`, that two pipeline stages hold: it lies in a bucket of its own."""
+    by_adam: int
+    """Elements of `dense` that Adam updates where Muon has the matrices: embedding, output layer, norms and biases."""
+    largest_matrix: int
+    """Elements of the largest other one, before tensor parallelism cuts it."""
     dense_shards: int
     expert_shards: int
     layers: Mapping[int, int]
@@ -48,6 +52,11 @@ class ChunkParameters:
     def shard(self) -> int:
         """Elements of the optimizer's part of a rank."""
         return sum(elements // shards for elements, shards in self._buckets())
+
+    @property
+    def shard_by_adam(self) -> int:
+        """Elements of `by_adam` in the optimizer's part of a rank: on average."""
+        return self.by_adam // self.dense_shards
 
     def pinned_shard(self, width: int) -> float:
         """Bytes of page-locked copies of the optimizer's part, parameter by parameter: PyTorch rounds each up to a power of two
@@ -92,12 +101,22 @@ def rank_parameters(hf: Mapping[str, Any], train: TrainConfig) -> list[list[Chun
             found[stage].append(
                 ChunkParameters(
                     dense=tuple(dense), experts=tuple(experts), frozen=tuple(_indexer(fields) * len(parts)),
+                    by_adam=sum(ends) + _vectors(parts.values(), fields), largest_matrix=_largest(parts.values(), layout),
                     shared=shared, dense_shards=layout.dp * layout.cp,
                     expert_shards=layout.edp,
                     layers={each: sum(dense_sizes) + sum(expert_sizes) for each, (dense_sizes, expert_sizes) in parts.items()},
                 )
             )  # fmt: skip
     return found
+
+
+def _vectors(layers: Iterable[tuple[list[int], list[int]]], fields: Mapping[str, Any]) -> int:
+    """Elements of norms and biases: what has less than 16 rows of the hidden size, as no matrix of a large model has."""
+    return sum(size for dense, _ in layers for size in dense if size < 16 * fields["hidden_size"])
+
+
+def _largest(layers: Iterable[tuple[list[int], list[int]]], layout: Layout) -> int:
+    return max((size for dense, routed in layers for size in (max(dense) * layout.tp, max(routed, default=0) * layout.etp)), default=0)
 
 
 def model_parameters(hf: Mapping[str, Any]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from moerl.planner.parameter_counts import ChunkParameters, rank_parameters
 from moerl.planner.saved_activations import FP8_WEIGHT_BYTES, WIDTHS
 from moerl.planner.server_memory import ServerMemory
 from moerl.planner.stage_activations import StageActivations, StageModel
-from moerl.train.memory.memory_states import KINDS, ON_DEVICE, Offload, State
+from moerl.train.memory.memory_states import KINDS, MUON_ROUND_ELEMENTS, ON_DEVICE, Offload, State
 
 Phase = Literal["load", "rollout", "log-probs", "companions", "update", "save", "push"]
 """load: when the run starts. rollout: servers answer, the trainer sleeps. companions: models beside the policy, on its ranks, are asked and
@@ -45,7 +45,7 @@ FRAGMENTATION = 0.1
 
 _KINDS = (
     "weights", "reference", "gradients", "optimizer", "companions", "FP8 copies", "activations", "layer at work", "logits",
-    "push buffers", "NCCL", "CUDA", "server",
+    "Muon", "push buffers", "NCCL", "CUDA", "server",
 )  # fmt: skip
 
 Kinds = Mapping[str, int]
@@ -94,16 +94,20 @@ class _Static:
         """`is_copied`: checkpoints are copies on the host, however they are written."""
         train, wide = config.train, WIDTHS[config.train.dtype]
         buffer, shard, self.parameters = (sum(getattr(chunk, name) for chunk in chunks) for name in ("buffer", "shard", "count"))
+        memory, moment = train.optimizer.memory, WIDTHS["float64" if train.dtype == "float64" else "float32"]
+        # Muon has no second moment of them.
+        matrices = 0 if train.optimizer.muon is None else shard - sum(chunk.shard_by_adam for chunk in chunks)
         self.kinds: dict[str, int] = {
             "parameters": (buffer + sum(sum(chunk.frozen) for chunk in chunks)) * wide,
             "gradients": buffer * gradient_bytes(train) if trains else 0,
-            "optimizer": round(shard * optimizer_bytes(train)) if trains else 0,
+            "optimizer": round(shard * optimizer_bytes(train) - matrices * moment) if trains else 0,
             "reference": self.parameters * wide if uses_reference else 0,
         }
         """By the names of moerl/train/memory/memory_states.py."""
         self.built = 0 if trains else buffer * gradient_bytes(train)
         """Bytes of gradients of a model that does not train, until it is built (moerl/train/megatron_engine.py)."""
-        memory, moment = train.optimizer.memory, WIDTHS["float64" if train.dtype == "float64" else "float32"]
+        self.muon = muon_bytes(max(chunk.largest_matrix for chunk in chunks), shard) if matrices else 0
+        """While matrices are made orthogonal."""
         share, masters = memory.cpu_fraction, train.dtype == "bfloat16"
         pinned = {width: sum(chunk.pinned_shard(width) for chunk in chunks) for width in {wide, moment, 4}}
         # Moments in float32, gradients page-locked; so are parameters if the masters are on the GPU, and else in float32 of their own
@@ -111,7 +115,7 @@ class _Static:
         self.on_host = round(share * (shard * 2 * moment + pinned[4] + (shard * 4 if memory.precision_aware else pinned[4])))
         # Page-locked copies but of what is on the host anyway (moerl/train/checkpoint/shard_writer.py).
         locked = 1 - share
-        copies = pinned[wide] + 2 * moment * shard * share + 2 * pinned[moment] * locked
+        copies = pinned[wide] + 2 * moment * shard * share + (2 - matrices / shard) * pinned[moment] * locked
         copies += masters * (pinned[4] * locked + 4 * shard * share if memory.precision_aware else pinned[4])
         self.staged = round(copies) if (config.checkpoint.async_save or is_copied) and trains else 0
         narrow = [name for name in (memory.main_params_dtype, memory.exp_avg_dtype, memory.exp_avg_sq_dtype) if name != "float32"]
@@ -246,6 +250,7 @@ def _phase(
             "activations": activations.kept,
             "layer at work": activations.working,
             "logits": max(0, activations.logits - activations.working),
+            "Muon": max(0, static.muon - activations.kept - max(activations.logits, activations.working)),
         }
     elif phase == "log-probs":
         kinds |= {"layer at work": activations.scoring, "logits": max(0, activations.scoring_logits - activations.scoring)}
@@ -306,6 +311,12 @@ def _host(config: RunConfig, static: _Static, guests: Sequence[_Guest]) -> Kinds
 
 def gradient_bytes(train: TrainConfig) -> int:
     return WIDTHS["float64"] if train.dtype == "float64" else WIDTHS[train.optimizer.memory.main_grads_dtype]
+
+
+def muon_bytes(largest: int, shard: int) -> int:
+    """Bytes beside the optimizer's states while a rank makes its matrices of a round orthogonal (moerl/train/optimizer/muon.py): steps
+    sent, received and stacked, gathered over tensor parallelism and normed, in float32; the products in bfloat16."""
+    return min(max(largest, MUON_ROUND_ELEMENTS), max(shard, largest)) * 36
 
 
 def optimizer_bytes(train: TrainConfig) -> float:

@@ -20,7 +20,6 @@ from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import step_statistics
 from moerl.train.megatron.fp8_fields import require_device
 from moerl.train.megatron.megatron_model import build_model
-from moerl.train.megatron.optimizer import NoOptimizer, build_optimizer
 from moerl.train.megatron.overlap import gather_parameters
 from moerl.train.megatron.reloadable_groups import ReloadableGroups
 from moerl.train.megatron.routing_stats import RoutingCounts
@@ -28,6 +27,7 @@ from moerl.train.megatron.value_head import load_head
 from moerl.train.memory.device_report import begin_peaks, peaks, told_when_full
 from moerl.train.memory.memory_states import ON_DEVICE, Call, MemoryStates, State
 from moerl.train.memory.offload import DeviceMemory
+from moerl.train.optimizer.optimizer import NoOptimizer, build_optimizer
 from moerl.train.push.rank_tensors import PushedTensors
 from moerl.train.step import TrainStep
 from moerl.types.stats import RoutingStats, StepStats

@@ -36,9 +36,9 @@ from moerl.train.loss.nonfinite import locate
 from moerl.train.loss.value_loss import value_loss
 from moerl.train.megatron.expert_routing import KeptRoutes
 from moerl.train.megatron.megatron_model import Model, sum_gradients
-from moerl.train.megatron.optimizer import norm_known
 from moerl.train.megatron.overlap import without_grad_reduce
 from moerl.train.megatron.routing_stats import RoutingCounts
+from moerl.train.optimizer.optimizer import norm_known
 from moerl.train.rank_progress import counted
 from moerl.types.batch import TrainBatch
 from moerl.types.sampling_sets import SamplingSets

@@ -44,6 +44,12 @@ def words(overrides):
         (f"{MEMORY}.exp_avg_dtype=bfloat16", f"{MEMORY}.exp_avg_dtype", "needs precision_aware=true"),
         (f"{MEMORY}.main_params_dtype=bfloat16", f"{MEMORY}.main_params_dtype", "must be one of float32, float16"),
         (f"{MEMORY}.cpu_fraction=1.5", f"{MEMORY}.cpu_fraction", "<= 1"),
+        (
+            f"train.dtype=bfloat16 {MEMORY}.precision_aware=true train.optimizer.muon={{}}",
+            f"{MEMORY}.precision_aware",
+            "train.optimizer.muon",
+        ),
+        ("train.optimizer.muon={momentum:1.0}", "train.optimizer.muon.momentum", "< 1"),
         (f"{MEMORY}.cpu_overlap=true", f"{MEMORY}.cpu_overlap", "needs cpu_fraction > 0"),
         (f"{MEMORY}.cpu_fraction=0.5", f"{MEMORY}.cpu_fraction", "needs precision_aware=true"),
         (
@@ -71,7 +77,7 @@ def test_what_cannot_work_is_refused_with_what_would(overrides, path, said):
         f"{DENSE} train.recompute={{kind:selective,modules:[mlp]}}",
         f"{DEEPSEEK} train.recompute={{kind:selective,modules:[mla_up_proj,shared_experts]}}",
         f"{DEEPSEEK} train.mtp_loss=0.1 train.recompute={{kind:full}}",
-        "train.offload=all train.destroy_groups=true",
+        "train.offload=all train.destroy_groups=true train.optimizer.muon={}",
         "train.overlap_grad_reduce=true train.overlap_param_gather=true train.overlap_bucket_size=1000",
         f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.exp_avg_dtype=bfloat16 {MEMORY}.exp_avg_sq_dtype=float16",
         f"train.dtype=bfloat16 {MEMORY}.precision_aware=true {MEMORY}.cpu_fraction=0.5 {MEMORY}.cpu_overlap=true",

@@ -41,6 +41,7 @@ def test_settings_that_act_step_by_step_may_change(override: str):
         (["algorithm=rloo"], ["algorithm.advantage.kind", "algorithm.objective.kind"]),
         (["sft={num_steps:1,batch_size:1,lr:0.1}"], ["sft"]),
         (["deterministic=false"], ["deterministic"]),
+        (["train.optimizer.muon={}"], ["train.optimizer.muon"]),
     ],
 )
 def test_settings_the_checkpoint_depends_on_are_named_one_by_one(overrides: list[str], paths: list[str]):

@@ -13,8 +13,9 @@ from moerl.config.derive.model_configs import model_config
 from moerl.config.derive.model_shape import read_config
 from moerl.config.load import load
 from moerl.config.schema.companion_config import DistillationConfig, TeacherConfig
+from moerl.config.schema.train_config import MuonConfig
 from moerl.planner.parameter_counts import rank_parameters
-from moerl.planner.rank_memory import companions_memory, rank_memory
+from moerl.planner.rank_memory import companions_memory, muon_bytes, rank_memory
 
 RECIPE = load(["recipe=grpo-tiny-moe-1n2g-sync"])
 CASES = [
@@ -51,6 +52,23 @@ def test_ranks_hold_the_bytes_that_are_planned(model, layout, dtype, has_referen
         for chunk in chunks
     )
     assert sum(each["optimizer"] for each in found) == held
+
+
+def test_muon_has_no_second_moment_of_matrices(checkpoints):
+    chosen = settings(checkpoints["untied-qwen3_moe"], LAYOUTS["dp2"], dtype="bfloat16")
+    chosen = replace(chosen, train=replace(chosen.train, optimizer=replace(chosen.train.optimizer, muon=MuonConfig())))
+    (plan,) = rank_memory(read_config(checkpoints["untied-qwen3_moe"]), replace(RECIPE, train=chosen.train))
+    found = run_ranks(trained_bytes, 2, chosen, random_batch())
+    assert all(0.9 * plan.phases["update"]["optimizer"] < each["optimizer"] <= plan.phases["update"]["optimizer"] for each in found), found
+
+
+def test_muon_saves_a_large_model_a_third_of_its_optimizer():
+    """Two times 4 bytes of each parameter instead of three, but for embedding and output layer; and 1.1 GiB to work in."""
+    _, adam = plan_of()
+    _, muon = plan_of("train.optimizer.muon={}")
+    for before, after in zip(adam, muon, strict=True):
+        assert after.phases["update"]["optimizer"] / before.phases["update"]["optimizer"] == pytest.approx(2 / 3, abs=0.03)
+    assert muon_bytes(1, 10**9) == 36 * 2**25
 
 
 def plan_of(*overrides):

@@ -49,7 +49,7 @@ def hybrid() -> Iterator[TwoMemories]:
     """Context in which engines get the hybrid optimizer, which is refused without a GPU, as Megatron makes it with one."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from moerl.train.megatron.optimizer import optimizer_config
+    from moerl.train.optimizer.optimizer import optimizer_config
 
     memories = TwoMemories()
 

@@ -247,7 +247,7 @@ def buckets(settings: EngineSettings) -> int:
 
 
 def optimizer_arguments(train: Any) -> dict[str, Any]:
-    from moerl.train.megatron.optimizer import optimizer_config
+    from moerl.train.optimizer.optimizer import optimizer_config
 
     return vars(optimizer_config(train))
 

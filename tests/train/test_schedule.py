@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moerl.config.schema.train_config import OptimizerConfig
-from moerl.train.learning_rates import learning_rate
+from moerl.train.optimizer.learning_rates import learning_rate
 
 
 def rates(num_steps, **settings):

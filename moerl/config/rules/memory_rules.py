@@ -93,6 +93,10 @@ def _optimizer_problems(train: TrainConfig) -> Iterator[Problem]:
         reason = "the hybrid optimizer cannot load a checkpoint over float32 masters of Megatron's (hybrid_optimizer.py, 0.16.1)"
         fix = f"{path}.precision_aware=true, which puts masters on the host too, or cpu_fraction=0"
         yield problem(f"{path}.cpu_fraction", memory.cpu_fraction, "needs precision_aware=true", reason, fix)
+    if train.optimizer.muon is not None and memory.precision_aware:
+        reason = "Muon moves the master weights of Megatron's distributed optimizer, and so Transformer Engine's Adam has them"
+        fix = f"{path}.precision_aware=false, or train.optimizer.muon=null"
+        yield problem(f"{path}.precision_aware", True, "needs train.optimizer.muon=null", reason, fix)
     if memory.cpu_overlap and memory.cpu_fraction == 0:
         yield problem(f"{path}.cpu_overlap", True, "needs cpu_fraction > 0", "nothing is copied without it", f"{path}.cpu_fraction=1.0")
 

@@ -79,6 +79,17 @@ class OptimizerMemory(Strict):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MuonConfig(Strict):
+    """Muon for matrices: momentum with Nesterov's step, made nearly orthogonal. Embedding, output layer, norms and biases stay with Adam.
+    Queries, keys and values are matrices of their own; each expert is one."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    update_rms: Annotated[float, Field(gt=0)] = 0.2
+    """Root mean square of an update of a matrix, in units of the learning rate. About Adam's at 0.2, so that a learning rate and a weight
+    decay for Adam hold for both (arXiv:2502.16982)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Strict):
     lr: Annotated[float, Field(gt=0)]
     warmup_steps: NotNegative = 0
@@ -87,6 +98,8 @@ class OptimizerConfig(Strict):
     """From the end of the warm-up to num_steps."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at which the decay ends; without effect for constant."""
+    muon: MuonConfig | None = None
+    """Muon instead of Adam for matrices; null for Adam alone. `muon: {}` takes its defaults."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

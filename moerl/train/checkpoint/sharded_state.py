@@ -1,7 +1,7 @@
 """Contents of a checkpoint on a training rank, as Megatron's sharded tensors: every one a view, nothing gathered or copied.
 
     decoder.layers.7.mlp.experts...            weights and buffers, under global layer numbers, whatever the pipeline split
-    optimizer.state.exp_avg.<weight>           of every weight, in the weight's own shape; exp_avg_sq likewise
+    optimizer.state.exp_avg.<weight>           of every weight, in the weight's own shape; exp_avg_sq likewise, but not of Muon's
     optimizer.state.param.<weight>             float32 master weights of a bfloat16 run; in full precision the weights are the masters
     rng/shard_<rank>_<ranks>                   random streams of each rank
     common.pt                                  optimizer steps taken, layout and dtype
@@ -24,6 +24,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor, nn
 
 from moerl.train.checkpoint.boxes import boxes_of_range
+from moerl.train.optimizer.matrices import owned_ranges
+from moerl.train.optimizer.muon import MuonStep
 
 _STATE, _MASTER = "optimizer.state", "optimizer.state.param"
 
@@ -95,7 +97,7 @@ def begin_optimizer_state(optimizer: Any) -> None:
     allocate_optimizer_state(optimizer, 0)
     for each in _distributed(optimizer):
         for state in each.optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
                 state[name].zero_()
 
 
@@ -106,6 +108,8 @@ def allocate_optimizer_state(optimizer: Any, num_steps: int) -> None:
         for group in state["optimizer"]["param_groups"]:
             group["step"] = num_steps
         each.load_state_dict(state)
+        if isinstance(each.optimizer.step, MuonStep):  # Megatron gives every parameter Adam's states
+            each.optimizer.step.drop_second_moments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +140,10 @@ def _hand_down(hybrid: HybridDeviceOptimizer) -> None:
 def optimizer_state(optimizer: Any, model: dict[str, Any], *, masters_are_weights: bool = False) -> OptimizerShards:
     """`masters_are_weights`: the masters are read from the weights of a checkpoint that has no masters of its own."""
     entries = {entry.data: entry for entry in nested_values(model) if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
-    shards, owned = {}, []
+    shards: dict[str, ShardedTensor] = {}
+    owned: list[tuple[Any, Tensor, dict[str, Tensor]]] = []
     for each in _distributed(optimizer):
-        for weight, (start, stop) in _owned_ranges(each):
+        for weight, (start, stop) in owned_ranges(each):
             tensors = each._get_main_param_and_optimizer_states(weight)
             owned.append((each, weight, tensors))
             for name in _stored(tensors, has_masters=each.config.bf16):
@@ -156,15 +161,6 @@ def _stored(tensors: Iterable[str], *, has_masters: bool) -> list[str]:
 def _distributed(optimizer: Any) -> list[Any]:
     """Megatron's DistributedOptimizers: of dense and of expert parameters."""
     return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
-
-
-def _owned_ranges(optimizer: Any) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """(parameter, the range of its flattened elements that this data-parallel rank updates)."""
-    for buffer in optimizer.gbuf_ranges:
-        for buckets in buffer.values():
-            for bucket in buckets:
-                for weight, ranges in bucket["param_map"].items():
-                    yield weight, (ranges["param"].start, ranges["param"].end)
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory, owned: Tensor, start: int, stop: int, prefix: str) -> Iterator[ShardedTensor]:

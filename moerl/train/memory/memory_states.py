@@ -23,6 +23,9 @@ Call = Literal["logprobs", "reference_logprobs", "values", "export", "update", "
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """gradients: the buffers they add up in. optimizer: master weights and moments. reference: the frozen copy of the initial weights."""
 
+MUON_ROUND_ELEMENTS = 2**25
+"""Elements of matrices that a rank makes orthogonal at a time, or one matrix: what Muon's exchange and products hold beside its states."""
+
 _NEEDS: Mapping[Call, State] = {
     "logprobs": "scoring",
     "reference_logprobs": "scoring",
