@@ -18,7 +18,6 @@ FIXED: Mapping[str, str] = {
     "critic.path": "the checkpoint holds weights of that model",
     "outcome_model.path": "the checkpoint holds weights of that model",
     "sft": "the warm start is over",
-    "train.optimizer.muon": "the optimizer's state in the checkpoint is that of Muon with these settings, or of Adam alone",
     "deterministic": "steps already taken cannot become reproducible",
     "train.mtp_loss": "the checkpoint holds the layers of multi-token prediction, and their optimizer state, only if they were trained",
 }
@@ -36,17 +35,33 @@ def resume_differences(old_yaml: str | bytes, new: RunConfig, *, path: str = "co
         fix = "another name= (or output_dir=) for a new run, or the file as the run wrote it"
         return [problem(path, NOT_SET, "must be the settings of the run", str(error), fix)]
     old, now = to_plain(build(plain)), to_plain(new)
+    return [*_changed_settings(old, now), *_changed_optimizers(old, now)]
+
+
+def _changed_settings(old: Any, now: Any) -> list[Problem]:
     return [
-        problem(
-            path,
-            value,
-            f"was {before!r} and cannot change when a run is continued",
-            reason,
-            f"{path}={before}, or another name= (or output_dir=) for a new run",
-        )
+        _changed(path, before, value, reason)
         for section, reason in FIXED.items()
         for path, before, value in _differences(section, _at(old, section), _at(now, section))
     ]
+
+
+def _changed_optimizers(old: Any, now: Any) -> list[Problem]:
+    """Models that Muon updated and does not any more, or the other way round; those beside the policy have the policy's optimizer unless
+    they say theirs."""
+    reason, problems = "the optimizer's state in the checkpoint is that of Muon with these settings, or of Adam alone", []
+    for section in ("train", "critic", "outcome_model"):
+        said = [each["train"]["optimizer"] if each[section]["optimizer"] is None else each[section]["optimizer"] for each in (old, now)]
+        before, value = (optimizer["muon"] for optimizer in said)
+        if before != value and (section == "train" or old[section]["optimizer"] != now[section]["optimizer"]):
+            problems.append(_changed(f"{section}.optimizer.muon", before, value, reason))
+    return problems
+
+
+def _changed(path: str, before: Any, value: Any, reason: str) -> Problem:
+    rule = f"was {before!r} and cannot change when a run is continued"
+    fix = f"{path}={before}, or another name= (or output_dir=) for a new run"
+    return problem(path, value, rule, reason, fix)
 
 
 def _at(plain: Any, path: str) -> Any:

@@ -11,7 +11,7 @@ from moerl.config.derive.gpu_map import gpu_map, num_shared
 from moerl.config.derive.model_configs import routes_to_replay
 from moerl.config.derive.object_store import TOKEN_BYTES, most_bytes, sample_bytes
 from moerl.config.schema.run_config import RunConfig
-from moerl.models.families.parts.family import num_mtp_layers
+from moerl.models.families.parts.family import is_tied, num_mtp_layers
 from moerl.planner import fixed_memory as fixed
 from moerl.planner.parameter_counts import model_parameters, mtp_parameters
 from moerl.planner.rank_memory import RankMemory, companion_memory, of_companion
@@ -90,12 +90,15 @@ def largest_tensors(hf: Mapping[str, Any], config: RunConfig) -> int:
 
 def checkpoint_bytes(hf: Mapping[str, Any], config: RunConfig) -> int:
     """A whole checkpoint on disk, of all models that learn: parameters in their dtype, master weights in float32 where that is narrower,
-    two moments."""
-    others, experts = model_parameters(hf)
-    count = others + experts + (mtp_parameters(hf) if config.train.mtp_loss > 0 and num_mtp_layers(hf) else 0)
-    for model in companion_models(config):
-        if model.trains:
-            count += sum(model_parameters(of_companion(hf, config, model)[0]))
-    wide = WIDTHS[config.train.dtype]
-    states = 12 if config.train.dtype == "bfloat16" else 2 * max(wide, 4)
-    return count * (wide + states)
+    two moments, or one of what Muon updates."""
+    more = mtp_parameters(hf) if config.train.mtp_loss > 0 and num_mtp_layers(hf) else 0
+    learning = [of_companion(hf, config, model) for model in companion_models(config) if model.trains]
+    return _checkpoint_bytes(hf, config, more) + sum(_checkpoint_bytes(*model, 0) for model in learning)
+
+
+def _checkpoint_bytes(hf: Mapping[str, Any], config: RunConfig, more: int) -> int:
+    """`more`: parameters beside those of its layers."""
+    count, wide = sum(model_parameters(hf)) + more, WIDTHS[config.train.dtype]
+    moment, masters = max(wide, 4), 4 if config.train.dtype == "bfloat16" else 0
+    ends = hf["vocab_size"] * hf["hidden_size"] * (1 if is_tied(hf) else 2)
+    return count * (wide + masters + moment) + (count if config.train.optimizer.muon is None else ends) * moment

@@ -216,6 +216,7 @@ def _guests(hf: Mapping[str, Any], config: RunConfig, model: CompanionModel) -> 
         static = _Static(own_hf, own, chunks, uses_reference=model.uses_reference, trains=model.trains)
         scoring = max(work.scoring, 0 if model.is_critic else work.scoring_logits)
         update = work.kept + (work.working if model.is_critic else work.update)
+        update = max(update, static.muon)
         at_work = max(scoring, update) if model.trains else max(scoring, static.built)
         found.append(
             _Guest(

@@ -48,6 +48,13 @@ def test_settings_the_checkpoint_depends_on_are_named_one_by_one(overrides: list
     assert differences(*overrides) == paths
 
 
+def test_a_critic_keeps_its_optimizer_and_may_have_another_learning_rate():
+    before = load([DEMO, "algorithm=ppo", "critic.optimizer.lr=1e-3"])
+    for override, paths in (("critic.optimizer.muon={}", ["critic.optimizer.muon"]), ("critic.optimizer.lr=1e-4", [])):
+        now = load([DEMO, "algorithm=ppo", "critic.optimizer.lr=1e-3", override])
+        assert [problem.path for problem in resume_differences(to_yaml(before), now)] == paths
+
+
 def test_a_problem_says_the_old_value_and_the_reason():
     (problem,) = resume_differences(to_yaml(load([DEMO])), load([DEMO, "seed=1"]))
     assert "was 0" in problem.rule

@@ -65,6 +65,23 @@ def save_and_continue(settings: EngineSettings, batch: TrainBatch, directory: Pa
     return straight, two_steps(engine, batch), written
 
 
+def moments_around_staging(settings: EngineSettings, batch: TrainBatch) -> list[tuple[float, float]]:
+    """By rank, a sum of the first moments before and after a checkpoint is staged."""
+    engine = new_engine(settings)
+    engine.update(batch, loss_of(algorithm("grpo")), lr=1e-3, num_updates=2)
+    mine = [_sum_of_moments(engine)]
+    engine.shards.stage(copies=True)
+    mine.append(_sum_of_moments(engine))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tuple(mine))
+    return found
+
+
+def _sum_of_moments(engine: Any) -> float:
+    states = [state["exp_avg"] for each in engine.optimizer.chained_optimizers for state in each.optimizer.state.values()]
+    return sum(float(state.abs().sum()) for state in states)
+
+
 def save_refused(settings: EngineSettings, refused: TrainBatch, batch: TrainBatch, directory: Path) -> Continued:
     """Two steps after a checkpoint of an optimizer that has taken no step, because the first update was not applied."""
     engine = new_engine(settings)

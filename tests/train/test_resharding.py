@@ -6,9 +6,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_jobs import load_and_continue, load_and_save, load_and_score, save_and_continue, save_and_score, save_once, staged_and_held
+from checkpoint_jobs import (
+    load_and_continue,
+    load_and_save,
+    load_and_score,
+    moments_around_staging,
+    save_and_continue,
+    save_and_score,
+    save_once,
+    staged_and_held,
+)  # fmt: skip
 from engine_cases import LAYOUTS, random_batch, settings
 from engine_ranks import run_ranks
+from family_cases import write_case
 
 from moerl.config.schema.layout import Layout
 
@@ -63,6 +73,13 @@ def test_a_vocabulary_padded_for_another_tensor_parallel_size_continues(checkpoi
         directory, expected, _ = saved(before, "untied-qwen3")
         chosen = settings(checkpoints["untied-qwen3"], NAMED[after])
         assert_continues(run_ranks(load_and_continue, NAMED[after].ranks, chosen, random_batch(), directory), expected)
+
+
+def test_a_stage_without_experts_keeps_its_moments(tmp_path):
+    """Megatron makes its ranks an optimizer of experts all the same, which has nothing and never steps."""
+    directory = write_case("deepseek_v3", tmp_path, first_k_dense_replace=2, num_nextn_predict_layers=0)
+    found = run_ranks(moments_around_staging, 4, settings(directory, Layout(ranks=4, pp=2, ep=2)), random_batch())
+    assert all(after == before > 0 for before, after in found), found
 
 
 # -- dtype -----------------------------------------------------------------------------------------------------

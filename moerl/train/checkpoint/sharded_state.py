@@ -79,11 +79,12 @@ def drop_extra_state(model: dict[str, Any]) -> None:
 
 
 def num_optimizer_steps(optimizer: Any) -> int:
+    """Updates applied so far; 0 on a rank that updates no parameter."""
     steps = {
         group["step"] for each in _distributed(optimizer) for group in each.state_dict()["optimizer"]["param_groups"] if "step" in group
     }
-    assert len(steps) == 1, f"one count of optimizer steps, not {sorted(steps)}"
-    return int(steps.pop())
+    assert len(steps) <= 1, f"one count of optimizer steps, not {sorted(steps)}"
+    return int(steps.pop()) if steps else 0
 
 
 def has_stepped(optimizer: Any) -> bool:
@@ -159,8 +160,9 @@ def _stored(tensors: Iterable[str], *, has_masters: bool) -> list[str]:
 
 
 def _distributed(optimizer: Any) -> list[Any]:
-    """Megatron's DistributedOptimizers: of dense and of expert parameters."""
-    return [each for each in getattr(optimizer, "chained_optimizers", [optimizer]) if not each.is_stub_optimizer]
+    """Megatron's DistributedOptimizers that have parameters on this rank: of dense ones, and of experts where its stage has some."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [each for each in chained if not each.is_stub_optimizer and any(group["params"] for group in each.optimizer.param_groups)]
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory, owned: Tensor, start: int, stop: int, prefix: str) -> Iterator[ShardedTensor]:

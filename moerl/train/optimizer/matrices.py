@@ -52,23 +52,30 @@ class TensorGroups:
         return self.dense if getattr(weight, "allreduce", True) else self.experts
 
 
-def is_matrix(weight: nn.Parameter) -> bool:
-    """Whether Muon updates it. A single row or column has one singular value: orthogonal, it would be its sign alone."""
-    return weight.dim() == 2 and min(weight.shape) > 1 and not getattr(weight, "is_embedding_or_output_parameter", False)
+def is_matrix(weight: nn.Parameter, name: str) -> bool:
+    """Whether Muon updates it. A single row or column has one singular value: orthogonal, it would be its sign alone.
+
+    Megatron marks embedding and output layer, but 0.16.1 not the copy of the embedding that multi-token prediction has on another stage.
+    """
+    is_end = getattr(weight, "is_embedding_or_output_parameter", False) or name.endswith("word_embeddings.weight")
+    return weight.dim() == 2 and min(weight.shape) > 1 and not is_end
 
 
-def rounds(matrices: Iterable[Matrix], most: int) -> Iterator[list[Matrix]]:
-    """Consecutive ones, of which no rank makes more than `most` elements orthogonal, or one matrix."""
-    part: list[Matrix] = []
+def rounds(matrices: Iterable[Matrix], most: int) -> list[list[Matrix]]:
+    """Matrices that are exchanged and made orthogonal together. The k-th `most` elements of every owner, or its k-th matrix that is as
+    large, are in round k: in their order in memory those of one rank would follow each other, and the others wait."""
+    found: list[list[Matrix]] = []
+    number: Counter[int] = Counter()
     owned: Counter[int] = Counter()
     for matrix in matrices:
         if owned[matrix.owner] and owned[matrix.owner] + matrix.whole > most:
-            yield part
-            part, owned = [], Counter()
-        part.append(matrix)
+            number[matrix.owner] += 1
+            owned[matrix.owner] = 0
         owned[matrix.owner] += matrix.whole
-    if part:
-        yield part
+        if number[matrix.owner] == len(found):
+            found.append([])
+        found[number[matrix.owner]].append(matrix)
+    return found
 
 
 def owners(shapes: Sequence[tuple[int, int]], held: Sequence[Sequence[int]]) -> list[int]:
@@ -87,7 +94,7 @@ def _products(shape: tuple[int, int]) -> int:
 
 def matrices_of(optimizer: Any, names: Mapping[nn.Parameter, tuple[str, Any]], groups: TensorGroups) -> list[Matrix]:
     """Those of a distributed optimizer, in an order that its data-parallel ranks share. Collective."""
-    weights = [weight for buffer in optimizer.buffers for weight in buffer.params if is_matrix(weight)]
+    weights = [weight for buffer in optimizer.buffers for weight in buffer.params if is_matrix(weight, names[weight][0])]
     if not weights:  # of all data-parallel ranks
         return []
     own, group = dict(owned_ranges(optimizer)), optimizer.data_parallel_group

@@ -39,7 +39,7 @@ class MuonStep:
         """Takes the place of the inner optimizer's own."""
         self._optimizer, self._muon, self._inner_step = optimizer, muon, optimizer.optimizer.step
         self._group: dist.ProcessGroup = optimizer.data_parallel_group
-        self._rounds = list(rounds(matrices, MUON_ROUND_ELEMENTS))
+        self._rounds = rounds(matrices, MUON_ROUND_ELEMENTS)
         first = matrices[0].weight
         self._nothing = first.new_empty(0, dtype=torch.promote_types(first.dtype, torch.float32))
 
@@ -55,15 +55,15 @@ class MuonStep:
 
     def _step_others(self, matrices: set[Tensor]) -> None:
         """Adam's step, which does not see `matrices`: it would make moments even for what has no gradient."""
-        groups = self._optimizer.optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = [main for main in group["params"] if main not in matrices]
-        self._inner_step()
-        for group, mains in zip(groups, whole, strict=True):
-            if mains and not group["params"]:  # Adam counts no step where it has nothing to do
-                group["step"] = group.get("step", 0) + 1
-            group["params"] = mains
+        groups = [group for group in self._optimizer.optimizer.param_groups if group["params"]]
+        whole = [(group["params"], group.get("step", 0) + 1) for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [main for main in group["params"] if main not in matrices]
+            self._inner_step()
+        finally:
+            for group, (mains, steps) in zip(groups, whole, strict=True):
+                group["params"], group["step"] = mains, steps  # which Adam counts in groups without parameters, or not (by version)
 
     def drop_second_moments(self) -> None:
         """Those of matrices, which have none, where Megatron made the states of all parameters."""
