@@ -393,9 +393,19 @@ def minibatch_loss(s, b, logp, sg):
     loss = normalized_sum(s, losses, x.tokens)
     if b.ce_weights is not None:
         loss += weighted_mean(b.ce_weights, lambda i, t: -logp[i][t])
-    if b.kl_weights is not None:  # the gradient is that of -A logp with the distance, which has none, for -A
-        loss += weighted_mean(b.kl_weights, lambda i, t: (sg[i][t] - b.teacher[i][t]) * (1 + logp[i][t] - sg[i][t]))
+    if b.kl_weights is not None:
+        sampled = Terms(b, response_tokens(b.mask), logp, sg)
+        loss += weighted_mean(b.kl_weights, lambda i, t: taught(b, sampled, (i, t), logp, sg))
     return loss
+
+
+def taught(b, x, k, logp, sg):
+    """(logp - teacher) r, the first factor without gradient; 0 where the probability has fallen; + 1e-3 d^2. r = 1 off the response."""
+    i, t = k
+    distance = sg[i][t] - b.teacher[i][t]
+    if k not in x.d:
+        return distance * (1 + logp[i][t] - sg[i][t])
+    return (0.0 if exp(x.sg[k]) - exp(x.mu[k]) < -0.2 else distance * exp(x.d[k])) + 1e-3 * x.d[k] ** 2
 
 
 # Losses of models beside the policy

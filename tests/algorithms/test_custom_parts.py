@@ -38,6 +38,23 @@ def test_the_parts_of_the_page_are_used(own):
     assert result.metrics["correction_weight"] == 0.5
 
 
+def test_an_advantage_gets_the_log_probs_that_it_needs(own, tmp_path):
+    (tmp_path / "near.py").write_text(
+        "from dataclasses import dataclass\n\nfrom moerl.algorithms.advantages import Credit\n\n\n"
+        "@dataclass\nclass Near:\n    needs = {'reference', 'old_logprobs'}\n\n"
+        "    def __call__(self, step):\n        return Credit(advantages_N=step.tokens.old_N - step.tokens.reference_N)\n"
+    )
+    columns = {"old_logprobs": [[-1.0, -2.0], [-1.5, 0]], "reference_logprobs": [[-1.5, -2.0], [-1.0, 0]]}
+    tokens = TokenArrays(mask=[[1, 1], [1, 0]], logprobs=[[-1.0, -2.0], [-1.0, 0]], **columns)
+    settings = {**own, "advantage": {"kind": "custom", "path": "near.py:Near"}}
+    result = algorithm_loss(of_plain(settings), tokens, rewards=[3.0, 1.0], groups=[0, 0])
+    assert result.advantages.tolist() == [[0.5, 0.0], [-0.5, 0]]
+    (tmp_path / "plain.py").write_text("class Plain:\n    pass\n")
+    settings["advantage"]["path"] = "plain.py:Plain"
+    with pytest.raises(ConfigError, match="must be a dataclass"):
+        algorithm_loss(of_plain(settings), tokens, rewards=[3.0, 1.0], groups=[0, 0])
+
+
 @pytest.mark.parametrize(
     ("credit", "said"),
     [

@@ -56,6 +56,15 @@ def test_an_engine_must_say_what_it_leaves_of_the_vocabulary(overrides, said):
         (["rollout.top_k=4", "rollout.engine=fake"], "rollout.top_k", "needs rollout.engine=hf"),
         (["algorithm=maxrl", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards", "cannot go with maxrl"),
         (["algorithm=remax", "algorithm.whiten_rewards=true"], "algorithm.whiten_rewards", "cannot go with remax"),
+        *((
+            [f"algorithm={name}", "algorithm.overlong=penalty", "algorithm.overlong_buffer=2"],
+            "algorithm.overlong", f"cannot go with {name}",
+        ) for name in ("maxrl", "remax")),
+        (["algorithm=maxrl", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"], "algorithm.kl_in", "cannot go with maxrl"),
+        (
+            ["rollout.top_p=0.9", "algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward"],
+            "algorithm.kl_in", "must be loss with rollout.top_p=0.9",
+        ),
         (["algorithm=reinforce_pp", "algorithm.max_attempts=2", "group_size=1"], "algorithm.max_attempts", "needs group_size >= 2"),
         (["algorithm=gspo", "algorithm.objective.clip_high=0.2"], "algorithm.objective.clip_high", "must be at most 0.1 for gspo"),
         (["algorithm.corrections=[{kind: icepop, low: 2}]"], "algorithm.corrections.0", "must have 1 between its bounds"),

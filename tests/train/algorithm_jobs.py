@@ -20,11 +20,20 @@ OBJECTIVES = (
 )  # fmt: skip
 CORRECTIONS = (
     [{"kind": "tis", "cap": 1.1}], [{"kind": "tis", "level": "sequence", "cap": 1.3}], [{"kind": "tis", "cap": 1.1, "normalized": True}],
+    [{"kind": "tis", "level": "sequence", "cap": 1.3, "normalized": True}],
     [{"kind": "icepop", "low": 0.9, "high": 1.1}], [{"kind": "opsm", "delta": 0.01}],
     [{"kind": "sequence_mask_tis", "low": 0.95, "high": 1.05}],
     *([{"kind": "rejection", "statistic": "k1", "level": level, "low": 0.9, "high": 1.15}] for level in ("token", "sum", "mean")),
     [{"kind": "rejection", "statistic": "k3", "level": "max", "high": 0.02}, {"kind": "tis", "cap": 1.1, "normalized": True}],
+    [{"kind": "rejection", "statistic": "k1", "level": "max", "low": 0.85, "high": 1.2}],
+    *([{"kind": "rejection", "statistic": "k2", "level": level, "high": high}]
+      for level, high in (("token", 0.01), ("sum", 0.1), ("mean", 0.01), ("max", 0.04))),
+    *([{"kind": "rejection", "statistic": "k3", "level": level, "high": high}]
+      for level, high in (("token", 0.01), ("sum", 0.1), ("mean", 0.01))),
 )  # fmt: skip
+KL_ESTIMATORS = ("k1", "k1+", "abs", "abs+", "k2", "k3", "k3+", "unbiased")
+OLD_POLICIES = ("log_linear", "bypass", "not moved")
+"""Where the old log-probs are from beside a pass for them: between server and policy by age, the server, the policy itself."""
 
 
 def losses():
@@ -34,7 +43,11 @@ def losses():
         name = " ".join(".".join(map(str, part.values())) for part in corrections)
         plain[name] = {"objective": {"kind": "ppo_clip"}, "corrections": corrections, "normalize_by": "token"}
     clip_cov = {"kind": "clip_cov", "share": 0.1}
-    plain["rejected, then selected"] = {"objective": clip_cov, "corrections": CORRECTIONS[7], "normalize_by": "sequence_sum"}
+    mean = {"kind": "rejection", "statistic": "k1", "level": "mean", "low": 0.9, "high": 1.15}
+    plain["rejected, then selected"] = {"objective": clip_cov, "corrections": [mean], "normalize_by": "sequence_sum"}
+    for kind in KL_ESTIMATORS:
+        plain[f"KL {kind}"] = {"objective": {"kind": "ppo_clip"}, "normalize_by": "token", "kl_coefficient": 0.1, "kl_estimator": kind}
+    plain |= {policy: {"objective": {"kind": "ppo_clip"}, "normalize_by": "token"} for policy in OLD_POLICIES}
     terms = {"kl_coefficient": 0.1, "kl_estimator": "unbiased", "entropy_bonus": 0.05, "drift_penalty": 0.1}
     plain["terms"] = {"objective": {"kind": "gspo"}, "normalize_by": "fixed_length", "fixed_length": 9, **terms}
     found = {name: loss_of(of_plain({"advantage": {"kind": "grpo"}, **settings})) for name, settings in plain.items()}
@@ -72,16 +85,25 @@ def ragged_batch(*, num_sequences: int = 13, outside: float = 0.0) -> TrainBatch
 
 
 def train_by_each(settings: EngineSettings, batch: TrainBatch, order: list[int]):
-    """Statistics of an update by each loss in turn, and the log-probs afterwards, in the batch's own order. `order`: of the sequences as
-    the engine gets them."""
+    """Statistics of an update by each loss in turn, each from the weights that the one before has left; and the log-probs in the end, in
+    the batch's own order. `order`: of the sequences as the engine gets them."""
     engine = new_engine(settings)
     batch = batch.select(order)
     first_T = engine.logprobs(batch)
     names = ("old_logprobs_T", "rollout_logprobs_T", "reference_logprobs_T")
     near = {name: (first_T + getattr(batch, name)).astype(np.float32) for name in names}
     batch = replace(batch, **near)
-    found = {}
-    for name, loss in losses().items():
-        stats = engine.update(batch, loss, lr=1e-4, num_updates=1)
-        found[name] = (stats, replace(batch, rollout_logprobs_T=engine.logprobs(batch)).select(np.argsort(order)).rollout_logprobs_T)
-    return found
+    found = {name: engine.update(_with_old(name, batch), loss, lr=1e-4, num_updates=1) for name, loss in losses().items()}
+    return found, replace(batch, rollout_logprobs_T=engine.logprobs(batch)).select(np.argsort(order)).rollout_logprobs_T
+
+
+def _with_old(name: str, batch: TrainBatch) -> TrainBatch:
+    match name:
+        case "log_linear":
+            shares_T = np.random.default_rng(4).random(40)[batch.token_ids_T % 40]  # follows its token, whatever the order
+            return replace(batch, old_logprobs_T=None, proximal_T=shares_T.astype(np.float32))
+        case "bypass":
+            return replace(batch, old_logprobs_T=batch.rollout_logprobs_T)
+        case "not moved":
+            return replace(batch, old_logprobs_T=None)
+    return batch

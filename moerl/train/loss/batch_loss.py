@@ -23,6 +23,11 @@ from moerl.train.batching.packing import PackedMicroBatch
 from moerl.train.loss.loss_sums import LossSums, Observed, observed_sums
 from moerl.types.stored_batch import Batch
 
+TEACHER_FALL = 0.2
+"""Loss of probability since the rollout from which on a token is not taught."""
+TEACHER_DRIFT = 1e-3
+"""Weight of the squared log-ratio in distillation."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
@@ -106,9 +111,10 @@ def micro_batch_loss(
     whole_T = logp_T if columns.whole_logp_T is None else at_least_float32(columns.whole_logp_T)
     if columns.ce_weight_T is not None:
         total = total + _weighted(-whole_T, columns.ce_weight_T, denominators.num_ce)
+    distance_T = None
     if columns.kl_weight_T is not None:
-        assert columns.teacher_logprobs_T is not None, "kl_weight_T needs a teacher's log-probs"
-        total = total + _weighted(_from_teacher(whole_T, columns), columns.kl_weight_T, denominators.num_kl)
+        distance_T = _distance(whole_T, columns)
+        total = total + _weighted(_from_teacher(distance_T, logp_T, columns), columns.kl_weight_T, denominators.num_kl)
     taught_T = None if columns.kl_weight_T is None else columns.kl_weight_T != 0
     with torch.no_grad():
         sampled_T = columns.response_mask_T
@@ -117,7 +123,7 @@ def micro_batch_loss(
             logp_T=masked(logp_T, sampled_T), rollout_T=masked(columns.rollout_logprobs_T, sampled_T),
             entropy_T=masked(entropy_T, tokens.mask_T), metric_names=loss.metric_names,
             server_T=columns.server_T, num_servers=denominators.num_servers,
-            distance_T=None if taught_T is None else _from_teacher(whole_T, columns), taught_T=taught_T,
+            distance_T=distance_T, taught_T=taught_T,
         )  # fmt: skip
     return total, sums
 
@@ -131,17 +137,11 @@ def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup
     def column(values_T: Tensor) -> Tensor:
         return masked(values_T, mask_T).to(logp_T.dtype)
 
-    rollout_T = column(columns.rollout_logprobs_T)
-    if columns.proximal_T is not None:
-        # Between server and policy in log-space, by age (AReaL's approximation of a policy that is not computed).
-        old_T = rollout_T + column(columns.proximal_T) * (logp_T.detach() - rollout_T)
-    else:
-        old_T = logp_T.detach() if columns.old_logprobs_T is None else column(columns.old_logprobs_T)
     return TokenColumns(
         logp_T=logp_T,
         whole_logp_T=logp_T if columns.whole_logp_T is None else torch.where(mask_T, at_least_float32(columns.whole_logp_T), 0.0),
-        old_logp_T=old_T,
-        rollout_logp_T=rollout_T,
+        old_logp_T=_old_logprobs(logp_T, columns, mask_T),
+        rollout_logp_T=column(columns.rollout_logprobs_T),
         advantage_T=column(columns.advantages_T),
         mask_T=mask_T,
         reference_logp_T=None if columns.reference_logprobs_T is None else column(columns.reference_logprobs_T),
@@ -151,6 +151,15 @@ def token_columns(logp_T: Tensor, columns: LossColumns, ranks: dist.ProcessGroup
         tokens_T=columns.response_tokens_T.to(logp_T.dtype).clamp(min=1),
         ranks=ranks,
     )
+
+
+def _old_logprobs(logp_T: Tensor, columns: LossColumns, mask_T: Tensor) -> Tensor:
+    """Without gradient, 0 outside of `mask_T`."""
+    if columns.proximal_T is not None:
+        # Between server and policy in log-space, by age (AReaL's approximation of a policy that is not computed).
+        rollout_T, share_T = (masked(each, mask_T).to(logp_T.dtype) for each in (columns.rollout_logprobs_T, columns.proximal_T))
+        return rollout_T + share_T * (masked(logp_T, mask_T) - rollout_T)
+    return masked(logp_T if columns.old_logprobs_T is None else columns.old_logprobs_T, mask_T).to(logp_T.dtype)
 
 
 def at_least_float32(values: Tensor) -> Tensor:
@@ -205,13 +214,23 @@ def _weighted(loss_T: Tensor, weight_T: Tensor, count: int) -> Tensor:
     return (used_loss_T * (1.0 / max(count, 1))).sum()
 
 
-def _from_teacher(logp_T: Tensor, columns: LossColumns) -> Tensor:
-    """Signal of on-policy distillation: its gradient is that of KL(policy || teacher) at tokens of the policy, whatever drew them."""
-    assert columns.teacher_logprobs_T is not None and columns.kl_weight_T is not None
+def _distance(logp_T: Tensor, columns: LossColumns) -> Tensor:
+    """log-prob - teacher's, without gradient, where there is a weight."""
+    assert columns.teacher_logprobs_T is not None and columns.kl_weight_T is not None, "kl_weight_T needs a teacher's log-probs"
     used_T = columns.kl_weight_T != 0
-    teacher_T = masked(columns.teacher_logprobs_T, used_T)
-    own_T = torch.where(used_T, logp_T, 0.0)
-    return (own_T.detach() - teacher_T) * (own_T - own_T.detach()).exp()
+    return masked(logp_T, used_T) - masked(columns.teacher_logprobs_T, used_T)
+
+
+def _from_teacher(distance_T: Tensor, logp_T: Tensor, columns: LossColumns) -> Tensor:
+    """On-policy distillation with the distance for -A, as in prime-rl (`ref_kl`): its gradient is that of KL(policy || teacher). Tokens
+    that the policy did not produce have no old policy, and a ratio of 1."""
+    assert columns.kl_weight_T is not None
+    used_T = columns.kl_weight_T != 0
+    own_T, is_sampled_T = torch.where(used_T, logp_T, 0.0), columns.response_mask_T & used_T
+    old_T = torch.where(is_sampled_T, _old_logprobs(own_T, columns, is_sampled_T), own_T.detach())
+    d_T = own_T - old_T
+    has_fallen_T = is_sampled_T & (own_T.detach().exp() - masked(columns.rollout_logprobs_T, is_sampled_T).exp() < -TEACHER_FALL)
+    return torch.where(has_fallen_T, 0.0, distance_T * d_T.exp()) + TEACHER_DRIFT * d_T**2
 
 
 def _token_weights(tokens: TokenColumns, loss: Loss, denominators: Denominators) -> Tensor | float:

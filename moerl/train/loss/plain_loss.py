@@ -13,6 +13,7 @@ from moerl.algorithms.algorithm import Loss, build_algorithm, overlong_penalty
 from moerl.algorithms.kl import kl_estimate
 from moerl.algorithms.outcome_loss import outcome_loss
 from moerl.config.algorithm_settings import settings_of
+from moerl.config.rules.algorithm_rules import custom_problems
 from moerl.config.schema.algorithm_config import AlgorithmConfig, PrimeAdvantage
 from moerl.config.schema.companion_config import CriticConfig, OutcomeModelConfig
 from moerl.train.batching.packing import PackedMicroBatch, pack
@@ -23,6 +24,7 @@ from moerl.train.loss.critic_loss import ValueLoss
 from moerl.train.loss.loss_sums import LossSums, step_statistics
 from moerl.train.loss.value_loss import value_loss
 from moerl.types.batch import TrainBatch
+from moerl.types.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,8 @@ def algorithm_loss(
     Raises ConfigError for settings, ValueError for arrays that do not fit each other, and for rewards that are not finite.
     """
     config = settings_of(algorithm)
+    if problems := list(custom_problems(config)):
+        raise ConfigError(problems)
     flat = _Flat.of(tokens)
     if flat.old_logprobs is None and "old_logprobs" in config.needs:
         flat = replace(flat, old_logprobs=flat.logprobs)
@@ -297,7 +301,8 @@ class _Flat:
         if "process_rewards" in config.needs and process is None:
             raise ValueError("process_logprobs = None: must be given, because prime is relative to a model of outcomes")
         values = None if self.values is None else self.values[self.mask]
-        return ScoredTokens(penalties_N=penalties, values_N=values, process_N=process)
+        old_N, reference_N = (None if each is None else each[self.mask] for each in (self.old_logprobs, self.reference_logprobs))
+        return ScoredTokens(penalties_N=penalties, old_N=old_N, reference_N=reference_N, values_N=values, process_N=process)
 
     def spread(self, values_N: np.ndarray) -> np.ndarray:
         spread_T = np.zeros(len(self.mask))
